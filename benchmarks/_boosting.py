@@ -1,4 +1,4 @@
-"""What the benchmarks of XGBoost and of LightGBM share: rows, their homes, and what is timed."""
+"""Data, systems, and timing of the boosting scenarios."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pieces() -> Iterator[tuple[Any, Any]]:
 
 
 def arrays() -> tuple[Any, Any]:
-    """Give all features and all labels, in memory."""
+    """Return all features and labels, in memory."""
     import numpy as np
 
     features, label = (np.concatenate(each) for each in zip(*pieces(), strict=True))
@@ -97,7 +97,7 @@ def fit_with_ray_train(library: str, trainer: str, function: Callable[[], None])
 
 @contextmanager
 def dask_arrays() -> Iterator[tuple[Any, Any, Any]]:
-    """Give a client of dask's workers of one thread, and features and labels that lie there."""
+    """Yield a client of single-threaded dask workers, and features and labels stored there."""
     # By name, since dask has types for some of its functions only.
     lazy, distributed = (importlib.import_module(name) for name in ("dask.array", "distributed"))
     cluster = distributed.LocalCluster(

@@ -1,14 +1,14 @@
-"""Kill processes of a run at random moments, and look each time whether anything was lost.
+"""Kill random processes of a run and check that nothing is lost.
 
     python -m benchmarks._chaos --kills 20 --seed 7
 
-Four workers checkpoint in a loop on a cluster of three nodes; with links to folders of the user's,
-ASYNC hand-over of such folders and an elastic group of two to four, unless `--hazards` names fewer
-of these. Of each ten kills, six hit a worker,
-two a whole node and two the driver; the order, the moments and the victims are drawn from the seed.
-All are SIGKILLs. After each of them the run's directory must be whole, and whatever a killed driver
-has left must be gone 5 s later; in the end the run finishes and nothing of it is alive. What the
-seed cannot fix is the machine's own timing: a seed gives the same kills, not the same interleaving.
+Four workers save checkpoints in a loop on a cluster of three nodes. Unless `--hazards` selects
+fewer features, checkpoints contain links to user directories, user directories are moved with ASYNC
+uploads, and the group is elastic with two to four workers. Of ten kills, six hit a worker, two a
+node, and two the driver; the seed determines their order, times, and victims. All kills are
+SIGKILLs. After each kill, the run directory must be intact, and processes of a killed driver must
+exit within 5 s. Finally, the run finishes and leaves no process. The seed does not determine the
+timing of the machine: it reproduces the kills, but not their interleaving.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Kill:
     """One strike.
 
     Attributes:
-        victim: What is killed.
+        victim: Kind of process to kill.
         which: Which of those there are, from 0 to below 1.
         after: Seconds of calm before it.
         at_rest: The run makes a checkpoint before it; otherwise the strike may hit a run that is
@@ -91,11 +91,11 @@ def draw(seed: int, count: int) -> list[Kill]:
 
 
 class Chaos:
-    """A cluster, a run on it in a driver of its own, and the means to strike and to look.
+    """A cluster, a run on it in a separate driver, and methods to kill and check processes.
 
     Args:
-        folder: An empty one, for the run and the driver's output.
-        hazards: What the run does besides saving files, of `HAZARDS`.
+        folder: Empty directory for the run and the driver's output.
+        hazards: Features of the run in addition to saving files; see `HAZARDS`.
     """
 
     def __init__(self, folder: Path, hazards: Sequence[str]) -> None:
@@ -144,7 +144,7 @@ class Chaos:
     # -- looking
 
     def newest(self) -> int:
-        """Give the newest step that a worker knows to be committed, -1 if there is none."""
+        """Return the latest step that a worker knows to be committed, -1 if there is none."""
         return max(numbers(self._folder / "acknowledged"), default=-1)
 
     def wait_for_a_checkpoint(self, after: int) -> None:
@@ -162,7 +162,7 @@ class Chaos:
             raise AssertionError(f"no {what} within {PATIENCE_SECONDS:g} s; driver:\n{log}")
 
     def check(self) -> None:
-        """Check that the run's directory is whole and holds what workers were told is committed."""
+        """Check that the run directory is intact and has the steps known to be committed."""
         from drawbar.train.testing import check_run
 
         check_link_targets(self._folder)
@@ -189,11 +189,11 @@ class Chaos:
             try:
                 step_of(Path(newest))
             except FileNotFoundError:
-                continue  # the run goes on, and retention has deleted it: look again
+                continue  # the run continues, and retention deleted the checkpoint: check again
             return
 
     def _check_gone(self) -> None:
-        """Check that of a run whose driver has ended nothing is left after 5 s."""
+        """Check that no process of a run is left 5 s after its driver has ended."""
         is_gone = becomes_true(lambda: not self._remains(), within=GONE_SECONDS)
         assert is_gone, f"alive {GONE_SECONDS:g} s later: {self._remains()}"
 
@@ -212,7 +212,7 @@ class Chaos:
         return [*processes, *children, *groups, *living]
 
     def _workers(self) -> list[Any]:
-        """Give the processes of the run's workers, on all nodes, oldest first."""
+        """Return the processes of the run's workers on all nodes, oldest first."""
         import psutil
 
         found = []
@@ -224,7 +224,7 @@ class Chaos:
     # -- striking
 
     def strike(self, kill: Kill) -> None:
-        """Kill one, and put what the cluster needs to go on in its place."""
+        """Kill a process, and replace a killed node."""
         match kill.victim:
             case "worker":
                 if workers := self._workers():
@@ -323,7 +323,7 @@ def unleash(
 
 
 def main() -> None:
-    """Strike as the command line says."""
+    """Run chaos with the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks._chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))

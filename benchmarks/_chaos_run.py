@@ -27,7 +27,7 @@ KEPT = "the user's own\n"
 
 
 def drive(folder: Path, hazards: frozenset[str]) -> None:
-    """Run the training function, or go on with it."""
+    """Run the training function, or resume it."""
     from drawbar import train
 
     enough = folder / "enough"
@@ -92,7 +92,7 @@ def make_link_targets(folder: Path) -> None:
 
 
 def check_link_targets(folder: Path) -> None:
-    """Check that nothing was done to what lies behind the links."""
+    """Check that the targets of the links are unchanged."""
     for rank in range(WORKERS):
         files = {path.name: path.read_text() for path in _link_target(folder, rank).iterdir()}
         assert files == {"kept": KEPT}, f"of what rank {rank} has links to, there is {files}"
@@ -103,7 +103,7 @@ def _link_target(folder: Path, rank: int) -> Path:
 
 
 def _start_child(cache: dict[Any, Any], folder: Path) -> None:
-    """Start what must not outlive the worker: a process in a session of its own."""
+    """Start a process in a separate session that must not outlive the worker."""
     if "child" not in cache:
         cache["child"] = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         _append(folder / "children", cache["child"].pid)
@@ -120,7 +120,7 @@ def numbers(path: Path) -> list[int]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Load a checkpoint: every rank's file, whole and of the same step, and what it links to."""
+    """Load a checkpoint: complete files of all ranks for the same step, and link targets."""
     line = (checkpoint / "rank_0").read_text().partition("\n")[0]
     step, _, size = line.partition(" of ")
     for rank in range(int(size)):

@@ -70,7 +70,7 @@ def start_actor() -> Any:
 
 @contextmanager
 def bare_actors(count: int = 2) -> Iterator[list[Any]]:
-    """Give actors as plain as Ray has them: no placement group, no library; killed on leaving."""
+    """Yield plain Ray actors without placement group or library; kill them on exit."""
     import ray
 
     actors = [start_actor() for _ in range(count)]

@@ -1,8 +1,7 @@
-"""One side of one scenario, as a process of its own: `python -m benchmarks._driver NAME SIDE`.
+"""Run one scenario on one system in a separate process: `python -m benchmarks._driver NAME SIDE`.
 
-Standard output carries exactly one line of JSON: the samples, or an error in one sentence.
-Everything else that is printed, by Ray's forwarding of the workers' output too, goes to standard
-error, and so does the error's traceback.
+Standard output contains exactly one line of JSON: the samples, or an error in one sentence. All
+other output, including the forwarded output of workers and tracebacks, goes to standard error.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Library:
         callbacks: Sequence[object] = (),
         datasets: Mapping[str, object] | None = None,
     ) -> Any:
-        """Build a trainer that is ready for `fit()`, with a run name of its own.
+        """Build a trainer that is ready for `fit()`, with a unique run name.
 
         All settings that are not named here stay at the library's defaults.
         """

@@ -1,4 +1,4 @@
-"""What the numbers were measured on, for the head of the report."""
+"""Describe the machine and the package versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory the processes below this one take at the most."""
+"""Measure the peak memory of child processes."""
 
 from __future__ import annotations
 

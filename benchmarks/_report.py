@@ -81,7 +81,7 @@ def _statistic(row: Row, summary: Summary, side: Side) -> str:
 
 
 def _scale(value: float, measure: Measure) -> tuple[float, str]:
-    """Give the unit in which a value reads best: its size and its name."""
+    """Return the most readable unit for a value: its size and its name."""
     if measure.unit != "s":
         return 1.0, "/s" if measure.unit else ""
     scales = ((1.0, " s"), (1e-3, " ms"), (1e-6, " µs"))

@@ -1,6 +1,6 @@
-"""Run the sides in turn, several times, each in a fresh process.
+"""Run the systems of a scenario in turn, several times, each in a new process.
 
-Interleaving (A B C A B C) spreads whatever else the machine does over all sides, so that the ratio
+Interleaving (A B C A B C) distributes other load of the machine over all systems, so that the ratio
 of their medians stays fair.
 """
 
@@ -27,14 +27,14 @@ class SideFailed(Exception):
 
 @dataclass
 class Outcome:
-    """What one side gave over all rounds."""
+    """Samples of one system over all rounds."""
 
     samples: Samples = field(default_factory=dict)
     rounds: int = 0
     failures: list[str] = field(default_factory=list)
 
     def add(self, samples: Mapping[str, list[float]]) -> None:
-        """Put one round's samples to those of the rounds before."""
+        """Add the samples of one round."""
         for key, values in samples.items():
             self.samples.setdefault(key, []).extend(values)
 
@@ -81,21 +81,21 @@ def run_side(scenario: Scenario, side: Side, log: Path) -> Samples:
             start_new_session=True,
         )
         try:
-            said, _ = process.communicate(timeout=scenario.timeout)
+            output, _ = process.communicate(timeout=scenario.timeout)
         except subprocess.TimeoutExpired:
             raise SideFailed(f"no end after {scenario.timeout:.0f} s; see {log}") from None
         finally:
             _end_session(process)
-    if not said:
+    if not output:
         raise SideFailed(f"ended with exit code {process.returncode} and no answer; see {log}")
-    answer: Answer = json.loads(said)
+    answer: Answer = json.loads(output)
     if "error" in answer:
         raise SideFailed(f"{answer['error']}; see {log}")
     return answer["samples"]
 
 
 def _environment() -> dict[str, str]:
-    """The driver's environment: ours, without settings that would change what is compared."""
+    """Return this environment without settings that would change what is compared."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -106,7 +106,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill what the driver started and left in its process group; Ray's own processes follow it."""
+    """Kill the driver's process group; Ray's processes end with it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

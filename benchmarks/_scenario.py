@@ -1,7 +1,7 @@
-"""What a scenario is: the sides that do the same work, what each measures, and the goals.
+"""Scenarios: systems that do the same work, their measures, and goals.
 
-Nothing here or in a scenario's file imports Ray or a framework at the top, because the workers
-import these files too and would pay for it in the middle of a measurement.
+This module and the scenario files do not import Ray or a framework at module level, since workers
+import these files too, which would distort measurements.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Side = Literal["drawbar", "ray.train", "dask", "bare"]
 SIDES: tuple[Side, ...] = get_args(Side)
 
 Samples = dict[str, list[float]]
-"""What one driver measured: the key of a `Measure` to its samples, in that measure's unit."""
+"""Samples of one driver: key of a `Measure` to its samples, in the unit of the measure."""
 
 
 class Answer(TypedDict, total=False):
-    """What the process of a side says when it ends: one of the two."""
+    """Result of a driver process: samples or an error."""
 
     samples: Samples
     error: str
@@ -61,7 +61,7 @@ class Goal:
         return over / under if under else None
 
     def is_met(self, value: float) -> bool | None:
-        """Whether the value keeps the bound; None if there is no bound."""
+        """Return whether a value is within the bound; None if there is no bound."""
         if self.at_least is not None:
             return value >= self.at_least
         return None if self.at_most is None else value <= self.at_most
@@ -75,7 +75,7 @@ class Measure:
         key: Its name in `Samples` and in the JSON file.
         label: Its name in the table.
         unit: "s" (shown as s, ms or µs), "1/s", or "" for a plain number.
-        goals: Ratios to show beside it.
+        goals: Ratios to show with the measure.
         sides: Who measures it, where not every side does.
     """
 
@@ -92,7 +92,7 @@ class Scenario:
 
     Args:
         name: Short name for `--only`.
-        title: What is measured, in one line.
+        title: Description of the measurement, in one line.
         note: What "bare" is here, and what else a reader of the numbers must know.
         measures: The rows.
         sides: Who does it. Each is called in a fresh process, so that no two Ray clusters coexist.
@@ -108,10 +108,10 @@ class Scenario:
 
 
 def faster_than_ray_train(at_least: float | None = None) -> Goal:
-    """How many times longer `ray.train` takes than Drawbar."""
+    """Return the goal for the time of `ray.train` divided by that for Drawbar."""
     return Goal(over="ray.train", under="drawbar", at_least=at_least)
 
 
 def cost_over_bare(at_most: float | None = None) -> Goal:
-    """How many times longer Drawbar takes than bare processes."""
+    """Return the goal for the time of Drawbar divided by that for bare processes."""
     return Goal(over="drawbar", under="bare", at_most=at_most)

@@ -22,7 +22,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal beside what was measured. `met` is None where there is no bound or no value."""
+    """A goal and its measured ratio. `met` is None if there is no bound or no value."""
 
     goal: Goal
     value: float | None
@@ -48,7 +48,7 @@ class Summary:
 
 
 def summarize(scenario: Scenario, outcomes: Outcomes) -> Summary:
-    """Fold what the sides measured into rows."""
+    """Compute result rows from the samples of all systems."""
     failures = {
         side: f"{len(outcome.failures)} of {outcome.rounds} rounds failed: {outcome.failures[0]}"
         for side, outcome in outcomes.items()

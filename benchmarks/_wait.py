@@ -1,4 +1,4 @@
-"""Waiting for what no event tells of: files of other processes, and Ray's account of them."""
+"""Wait until a condition becomes true."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOK_SECONDS = 0.02
 
 
 def becomes_true(condition: Callable[[], bool], *, within: float) -> bool:
-    """Look again and again, for so many seconds at most; tells whether the condition was met."""
+    """Poll a condition for a number of seconds; return whether it became true."""
     deadline = time.monotonic() + within
     while not condition():
         if time.monotonic() > deadline:

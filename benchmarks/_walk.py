@@ -1,10 +1,10 @@
-"""The files of the core that two ways cross: `python -m benchmarks._walk`.
+"""List the core modules that fit() and report() pass through: `python -m benchmarks._walk`.
 
-That of `fit()` goes to the user's first line, that of `report(metrics)` to the line on the console.
-The stacks are looked at where something is handed on to another thread or process, and at the end:
-what stands on them is what a reader opens who follows the calls. First with `num_workers=0`, then
-with a worker. For `fit()`, the files in which any function of the driver's was called are counted
-too: what checks, opens and prepares has returned when the way goes on.
+The path of `fit()` ends at the first line of user code, and the path of `report(metrics)` at the
+console line. Stacks are captured where work passes to another thread or process, and at the end.
+They contain the files that a reader of the code opens when following the calls. The paths are
+traced with `num_workers=0` and with one worker. For `fit()`, all files with functions that the
+driver called are also counted, since functions that check and prepare have returned by then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WatchedView(PlainDisplay):
 
 
 def files_on(frame: FrameType | None, since: tuple[str, ...]) -> list[str]:
-    """Give the core's files on a stack, since the outermost function of these names."""
+    """Return the core files on a stack, from the outermost function of these names."""
     files: list[str] = []
     found: list[str] = []
     while frame is not None:
@@ -51,7 +51,7 @@ def files_on(frame: FrameType | None, since: tuple[str, ...]) -> list[str]:
 
 
 class FitWatch:
-    """Looks at the calls of this process from `fit()` until the workers are told to run."""
+    """Trace calls in this process from `fit()` until the workers are started."""
 
     def __init__(self) -> None:
         self.stacks: list[str] = []
@@ -100,14 +100,15 @@ def train_func() -> tuple[list[str], list[str]]:
 
 
 def walk(num_workers: int) -> tuple[list[str], list[str], int]:
-    """Give what a run with so many workers crosses.
+    """Trace a run and return its call paths.
 
-    That is the files from `fit()` to the user's first line, those of a report, both in order, and
-    the number of files in which `fit()` calls anything until the workers are told to run.
+    Returns:
+        Files from `fit()` to the first line of user code, files of a report, and the number of
+        files in which `fit()` calls functions until the workers are started.
     """
     view = mock.patch.object(
         console, "PlainDisplay", WatchedView
-    )  # what is not a terminal gets one
+    )  # the display for output that is not a terminal
     with view, tempfile.TemporaryDirectory() as folder:
         trainer = train.DataParallelTrainer(
             train_func,

@@ -1,6 +1,6 @@
 """A small network in Flax on scikit-learn's handwritten digits, its batches over all workers.
 
-Stop it and run it again, or run it with more --epochs: it goes on from the newest checkpoint.
+Stop it and run it again, or run it with more --epochs: it resumes from the latest checkpoint.
 """
 
 import argparse

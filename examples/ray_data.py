@@ -1,7 +1,7 @@
 """A network on rows that Ray Data scales and streams, and that are validated from a table.
 
 Which of scikit-learn's breast tumours are benign, of thirty measurements each. Stop it and run it
-again, or run it with more --epochs: it goes on from the newest checkpoint, each row once per epoch.
+again, or run it with more --epochs: it resumes from the latest checkpoint within the epoch.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def restore(net, optimizer):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    spared = max((os.cpu_count() or 2) - 1, 1)  # Ray Data computes on a CPU of its own
+    spared = max((os.cpu_count() or 2) - 1, 1)  # leave one CPU for Ray Data
     parser.add_argument("--num-workers", type=int, default=min(2, spared))
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--storage-path", default="~/drawbar_results")

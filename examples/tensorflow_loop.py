@@ -1,6 +1,6 @@
-"""A loop of one's own in TensorFlow on scikit-learn's handwritten digits, on several workers.
+"""A custom TensorFlow training loop on scikit-learn's handwritten digits, on several workers.
 
-Stop it and run it again, or run it with more --epochs: it goes on from the newest checkpoint.
+Stop it and run it again, or run it with more --epochs: it resumes from the latest checkpoint.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A small GPT-2 learns Python's own documentation, byte by byte, on several workers.
 
-Stop it and run it again, or run it with more --steps: it goes on from the newest checkpoint.
+Stop it and run it again, or run it with more --steps: it resumes from the latest checkpoint.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def train_func(config):
 
 
 def continue_text(path, text, count=60):
-    """Let the trained model go on with a text, in plain Transformers."""
+    """Generate text with the trained model in plain Transformers."""
     model = GPT2LMHeadModel.from_pretrained(path)
     tokens = torch.tensor([list(text.encode())])
     for _ in range(count):

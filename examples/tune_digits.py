@@ -1,6 +1,6 @@
 """A sweep on scikit-learn's handwritten digits: Ray Tune's ASHA over trials of two workers each.
 
-Trials that look bad are stopped early. Run it again after it was killed: what is missing is run.
+Bad trials are stopped early. Run it again after it was killed to run the missing trials.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Boosted trees on scikit-learn's breast cancer data, on several workers: declared, no loop.
 
-Stop it and run it again, or run it with more --rounds: it goes on from the newest checkpoint.
+Stop it and run it again, or run it with more --rounds: it resumes from the latest checkpoint.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Shared by all tests: one Ray per test process, and a place for runs."""
+"""Shared fixtures: one Ray per test process, and run configs in temporary storage."""
 
 from __future__ import annotations
 
@@ -23,36 +23,35 @@ from tests.ray_start import wait_for_started_nodes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the seed of tests/train/test_chaos.py be set: the one that it printed when it failed."""
+    """Add an option for the seed of tests/train/test_chaos.py, which a failed test prints."""
     parser.addoption("--chaos-seed", type=int, default=secrets.randbelow(10**6))
 
 
 def pytest_configure() -> None:
-    """Have Ctrl-C end the tests' processes, which ignore it if a shell runs pytest with `&`.
+    """Let Ctrl-C end the test processes, which ignore it if a shell runs pytest with `&`.
 
-    Threads of OpenMP that wait for their next piece of work sleep: by default they spin, and take
-    the cores from the tests beside them.
+    Idle OpenMP threads sleep: by default they spin and take cores from concurrent tests.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _the_environment_stays() -> None:
+def _keep_environment() -> None:
     """Keep Accelerate from clearing and refilling this process's environment.
 
-    It does so for each `Accelerator`, to learn what its settings are by default. The C library
-    frees the table of variables meanwhile, and a native thread that reads one, as those of Ray do
-    to find their time zone, may end the process by SIGSEGV: seen once, under load.
+    Accelerate does so for each `Accelerator` to find its default settings. The C library then frees
+    the table of variables. A native thread that reads a variable at that moment, as Ray's threads
+    do for the time zone, may crash with SIGSEGV (seen once under load).
     """
     if "accelerate" in sys.modules:
         from accelerate.utils import environment
 
-        environment.clear_environment = _without_its_variables
+        environment.clear_environment = _clear_accelerate_env
 
 
 @contextlib.contextmanager
-def _without_its_variables() -> Iterator[None]:
+def _clear_accelerate_env() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             patch.delenv(name)
@@ -61,11 +60,11 @@ def _without_its_variables() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray with 8 logical CPUs and 4 logical GPUs, whatever the machine has.
+    """Start one local Ray with 8 logical CPUs and at least 4 logical GPUs on any machine.
 
     Each process of pytest-xdist has its own.
     """
-    # Else Ray's log monitor lists the logs of all workers ten times a second instead of twice.
+    # Otherwise, Ray's log monitor lists all logs ten times a second instead of twice.
     os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "0"
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "600")  # a busy machine needs longer
     wait_for_started_nodes()
@@ -76,7 +75,7 @@ def ray_cluster() -> Iterator[None]:
         include_dashboard=False,
         object_store_memory=512 * 2**20,  # several Rays share the memory
         logging_level=logging.ERROR,
-        # What workers of other tests say would come into this one's output, at any time.
+        # Output of workers of other tests would appear in the output of this test at any time.
         log_to_driver=False,
     )
     yield
@@ -85,13 +84,13 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture
 def run_config(tmp_path: Path) -> RunConfig:
-    """Put the run below the test's own folder, under the name `run`."""
+    """Return a config for a run named `run` in the temporary directory of the test."""
     return RunConfig(name="run", storage_path=tmp_path)
 
 
 @pytest.fixture(scope="session")
 def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`torchrun(function, processes=2)`: rank 0's value, without Ray and without Drawbar."""
+    """Return a function that runs a function under torchrun and returns the value of rank 0."""
 
     def torchrun(function: Callable[[], Any], processes: int = 2) -> Any:
         folder = tmp_path_factory.mktemp("torchrun")

@@ -1,7 +1,7 @@
-"""Runs scripts, each in a fork of one process that has imported what they import.
+"""Run scripts in forks of a process that has already imported their modules.
 
-To import its framework costs a script more than much of the rest. But for that, it finds in its
-fork what `python script.py` gives it. `Forks` runs this file as a script, and tells it what to run.
+Importing a framework takes much of the run time of a script. Otherwise, the environment in a fork
+is that of `python script.py`. `Forks` runs this file as a script and sends it requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 class Forks:
-    """A process that runs scripts in forks of its own, one at a time."""
+    """A process that runs scripts in forks, one at a time."""
 
     def __init__(self, **environment: str) -> None:
         self._process = subprocess.Popen(
@@ -36,7 +36,7 @@ class Forks:
         self._process.stdin.flush()
         try:
             code = self._process.stdout.readline().strip()
-        except BaseException:  # such as the test's timeout: the script must not go on
+        except BaseException:  # such as the test's timeout: stop the script too
             os.killpg(self._process.pid, signal.SIGKILL)
             raise
         assert code == "0", f"{arguments} ended with {code}"
@@ -60,7 +60,7 @@ def run_what_stdin_tells() -> None:
 
 
 def fork(script: str) -> int:
-    """Import what a script imports, and fork: gives the child's process id, and 0 in the child."""
+    """Import the modules of a script, and fork; return the child's pid, and 0 in the child."""
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script)
     if "torch" in sys.modules:

@@ -1,10 +1,10 @@
-"""The blocks of Python in the README and the docs run, in the order of their page.
+"""Tests that run the Python blocks of the README and the docs in the order of their page.
 
-What its installation line brings is what a page imports.
+The packages that a page imports must be installed by its installation line.
 
-A block stands in what the page before it has made, and in what its reader has: `GIVEN`. One whose
-title says so runs inside a training function. One that needs GPUs or a cluster says that in its
-title, and is only compiled.
+A block sees the variables of the previous blocks of its page, and those in `GIVEN`. The title of a
+block selects whether it runs in a training function. Blocks that need GPUs or a cluster, according
+to their titles, are only compiled.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ GIVEN = {
         """,
     "docs/xgboost.md": CLICKS,
 }
-"""By page: what its blocks use and do not make, as a reader has a model and data."""
+"""Code by page that defines what its blocks use, such as a model and data."""
 
 FEW_ROUNDS = {"num_boost_round=500": "num_boost_round=3", "num_workers=2": "num_workers=1"}
 SMALLER = {
@@ -155,7 +155,7 @@ SMALLER = {
     "docs/transformers.md": {"num_workers=4, use_gpu=True": "num_workers=0"},
     "docs/xgboost.md": FEW_ROUNDS,
 }
-"""By page: what is run with less."""
+"""Replacements in pages that make their blocks run with less work."""
 
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
@@ -164,11 +164,11 @@ OTHER_TESTS = {
     "docs/tune.md": "tests/tune",
     "docs/writing-an-integration.md": "tests/train/test_writing_an_integration.py",
 }
-"""Pages that show a part of what these run in full: their blocks are compiled here."""
+"""Pages with parts of scripts that other tests run completely. Their blocks are compiled here."""
 
 
 class Block(NamedTuple):
-    """A block of a page: the line that it begins at, its title and its code."""
+    """A code block of a page: line number, title, and code."""
 
     line: int
     title: str
@@ -195,7 +195,7 @@ PAGES = sorted(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_compile_and_are_run(page: str) -> None:
+def test_docs_blocks_compile_and_have_a_test(page: str) -> None:
     for block in blocks_of(page):
         compile(block.code, page, "exec")
     assert (page in GIVEN) != (page in OTHER_TESTS)
@@ -234,7 +234,7 @@ INSTALLING = [page for page in PAGES if INSTALLS.search((REPO / page).read_text(
 
 
 @pytest.mark.parametrize("page", INSTALLING)
-def test_the_installation_line_brings_what_the_page_imports(page: str) -> None:
+def test_docs_installation_line_covers_imports_of_the_page(page: str) -> None:
     lines = INSTALLS.findall((REPO / page).read_text())
     extras = [f"drawbar[{extras}]" for extras, _ in lines]
     besides = [each for _, others in lines for each in others.split()]
@@ -246,7 +246,7 @@ def test_the_installation_line_brings_what_the_page_imports(page: str) -> None:
     assert missing == []
 
 
-def test_the_quick_start_is_the_example_that_is_run() -> None:
+def test_docs_quickstart_matches_the_example() -> None:
     (block,) = blocks_of("docs/quickstart.md")
     assert block.code.strip() == (REPO / "examples" / "quickstart.py").read_text().strip()
 
@@ -254,10 +254,10 @@ def test_the_quick_start_is_the_example_that_is_run() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of frameworks
 @pytest.mark.parametrize("page", GIVEN)
-def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docs_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(open_run, "DEFAULT_STORAGE_PATH", str(tmp_path / "runs"))
-    monkeypatch.setattr(_package, "_told", None)  # the page on Lightning says which
+    monkeypatch.setattr(_package, "_told", None)  # the Lightning page selects a package
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     cloudpickle.register_pickle_by_value(module)

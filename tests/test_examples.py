@@ -1,4 +1,4 @@
-"""Each example does what it says, as a user runs it."""
+"""Tests that run each example as a user would."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def forks(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def run(tmp_path: Path, forks: Forks) -> Callable[..., str]:
-    """`run(script, *arguments)`: what it prints; its home is the test's own folder.
+    """Return a function that runs a script in the temporary directory and returns its output.
 
-    With `own_ray` it starts a Ray of its own, which takes as long as all the rest.
+    With `own_ray`, the script starts another Ray, which takes as long as everything else.
     """
     tests_ray = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     token = Path.home() / ".ray" / "auth_token"
@@ -42,13 +42,13 @@ def run(tmp_path: Path, forks: Forks) -> Callable[..., str]:
     return run
 
 
-def test_quickstart(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_quickstart_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("quickstart.py", own_ray=True)
     assert float(re.findall(r"'loss': ([\d.e-]+)", output)[0]) < 0.5
     assert str(tmp_path / "drawbar_results") in output
 
 
-def test_pytorch_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_pytorch_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("pytorch.py")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.95
     assert (tmp_path / "drawbar_results/digits/curves.png").read_bytes().startswith(PNG)
@@ -57,7 +57,7 @@ def test_pytorch_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path)
     assert "checkpoint_000012" in again
 
 
-def test_lightning_goes_on_in_one_process(run: Callable[..., str]) -> None:
+def test_example_lightning_resumes_in_local_mode(run: Callable[..., str]) -> None:
     first = run("lightning_digits.py")
     assert max(map(float, re.findall(r"accuracy ([\d.]+)", first))) > 0.95
     again = run("lightning_digits.py", "--epochs", "9", "--num-workers", "0")
@@ -65,14 +65,14 @@ def test_lightning_goes_on_in_one_process(run: Callable[..., str]) -> None:
     assert Path(again.split()[-1]).exists()
 
 
-def test_lightning_from_driver(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_lightning_from_driver_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("lightning_from_driver.py")
     assert float(re.findall(r"accuracy: ([\d.]+)", output)[0]) > 0.9
     assert Path(re.findall(r"best checkpoint: (.*)", output)[0]).is_relative_to(tmp_path)
     assert "the weights are here: 0 is a 0" in output
 
 
-def test_transformers_goes_on_in_one_process(run: Callable[..., str]) -> None:
+def test_example_transformers_resumes_in_local_mode(run: Callable[..., str]) -> None:
     first = run("transformers_gpt.py", "--steps", "50")
     assert float(re.findall(r"'eval_loss': ([\d.]+)", first)[-1]) < 4
     assert "class datetime(" in first
@@ -80,7 +80,7 @@ def test_transformers_goes_on_in_one_process(run: Callable[..., str]) -> None:
     assert "'step': 60" in again
 
 
-def test_accelerate_goes_on_in_one_process(run: Callable[..., str]) -> None:
+def test_example_accelerate_resumes_in_local_mode(run: Callable[..., str]) -> None:
     first = run("accelerate_digits.py")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
     again = run("accelerate_digits.py", "--epochs", "13", "--num-workers", "0")
@@ -88,7 +88,7 @@ def test_accelerate_goes_on_in_one_process(run: Callable[..., str]) -> None:
     assert "checkpoint_000012" in again
 
 
-def test_jax_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_jax_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("jax_digits.py")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
     assert (tmp_path / "drawbar_results/digits-jax/curves.png").read_bytes().startswith(PNG)
@@ -97,7 +97,7 @@ def test_jax_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> 
     assert "checkpoint_000012" in again
 
 
-def test_keras_goes_on_in_one_process_with_another_backend(
+def test_example_keras_resumes_with_another_backend(
     run: Callable[..., str], tmp_path: Path
 ) -> None:
     first = run("keras_digits.py")
@@ -107,7 +107,7 @@ def test_keras_goes_on_in_one_process_with_another_backend(
     assert "checkpoint_000008" in again
 
 
-def test_tensorflow_goes_on_in_one_process(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_tensorflow_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("tensorflow_loop.py", "--epochs", "10")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
     assert (tmp_path / "drawbar_results/digits-tensorflow/curves.png").read_bytes().startswith(PNG)
@@ -116,28 +116,28 @@ def test_tensorflow_goes_on_in_one_process(run: Callable[..., str], tmp_path: Pa
     assert "checkpoint_000010" in again
 
 
-def test_xgboost(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_xgboost_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("xgboost_trees.py")
     assert float(re.findall(r"'validation-error': ([\d.]+)", output)[0]) < 0.06
     figure = tmp_path / "drawbar_results/cancer/learning.png"
     assert figure.read_bytes().startswith(PNG)
 
 
-def test_lightgbm(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_lightgbm_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("lightgbm_trees.py", "--rounds", "30")
     assert float(re.findall(r"'validation-multi_error': ([\d.]+)", output)[0]) < 0.06
     figure = tmp_path / "drawbar_results/digits-trees/learning.png"
     assert figure.read_bytes().startswith(PNG)
 
 
-def test_ray_data(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_ray_data_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("ray_data.py", "--num-workers", "2", "--epochs", "8")
     assert float(re.findall(r"'accuracy': ([\d.]+)", output)[0]) > 0.9
     assert "rows of each epoch: [454, 454, 454, 454, 454, 454, 454, 454]" in output  # of 455
     assert (tmp_path / "drawbar_results/tumours/curves.png").read_bytes().startswith(PNG)
 
 
-def test_tune_sweeps(run: Callable[..., str], tmp_path: Path) -> None:
+def test_example_tune_runs_a_sweep(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("tune_digits.py", "--trials", "2")
     assert float(re.findall(r"best: ([\d.]+)", output)[0]) > 0.5  # two guesses
     assert (tmp_path / "drawbar_results/digits-sweep/sweep.png").read_bytes().startswith(PNG)

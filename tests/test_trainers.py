@@ -1,4 +1,4 @@
-"""Each trainer lists its arguments itself (docs/decisions/0006-trainers-signatures.md)."""
+"""Each trainer lists its arguments explicitly (docs/decisions/0006-trainers-signatures.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINERS = (
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.__name__)
-def test_a_trainer_takes_what_every_trainer_takes(trainer: type[DataParallelTrainer]) -> None:
+def test_trainer_signature_has_common_arguments(trainer: type[DataParallelTrainer]) -> None:
     shared = dict(inspect.signature(DataParallelTrainer).parameters)
     del shared["train_loop_per_worker"], shared["backend_config"]  # it may be declared; its own
     taken = inspect.signature(trainer).parameters

@@ -83,7 +83,7 @@ def fit_on_ray(
 
 
 def run_bare(module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> Samples:
-    """Have two plain processes call the module's `train_bare`; give rank 0's samples."""
+    """Run the module's `train_bare` in two plain processes; return the samples of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "samples.json")
         script = [sys.executable, "-m", "benchmarks.scenarios._processes", module, str(answer)]
@@ -94,13 +94,13 @@ def run_bare(module: str, *arguments: str, variables: Mapping[str, str] | None =
             for rank in range(WORKERS)
         ]
         if any([process.wait() for process in processes]):
-            raise RuntimeError("a plain process has failed; it said why above")
+            raise RuntimeError("a plain process failed; its error is printed above")
         samples: Samples = json.loads(answer.read_text())
     return samples
 
 
 def free_addresses() -> list[str]:
-    """Give an address of this node for each worker."""
+    """Return an address on this node for each worker."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(WORKERS)]
     found = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
     for probe in probes:

@@ -38,18 +38,18 @@ class Steps:
         self._times: list[float] = []
 
     def tick(self) -> None:
-        """Say that a step has ended."""
+        """Record the end of a step."""
         self._times.append(time.perf_counter())
 
     def samples(self) -> Samples:
-        """Give the rates, in steps per second."""
+        """Return the rates in steps per second."""
         ends = self._times[WARM_UP - 1 :: CHUNK]
         pairs = pairwise(ends)
         return {"rate": [CHUNK / (end - begin) for begin, end in pairs]}
 
 
 def steps_scenario(name: str, title: str, train: Train) -> Scenario:
-    """Make the scenario of a `train` function that stands at the top of its module."""
+    """Return the scenario of a module-level `train` function."""
     return Scenario(
         name=name,
         title=title,

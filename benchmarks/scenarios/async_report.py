@@ -1,4 +1,4 @@
-"""A checkpoint of 1 GB handed over asynchronously: how long the training loop stands still."""
+"""Asynchronous 1 GB checkpoint: how long the training loop is blocked."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SCENARIO = Scenario(
     measures=(
         Measure(
             key="pause",
-            label="the training loop stands still",
+            label="training loop blocked",
             goals=(
                 Goal(over="drawbar", at_most=LONGEST_PAUSE_SECONDS),
                 faster_than_ray_train(),

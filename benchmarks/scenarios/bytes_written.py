@@ -1,4 +1,4 @@
-"""How many bytes all processes of a run write for each byte of a checkpoint."""
+"""Bytes that all processes of a run write for each byte of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AT_MOST = Goal(over="drawbar", at_most=1.05)
 
 
 def _written() -> int:
-    """Give the bytes that this process has handed to write(), copy_file_range() and the like."""
+    """Return the number of bytes that this process has written with write() and similar calls."""
     import psutil
 
     return int(psutil.Process().io_counters().write_chars)
@@ -39,7 +39,7 @@ def _write(folder: str | os.PathLike[str], rank: int, share: int) -> None:
 
 
 def _own_directory(library: Library, scratch: str, share: int) -> Callable[[], int]:
-    """Make the function that reports a directory of its own; its own writing is not counted."""
+    """Return a function that reports an external directory; writing it is not counted."""
 
     def function() -> int:
         train, counts = library.train, list[int]()
@@ -68,7 +68,7 @@ def _given_directory(share: int) -> Callable[[], int]:
 
 
 def _ratio(library: Library, function: Callable[[], int], share: int, **where: Any) -> float:
-    """Give what workers and driver wrote per byte of the checkpoints."""
+    """Return the bytes that workers and driver wrote per byte of the checkpoints."""
     trainer = library.trainer(function, **where)
     in_driver: list[int] = []
     with _counted(in_driver):

@@ -67,7 +67,7 @@ def _report(library: Library, folder: str) -> float:
 
 
 def _own_directory(library: Library, scratch: str) -> Callable[[], Samples]:
-    """Make the training function that hands over a directory of its own, to be copied."""
+    """Return a training function that reports an external directory to be copied."""
 
     def function() -> Samples:
         samples: Samples = {"write": [], "directory": []}

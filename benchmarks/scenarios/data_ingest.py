@@ -1,4 +1,4 @@
-"""What reaches a training function of a dataset that Ray Data makes while it is read."""
+"""Throughput of a streamed Ray Data dataset in a training function."""
 
 from __future__ import annotations
 

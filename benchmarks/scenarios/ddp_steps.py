@@ -25,7 +25,7 @@ THREADS = 1
 
 
 def train(model: Any) -> Samples:
-    """Take 300 steps with a model that is already wrapped for DDP; rates per 30 steps."""
+    """Run 300 steps with a model that is already wrapped for DDP; return rates per 30 steps."""
     import torch
 
     torch.set_num_threads(THREADS)

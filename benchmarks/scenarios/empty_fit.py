@@ -1,4 +1,4 @@
-"""What a run costs when the function does nothing: two workers up, one call each, all down."""
+"""Duration of a run whose function does nothing: start two workers, call each, stop them."""
 
 from __future__ import annotations
 

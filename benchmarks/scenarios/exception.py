@@ -21,7 +21,7 @@ STEP_SECONDS = 0.01
 
 
 def _train_or_fail(rank: int, note: Path) -> NoReturn:
-    """Rank 1 writes down the time and raises; every other rank goes on with its steps."""
+    """Record the time and raise on rank 1; continue with steps on all other ranks."""
     if rank == 1:
         note.write_text(repr(time.time()))
         raise RuntimeError("the loss is not a number")

@@ -1,6 +1,6 @@
 """From the call of fit() to the first line of the user's function, on rank 0.
 
-The torch variant counts to the first line after the process group of gloo stands.
+The torch variant measures the time to the first line after the gloo process group is set up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORKERS = 2
 
 
 def _now() -> float:
-    """Be the training function: its first line says when it ran."""
+    """Record the time of the first line of the training function."""
     return time.time()
 
 

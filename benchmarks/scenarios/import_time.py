@@ -1,4 +1,4 @@
-"""How long the import takes, on top of `import ray`: every worker pays it before any user code."""
+"""Duration of the import in addition to `import ray`, which delays the start of each worker."""
 
 from __future__ import annotations
 

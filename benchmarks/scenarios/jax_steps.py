@@ -22,7 +22,7 @@ HIDDEN = 256
 
 
 def train() -> Samples:
-    """Take steps on a batch that lies on all processes."""
+    """Run steps on a batch that is distributed over all processes."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec

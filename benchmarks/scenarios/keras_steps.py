@@ -37,7 +37,7 @@ Reduce = Callable[[Any], Any]
 
 
 def rows(count: int) -> tuple[Any, Any]:
-    """Give so many random rows and their labels."""
+    """Return random rows and their labels."""
     import numpy as np
 
     draw = np.random.default_rng(0)
@@ -94,7 +94,7 @@ def train_by_hand(backend: str) -> Samples:
 
 
 def average_gradients(model: Any, reduce: Reduce) -> None:
-    """Have the optimizer apply the mean of all workers' gradients."""
+    """Let the optimizer apply the mean of all workers' gradients."""
     import keras
 
     model.jit_compile = False
@@ -150,7 +150,7 @@ def train_bare(rank: int, addresses: list[str], backend: str) -> Samples:
 
 
 def connect_tensorflow() -> None:
-    """Connect this process to those of TF_CONFIG, without using the strategy that does it."""
+    """Connect this process to the processes of TF_CONFIG without TensorFlow's strategy."""
     import tensorflow as tf
 
     tf.distribute.MultiWorkerMirroredStrategy()

@@ -22,14 +22,14 @@ LAUNCH = ["-m", "drawbar.cli", "launch"]
 
 
 def _run(launcher: Sequence[str], *arguments: str) -> tuple[float, dict[str, Any]]:
-    """Run the script; gives the seconds to its first line, and what it has told."""
+    """Run the script; return the seconds to its first line, and its result."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         command = [sys.executable, *launcher, f"--nproc-per-node={WORKERS}", SCRIPT, str(answer)]
         start = time.time()
         subprocess.run([*command, *arguments], check=True)
-        told: dict[str, Any] = json.loads(answer.read_text())
-        return told["first"] - start, told
+        result: dict[str, Any] = json.loads(answer.read_text())
+        return result["first"] - start, result
 
 
 def _drawbar(starts: int = STARTS) -> Samples:

@@ -1,4 +1,4 @@
-"""A fit of LightGBM on 2 workers, beside other ways to have it and the library alone."""
+"""LightGBM training on 2 workers, compared with other libraries and LightGBM alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many reports per second one controller folds into the journal, fed by 256 workers.
+"""Reports per second that one controller writes to the journal for 256 workers.
 
 The workers are threads of this process, so that the controller's share can be seen without 256
 processes; threads and controller share one interpreter, so the number is a lower bound.

@@ -1,4 +1,4 @@
-"""What a metrics-only report() costs the training loop, and when the driver's side hears of it."""
+"""Cost of a report() without checkpoint for the training loop, and its latency to the driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks._libraries import DRAWBAR, RAY_TRAIN, Library
 from benchmarks._scenario import Measure, Samples, Scenario, faster_than_ray_train
 
 STEP_SECONDS = 0.02
-"""How long a step of the loop takes in which the latency is measured."""
+"""Duration of a step of the loop in which the latency is measured."""
 
 
 def _loop(library: Library, spaced: int, chunks: int, chunk: int) -> Callable[[], list[float]]:

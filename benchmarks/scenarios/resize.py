@@ -1,4 +1,4 @@
-"""An elastic run gains a node and loses it again: the seconds in which nobody trains."""
+"""Pause in training when an elastic run gains or loses a node."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _function(library: Library, folder: Path) -> Callable[[], None]:
 
 
 def _steps(folder: Path) -> list[tuple[float, int]]:
-    """Give (time, world size) of every step of every rank, in order."""
+    """Return (time, world size) of all steps of all ranks, in order."""
     lines = [line for path in folder.glob("steps-of-*") for line in path.read_text().splitlines()]
     pairs = [line.split() for line in lines if " " in line]
     return sorted((float(when), int(size)) for when, size in pairs)
@@ -60,7 +60,7 @@ def _wait_for_size(folder: Path, size: int, since: float) -> None:
 
 
 def _gap(folder: Path, size: int, since: float) -> float:
-    """Give the seconds between the last step before a resize to that size and the first after."""
+    """Return the seconds between the last step before a resize and the first step after it."""
     first = min(when for when, each in _steps(folder) if when > since and each == size)
     return first - max(when for when, _ in _steps(folder) if when < first)
 

@@ -23,7 +23,7 @@ HIDDEN = 256
 
 
 def train() -> Samples:
-    """Take steps of an MLP in plain TensorFlow, by `strategy.run`."""
+    """Run steps of an MLP in plain TensorFlow with `strategy.run`."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -64,7 +64,7 @@ def train_bare(rank: int, addresses: list[str]) -> Samples:
 
 
 def set_tf_config(rank: int, addresses: list[str]) -> None:
-    """Say where TensorFlow's processes are, and which one this is."""
+    """Set TF_CONFIG: addresses of all processes and the index of this one."""
     task = {"type": "worker", "index": rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
 

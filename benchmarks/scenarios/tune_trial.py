@@ -1,4 +1,4 @@
-"""What a trial of Ray Tune pays for being a run: from `fit()` to the first line, and to its end."""
+"""Overhead of a Ray Tune trial that starts a run: time to the first line and to the end."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def _nothing() -> None:
 
 
 def _processes() -> list[Any]:
-    """Give the driver and every actor of this cluster, idle workers of Ray left out."""
+    """Return the driver and all actors of this cluster, without idle workers of Ray."""
     import psutil
 
     driver = psutil.Process()
@@ -44,7 +44,7 @@ def _cpu_seconds() -> float:
 
 
 def _watch(seconds: float) -> float:
-    """Give the CPU seconds per second that are used from now on."""
+    """Return the CPU seconds per second that are used from now on."""
     before, start = _cpu_seconds(), time.perf_counter()
     time.sleep(seconds)
     return (_cpu_seconds() - before) / (time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""A fit of XGBoost on 2 workers, beside other ways to have it and the library alone."""
+"""XGBoost training on 2 workers, compared with other libraries and XGBoost alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report each boosting round costs the training."""
+"""Overhead of a report in each boosting round."""
 
 from __future__ import annotations
 

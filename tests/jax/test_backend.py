@@ -52,7 +52,7 @@ def test_a_worker_has_a_host_of_its_slice() -> None:
     [
         ({"num_workers": 3}, "num_workers=3, but a slice of topology '2x2x2' has 2 workers"),
         ({"num_workers": (1, 2)}, r"num_workers=\(1, 2\), but a slice"),
-        ({"topology": None}, "num_workers=2: their TPUs must be of one slice; set topology= and"),
+        ({"topology": None}, "num_workers=2, so all TPUs must be in one slice. Set topology= and"),
         ({"accelerator_type": None}, "set accelerator_type= too"),
         ({"topology": "2x"}, "topology='2x' and .*no slice of TPUs"),
         ({"accelerator_type": "A100"}, "no slice .* Invalid accelerator_type: A100"),

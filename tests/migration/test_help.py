@@ -1,4 +1,4 @@
-"""What an editor and `help()` say of the names that scripts use."""
+"""Tests of completion in editors and of `help()` for public names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WANTED = {
 
 
 @pytest.mark.parametrize("typed", WANTED)
-def test_an_editor_completes(typed: str) -> None:
+def test_editor_completion_offers_public_names(typed: str) -> None:
     offered = {each.name for each in jedi.Script(HEAD + typed).complete()}
     assert WANTED[typed] - offered == set()
 
@@ -36,15 +36,15 @@ def test_an_editor_completes(typed: str) -> None:
 @pytest.mark.parametrize(
     "thing", [train.ScalingConfig, train.RunConfig, TorchTrainer, train.report]
 )
-def test_help_names_each_argument(thing: object) -> None:
+def test_help_lists_all_arguments(thing: object) -> None:
     text = pydoc.plain(pydoc.render_doc(thing))
     assert callable(thing)
     arguments = [name for name in inspect.signature(thing).parameters if name[0] != "_"]
     assert [name for name in arguments if f"{name}:" not in text] == []
 
 
-def test_help_explains_each_argument_by_its_own_name() -> None:
-    """Else `make docs` ends with an error, and it needs what the tests do without."""
+def test_docstring_args_match_signature() -> None:
+    """`make docs` checks the same, but needs packages that the tests do not need."""
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     public = {name for node in nodes for name in _exported(node)}
@@ -56,14 +56,14 @@ def test_help_explains_each_argument_by_its_own_name() -> None:
 
 
 def _exported(node: ast.AST) -> list[str]:
-    """The names that `__all__` lists, where this sets it."""
+    """Return the names that `__all__` lists, if this node sets it."""
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
         return list(ast.literal_eval(node.value))
     return []
 
 
 def _explained(node: Explained) -> Iterator[str]:
-    """What stands before the colons below "Args:"."""
+    """Yield the argument names below "Args:"."""
     _, _, after = (ast.get_docstring(node) or "").partition("\nArgs:\n")
     for line in after.split("\n\n")[0].splitlines():
         if found := re.match(r" {4}(\S.*?): ", line):
@@ -71,7 +71,7 @@ def _explained(node: Explained) -> Iterator[str]:
 
 
 def _taken(node: Explained, classes: Mapping[str, ast.ClassDef]) -> set[str]:
-    """A function's arguments; those of a class's `__init__` and its fields, also the bases'."""
+    """Return the arguments of a function or `__init__`, and the fields of a class and its bases."""
     if isinstance(node, ast.ClassDef):
         fields = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
         made = [each for each in node.body if isinstance(each, ast.FunctionDef)]

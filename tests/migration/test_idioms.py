@@ -1,6 +1,6 @@
-"""What Ray Train's documentation teaches works after its imports are changed.
+"""Examples of Ray Train's documentation work after a change of their imports.
 
-Each script in `idioms/` is one documented way of writing, and checks what came of it.
+Each script in `idioms/` follows one documented pattern and checks its result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IDIOMS = sorted(Path(__file__).parent.joinpath("idioms").glob("*.py"))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the frameworks
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("script", IDIOMS, ids=lambda script: script.stem)
-def test_an_idiom_of_ray_train_works(
+def test_ray_train_idiom_works_after_import_change(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

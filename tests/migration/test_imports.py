@@ -1,4 +1,4 @@
-"""`ray.train` becomes `drawbar.train` by one sed, whichever way a script imports it."""
+"""Tests that replacing `ray.train` by `drawbar.train` with sed works for all import styles."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ assert "drawbar.xgboost" in sys.modules and "drawbar.torch" not in sys.modules
 
 
 @pytest.mark.parametrize(("path", "integration"), WINDOWS.items(), ids=WINDOWS)
-def test_an_integration_is_found_under_the_path_of_ray_train(
-    path: str, integration: ModuleType
-) -> None:
+def test_integration_is_importable_under_ray_train_path(path: str, integration: ModuleType) -> None:
     window = importlib.import_module(f"drawbar.train.{path}")
     for name in integration.__all__:
         value = getattr(window, name)
@@ -53,7 +51,7 @@ def test_an_integration_is_found_under_the_path_of_ray_train(
         assert pickle.loads(pickle.dumps(value)) is value
 
 
-def test_integrations_are_attributes_of_the_package() -> None:
+def test_integrations_are_attributes_of_drawbar_train() -> None:
     assert train.torch.TorchTrainer is drawbar.torch.TorchTrainer
     callback = train.huggingface.transformers.RayTrainReportCallback
     assert callback is drawbar.transformers.RayTrainReportCallback
@@ -63,7 +61,7 @@ def test_integrations_are_attributes_of_the_package() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own deprecations
 @pytest.mark.parametrize("path", v2.ALIASES)
-def test_the_paths_of_v2_hold_the_same_objects(path: str) -> None:
+def test_train_v2_modules_export_same_objects(path: str) -> None:
     theirs = importlib.import_module(f"ray.train.v2.{path}")
     ours = importlib.import_module(f"drawbar.train.v2.{path}")
     public = importlib.import_module(f"drawbar.train.{v2.ALIASES[path]}".rstrip("."))
@@ -76,11 +74,11 @@ def names_of(module: ModuleType) -> list[str]:
     return [name for name in dir(module) if not name.startswith("_")]
 
 
-def test_nothing_is_imported_before_it_is_used() -> None:
+def test_integrations_are_imported_on_first_use() -> None:
     subprocess.run([sys.executable, "-c", LAZY], check=True)
 
 
-def test_an_attribute_that_is_not_there_is_the_usual_error() -> None:
+def test_missing_attribute_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'drawbar.train' has no attribute 'torhc'"):
         getattr(train, "torhc")  # noqa: B009  # mypy knows that it is not there
     command = [sys.executable, "-c", "from drawbar import train; train.torhc"]

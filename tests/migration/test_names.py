@@ -1,4 +1,4 @@
-"""Every public name of Ray Train is here too, or says what to write instead."""
+"""Tests that public names of Ray Train exist or raise with a replacement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEFT_OUT = {
 LEFT_OUT_ARGUMENTS = {
     "Result(metrics_dataframe=)": "it is read from the journal",
     "Result(return_value=)": "the first of return_values",
-    "PreemptionError(drain_timed_out=)": "the message says it",
+    "PreemptionError(drain_timed_out=)": "part of the message",
 }
 LEFT_OUT_MEMBERS = {
     "ScalingConfig.as_placement_group_factory": "drawbar.tune.as_placement_group_factory",
@@ -64,7 +64,7 @@ def incumbent(path: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own deprecations
 @pytest.mark.parametrize("path", MODULES)
-def test_every_public_name_is_here(path: str) -> None:
+def test_ray_train_public_names_exist(path: str) -> None:
     ours = importlib.import_module(f"drawbar.train.{path}".rstrip("."))
     missing = [
         name
@@ -76,7 +76,7 @@ def test_every_public_name_is_here(path: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", MODULES)
-def test_every_argument_of_every_public_name_is_here(path: str) -> None:
+def test_ray_train_arguments_are_accepted(path: str) -> None:
     ours, wrong = importlib.import_module(f"drawbar.train.{path}".rstrip(".")), []
     for name in names_of(incumbent(path)):
         value = getattr(incumbent(path), name)
@@ -87,7 +87,7 @@ def test_every_argument_of_every_public_name_is_here(path: str) -> None:
 
 
 def arguments(value: Any) -> set[str]:
-    """The arguments that a function or class takes; what is refused here may have any name."""
+    """Return the arguments of a function or class; rejected arguments may have any name."""
     replaced = getattr(value, "_replacements", {})
     try:
         taken = inspect.signature(value).parameters
@@ -103,7 +103,7 @@ def arguments(value: Any) -> set[str]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", MODULES)
-def test_every_public_member_of_every_class_is_here(path: str) -> None:
+def test_ray_train_class_members_exist(path: str) -> None:
     ours, missing = importlib.import_module(f"drawbar.train.{path}".rstrip(".")), []
     for name in names_of(incumbent(path)):
         kind = getattr(incumbent(path), name)
@@ -122,7 +122,7 @@ def test_every_public_member_of_every_class_is_here(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*LEFT_OUT, "horovod"])
-def test_name_without_counterpart_is_no_attribute_and_its_errors_name_the_replacement(
+def test_name_without_counterpart_raises_with_replacement(
     name: str,
 ) -> None:
     assert not hasattr(train, name)
@@ -132,7 +132,7 @@ def test_name_without_counterpart_is_no_attribute_and_its_errors_name_the_replac
         exec(f"from drawbar.train import {name}")
 
 
-def test_torch_models_to_checkpoints_and_back() -> None:
+def test_torch_checkpoint_round_trip_restores_model() -> None:
     model = nn.Linear(2, 1)
     whole = TorchCheckpoint.from_model(model)
     weights = TorchCheckpoint.from_state_dict(model.state_dict())
@@ -142,7 +142,7 @@ def test_torch_models_to_checkpoints_and_back() -> None:
         weights.get_model()
 
 
-def test_boosters_to_checkpoints_and_back() -> None:
+def test_booster_checkpoint_round_trip_restores_model() -> None:
     frame = pd.DataFrame({"x": range(50)})
     tree = xgboost_train({}, DMatrix(frame, frame.x), 1)
     assert XGBoostCheckpoint.from_model(tree).get_model().num_boosted_rounds() == 1
@@ -150,7 +150,7 @@ def test_boosters_to_checkpoints_and_back() -> None:
     assert LightGBMCheckpoint.from_model(forest).get_model().num_trees() == 1
 
 
-def test_arrow_backed_frames_become_what_lightgbm_takes() -> None:
+def test_arrow_backed_frames_are_converted_for_lightgbm() -> None:
     table = pa.table({"i": pa.array([1, None], pa.int8()), "b": [True, False], "s": ["a", "b"]})
     frame = table.to_pandas(types_mapper=pd.ArrowDtype)
     frame["n"] = [0.5, 1.5]

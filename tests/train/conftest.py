@@ -1,4 +1,4 @@
-"""For tests whose subject is a whole process: drivers of their own, and pipes to hear from them."""
+"""Fixtures for tests of complete processes: separate drivers, and pipes to receive from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # other processes c
 
 
 class Drivers:
-    """Runs functions as the main programs of new processes, which join the tests' Ray if it is up.
+    """Run functions as main programs of new processes, which connect to the tests' Ray if it runs.
 
     with drivers(main) as driver:
         driver.send_signal(signal.SIGINT)
@@ -39,9 +39,9 @@ class Drivers:
     def __call__(
         self, main: Callable[[], Any], **environ: str | None
     ) -> Iterator[subprocess.Popen[str]]:
-        """Start one and kill it at the end of the block; `environ` sets and unsets variables.
+        """Start a driver and kill it at the end of the block; `environ` sets and unsets variables.
 
-        If the block fails, what the process wrote to stderr is shown.
+        If the block fails, the stderr of the process is printed.
         """
         self._count += 1
         program = self._folder / f"main_{self._count}.pkl"
@@ -55,7 +55,7 @@ class Drivers:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a process group of its own, which a test may interrupt
+            start_new_session=True,  # a separate process group, which a test may interrupt
         ) as process:
             try:
                 yield process
@@ -66,7 +66,7 @@ class Drivers:
                 process.kill()
 
     def run(self, main: Callable[[], Any], **environ: str | None) -> tuple[str, str]:
-        """Run one to its end, which must be a good one; give what it wrote to stdout and stderr."""
+        """Run a driver that must succeed; return its stdout and stderr."""
         with self(main, **environ) as process:
             out, err = process.communicate()
         assert process.returncode == 0, err
@@ -74,7 +74,7 @@ class Drivers:
 
 
 def _pickled_by_value(main: Callable[[], Any]) -> bytes:
-    """Pickle a function with what it uses of its module, which other processes cannot import."""
+    """Pickle a function by value, since other processes cannot import its module."""
     module = sys.modules[main.__module__]
     if module.__name__ in cloudpickle.list_registry_pickle_by_value():
         return bytes(cloudpickle.dumps(main))
@@ -86,7 +86,7 @@ def _pickled_by_value(main: Callable[[], Any]) -> bytes:
 
 
 def _unread(stream: IO[str] | None) -> str:
-    """Give what lies in a pipe, without waiting for its end: other processes may hold it open."""
+    """Return unread pipe content without waiting, since other processes may hold it open."""
     if stream is None or stream.closed:
         return ""
     os.set_blocking(stream.fileno(), False)
@@ -101,7 +101,7 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Drivers:
 
 
 class Pipe:
-    """A named pipe: any process says a line, the test waits for it."""
+    """Named pipe: any process sends lines, and the test waits for them."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -112,15 +112,15 @@ class Pipe:
         return _Speaker, (self._path,)
 
     def say(self, *words: object) -> None:
-        """Say a line; in the other processes."""
+        """Send a line from another process."""
         _Speaker(self._path).say(*words)
 
     def hear(self, process: subprocess.Popen[Any] | None = None) -> list[str]:
         """Wait for the next line, and return its words.
 
         Args:
-            process: Process without which no line comes. Its end fails the test, and there is no
-                other limit.
+            process: Process that sends the line. Its end fails the test, and there is no other
+                limit.
         """
         if process is None:
             assert select.select([self._file], [], [], PATIENCE_S)[0], "no process has written"
@@ -139,7 +139,7 @@ class Pipe:
 
 
 class _Speaker:
-    """What a `Pipe` is in another process."""
+    """Sending end of a `Pipe` in another process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -177,9 +177,9 @@ def lowest_free_file_descriptor() -> int:
 
 @contextlib.contextmanager
 def no_free_file_descriptor(lowest: int) -> Iterator[Callable[[], None]]:
-    """Let this process open no file, if all descriptors below `lowest` are in use.
+    """Prevent this process from opening files, if all descriptors below `lowest` are in use.
 
-    Gives a function that waits until an `accept()` has failed. An `accept()` that waits already has
+    Yields a function that waits until an `accept()` has failed. A waiting `accept()` has already
     reserved a descriptor.
     """
     failed = threading.Event()

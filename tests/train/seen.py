@@ -1,4 +1,4 @@
-"""What each rank has seen of its data, in the checkpoints of a run."""
+"""Save the rows that each rank has read in checkpoints, for tests of data positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 
 
 def save(**values: Any) -> None:
-    """Report a checkpoint to which every rank gives what it has seen."""
+    """Report a checkpoint to which each rank contributes its values."""
     rank = train.get_context().get_world_rank()
     with train.checkpoint_dir() as path:
         (path / f"{rank}.json").write_text(json.dumps(values))
@@ -23,7 +23,7 @@ def save(**values: Any) -> None:
 
 
 def saved() -> list[dict[str, Any]]:
-    """What every rank had saved in the checkpoint that this attempt starts from."""
+    """Return the values of all ranks in the checkpoint from which this attempt resumes."""
     checkpoint = train.get_checkpoint()
     files = sorted(Path(checkpoint.path).glob("?.json")) if checkpoint else []
     return [json.loads(file.read_text()) for file in files]

@@ -1,4 +1,4 @@
-"""The plain backend passes the contract; the hooks of others are called around each attempt."""
+"""Tests of backend hooks and of the contract for the backend without a framework."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _TrackerConfig(BackendConfig):
         return _Tracker
 
 
-def test_hooks_run_on_the_workers_in_rank_order(run_config: RunConfig) -> None:
+def test_backend_hooks_run_on_workers_in_rank_order(run_config: RunConfig) -> None:
     shutdowns: list[Any] = []
     result = DataParallelTrainer(
         lambda: os.environ["TRACKER"],
@@ -91,7 +91,7 @@ def _prepare(driver: int) -> None:
     _setups.append(os.getpid())
 
 
-def test_every_process_is_set_up_once(run_config: RunConfig, tmp_path: Path) -> None:
+def test_process_setup_hook_runs_once_per_process(run_config: RunConfig, tmp_path: Path) -> None:
     def function() -> int:
         assert importlib.import_module(__name__)._setups == [os.getpid()]
         if get_context().get_world_rank() == 0 and not (tmp_path / "failed").exists():
@@ -119,7 +119,7 @@ class _UnpreparedConfig(BackendConfig):
         return partial(importlib.import_module, "there_is_no_such_module")
 
 
-def test_a_process_that_cannot_be_set_up_fails_the_start(run_config: RunConfig) -> None:
+def test_process_setup_hook_that_raises_fails_the_start(run_config: RunConfig) -> None:
     trainer = DataParallelTrainer(
         lambda: None, backend_config=_UnpreparedConfig(), run_config=run_config
     )
@@ -136,7 +136,7 @@ class _BrokenConfig(BackendConfig):
     backend_cls = _Broken
 
 
-def test_a_hook_that_raises_fails_the_start(run_config: RunConfig) -> None:
+def test_backend_on_start_that_raises_fails_the_start(run_config: RunConfig) -> None:
     trainer = DataParallelTrainer(
         lambda: None, backend_config=_BrokenConfig(), run_config=run_config
     )
@@ -159,7 +159,7 @@ class _SlowConfig(BackendConfig):
         return partial(_pass, self.gate)
 
 
-def test_while_processes_start_that_is_what_is_waited_for(
+def test_console_during_worker_startup_shows_number_of_started_processes(
     run_config: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with (tmp_path / "gate").open("w") as gate:
@@ -170,8 +170,8 @@ def test_while_processes_start_that_is_what_is_waited_for(
             scaling_config=ScalingConfig(num_workers=2),
             run_config=run_config,
         ).start()
-        said = ""
-        while "starting 2 workers, 0 of them are ready" not in said:
-            said += capfd.readouterr().err
+        output = ""
+        while "starting 2 workers, 0 of them are ready" not in output:
+            output += capfd.readouterr().err
     run.wait()
-    assert "waiting for" not in said
+    assert "waiting for" not in output

@@ -1,4 +1,4 @@
-"""What a user carries into the function arrives in the workers, as it does in a Ray task."""
+"""Tests of _serialization: user objects in functions, configs, callbacks, and return values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def fit(function: Callable[..., Any], storage: Path, config: Any = None, **optio
     ).fit()
 
 
-def test_object_references_arrive_at_every_attempt(tmp_path: Path) -> None:
+def test_object_references_are_available_in_every_attempt(tmp_path: Path) -> None:
     captured, died = ray.put("captured"), tmp_path / "died"
 
     def function(config: dict[str, Any]) -> list[str]:
@@ -73,7 +73,7 @@ def test_object_references_arrive_at_every_attempt(tmp_path: Path) -> None:
     assert died.exists()
 
 
-def test_a_captured_dataset_can_be_read(tmp_path: Path) -> None:
+def test_captured_dataset_can_be_read_by_workers(tmp_path: Path) -> None:
     dataset = ray.data.range(8).materialize()
     result = fit(lambda: dataset.to_pandas()["id"].sum(), tmp_path)
     assert result.return_values == [28, 28]
@@ -84,7 +84,7 @@ class Process:
         return os.getpid()
 
 
-def test_actors_queues_and_placement_groups_work_and_are_let_go(
+def test_actors_queues_and_placement_groups_work_and_are_released(
     tmp_path: Path, wait_until_gone: Callable[..., None]
 ) -> None:
     def function(config: dict[str, Any]) -> Any:
@@ -105,7 +105,7 @@ def test_actors_queues_and_placement_groups_work_and_are_let_go(
     wait_until_gone([pid])
 
 
-def test_large_arrays_are_shared_and_small_ones_can_be_written(tmp_path: Path) -> None:
+def test_large_arrays_are_shared_and_small_ones_are_writeable(tmp_path: Path) -> None:
     large, small = np.ones(1 << 18), np.ones(1 << 10)
 
     def function(config: dict[str, Any]) -> list[bool]:
@@ -116,7 +116,7 @@ def test_large_arrays_are_shared_and_small_ones_can_be_written(tmp_path: Path) -
     assert result.return_values == [[False, False, True, True]] * 2
 
 
-def test_an_object_in_a_collective_is_its_putter_s(tmp_path: Path) -> None:
+def test_collective_with_object_reference_keeps_its_owner(tmp_path: Path) -> None:
     def function() -> list[int]:
         rank = train.get_context().get_world_rank()
         mine = ray.put(rank)
@@ -129,7 +129,7 @@ def test_an_object_in_a_collective_is_its_putter_s(tmp_path: Path) -> None:
     assert fit(function, tmp_path).return_values == [[0, 0, 1]] * 2
 
 
-def test_objects_in_return_values_outlive_their_workers(tmp_path: Path) -> None:
+def test_return_values_with_object_references_outlive_workers(tmp_path: Path) -> None:
     ours = ray.put("driver's")
     result = fit(lambda: {"made": [ray.put([ray.put("worker's")])], "given": ours}, tmp_path)
     first = result.return_values[0]
@@ -137,7 +137,7 @@ def test_objects_in_return_values_outlive_their_workers(tmp_path: Path) -> None:
     assert first["given"] == ours
 
 
-def test_a_validation_has_the_object_that_it_captures(tmp_path: Path) -> None:
+def test_validation_function_receives_captured_object(tmp_path: Path) -> None:
     threshold = ray.put(3)
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Loud:
         return exec, ("raise OSError('not here')",)
 
 
-def test_what_cannot_be_unpacked_fails_its_rank(tmp_path: Path) -> None:
+def test_config_that_cannot_be_deserialized_fails_the_rank(tmp_path: Path) -> None:
     with pytest.raises(WorkerGroupError, match="not here"):
         fit(lambda config: None, tmp_path, {"loud": Loud()})
 
@@ -171,7 +171,7 @@ class KeepsTheThreshold(UserCallback):
         self._queue.put(ray.get(self._reference))
 
 
-def test_a_detached_run_and_its_callbacks_have_the_objects(tmp_path: Path) -> None:
+def test_detached_run_and_callbacks_receive_object_references(tmp_path: Path) -> None:
     threshold, queue = ray.put(3), Queue(actor_options={"num_cpus": 0})
 
     def function() -> Any:
@@ -184,11 +184,11 @@ def test_a_detached_run_and_its_callbacks_have_the_objects(tmp_path: Path) -> No
     value, made, given = result.return_values[0]
     assert [value, ray.get(made), given] == [3, "made", threshold]
     assert queue.get(timeout=10) == 3
-    with pytest.warns(UserWarning, match="rank . is lost, .* ended with the Ray that it was in"):
+    with pytest.warns(UserWarning, match="rank .* was lost when its Ray session ended"):
         assert train.attach(str(tmp_path / "run")).wait().return_values == [None, None]
 
 
-def test_restore_says_what_ended_with_its_ray(tmp_path: Path) -> None:
+def test_restore_with_lost_reference_raises_and_names_the_argument(tmp_path: Path) -> None:
     fit(lambda config: None, tmp_path, {"x": ray.put(1)})
     with pytest.raises(ValueError, match=r"config held .*ObjectRef.* restore\(path, train_loop_"):
         DataParallelTrainer.restore(tmp_path / "run")
@@ -196,7 +196,7 @@ def test_restore_says_what_ended_with_its_ray(tmp_path: Path) -> None:
     assert trainer.train_loop_config == {"x": 2}
 
 
-def test_a_reference_in_a_file_is_lost_only_for_who_unpacks_it() -> None:
+def test_reference_in_file_raises_only_when_deserialized() -> None:
     kept = cloudpickle.loads(
         serialize_without_references(
             {"plain": serialize([1]), "reference": serialize([ray.put(1)])}

@@ -1,4 +1,4 @@
-"""Workers, nodes and drivers killed at random: nothing that was committed is ever lost.
+"""Random kills of workers, nodes, and drivers lose no committed checkpoint.
 
 `make bench` does the same with a hundred kills.
 """
@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks._chaos import draw
 
-pytestmark = pytest.mark.alone  # what a killed driver leaves must be gone within 5 s
+pytestmark = pytest.mark.alone  # processes of a killed driver must exit within 5 s
 
 KILLS = 10
 
 
-def test_nothing_is_lost_whatever_is_killed(pytestconfig: pytest.Config) -> None:
+def test_chaos_with_random_kills_loses_nothing_committed(pytestconfig: pytest.Config) -> None:
     seed = pytestconfig.getoption("--chaos-seed")
     command = [sys.executable, "-m", "benchmarks._chaos", f"--kills={KILLS}", f"--seed={seed}"]
     ended = subprocess.run(
@@ -32,7 +32,7 @@ def test_nothing_is_lost_whatever_is_killed(pytestconfig: pytest.Config) -> None
     )
 
 
-def test_a_seed_stands_for_its_kills() -> None:
+def test_chaos_plan_is_determined_by_its_seed() -> None:
     assert draw(7, 30) == draw(7, 30) != draw(8, 30)
     victims = [kill.victim for kill in draw(7, 30)]
     for ten in (victims[:10], victims[10:20], victims[20:]):

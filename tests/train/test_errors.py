@@ -1,4 +1,4 @@
-"""Every error crosses a process border unchanged, and says the root cause first."""
+"""Tests of _errors: pickling, class hierarchy, and descriptions of worker failures."""
 
 from __future__ import annotations
 
@@ -72,31 +72,31 @@ def content(error: BaseException) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("module", [pickle, cloudpickle])
-def test_every_error_pickles(error: BaseException, module: Any) -> None:
+def test_errors_survive_pickling_and_copying(error: BaseException, module: Any) -> None:
     assert content(module.loads(module.dumps(error))) == content(error)
     assert content(copy.copy(error)) == content(error)
 
 
-def test_every_error_is_in_the_list_above() -> None:
+def test_errors_are_all_covered_by_these_tests() -> None:
     classes = {kind for kind in vars(_errors).values() if isinstance(kind, type)}
     raised = {kind for kind in classes if issubclass(kind, BaseException)}
     assert raised == {type(error) for error in ERRORS}
 
 
 class TuningFailed(WorkerGroupError):
-    """A user's subclass with an `__init__` of its own."""
+    """A user's subclass with a custom `__init__`."""
 
     def __init__(self, trial: int) -> None:
         super().__init__(f"trial {trial} failed", failures=[FAILURE])
         self.trial = trial
 
 
-def test_a_subclass_with_its_own_init_pickles() -> None:
+def test_error_subclass_with_custom_init_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(TuningFailed(3)))
     assert (str(error), error.trial, error.failures) == ("trial 3 failed", 3, [FAILURE])
 
 
-def test_notes_survive_pickling() -> None:
+def test_error_notes_survive_pickling() -> None:
     error = ControllerError("no")
     error.add_note("seen by the callback")
     assert pickle.loads(pickle.dumps(error)).__notes__ == ["seen by the callback"]
@@ -118,7 +118,7 @@ def test_notes_survive_pickling() -> None:
         (UserAbort, KeyboardInterrupt),
     ],
 )
-def test_the_tree_is_the_one_drawn(error: type, base: type) -> None:
+def test_errors_have_documented_base_classes(error: type, base: type) -> None:
     assert error.__base__ is base
 
 
@@ -126,33 +126,33 @@ def test_the_tree_is_the_one_drawn(error: type, base: type) -> None:
     ("changes", "line"),
     [
         ({}, "rank 1: ValueError: boom (train.py:12 in step)"),
-        ({"where": ""}, "rank 1: ValueError: boom"),
+        ({"location": ""}, "rank 1: ValueError: boom"),
         ({"message": ""}, "rank 1: ValueError (train.py:12 in step)"),
         ({"message": "\n\nfar below"}, "rank 1: ValueError: far below (train.py:12 in step)"),
-        ({"rank": -1, "where": ""}, "ValueError: boom"),
+        ({"rank": -1, "location": ""}, "ValueError: boom"),
     ],
 )
-def test_a_headline_is_one_line(changes: dict[str, Any], line: str) -> None:
+def test_worker_failure_headline_is_one_line(changes: dict[str, Any], line: str) -> None:
     fields = {name: getattr(FAILURE, name) for name in FAILURE.__struct_fields__}
     assert WorkerFailure(**fields | changes).headline() == line
 
 
-def test_a_description_has_process_log_file_and_traceback() -> None:
+def test_worker_failure_description_has_process_log_and_traceback() -> None:
     lines = FAILURE.describe().splitlines()
     assert lines[:3] == [
         "rank 1: ValueError: boom (train.py:12 in step)",
         "  pid 321 on node-7, after 4 reports",
-        "  its full output: /runs/a/logs/rank_1.log",
+        "  full output: /runs/a/logs/rank_1.log",
     ]
     assert lines[-1] == "  ValueError: boom"
 
 
-def test_a_description_without_traceback_has_the_whole_message() -> None:
+def test_worker_failure_description_without_traceback_has_full_message() -> None:
     failure = WorkerFailure(rank=0, kind="died", type_name="died", message="SIGSEGV\nstack a\nb")
     assert failure.describe() == "rank 0: died: SIGSEGV\n  stack a\n  b"
 
 
-def test_a_worker_error_shows_its_failure() -> None:
+def test_worker_error_message_is_the_failure_description() -> None:
     error = WorkerError(FAILURE)
     assert str(error) == FAILURE.describe()
     assert error.failure is FAILURE
@@ -172,11 +172,13 @@ def at(time: float, rank: int, kind: FailureKind = "exception") -> WorkerFailure
         ([], []),
     ],
 )
-def test_the_root_cause_comes_first(failures: list[WorkerFailure], ranks: list[int]) -> None:
+def test_sort_root_cause_first_prefers_deaths(
+    failures: list[WorkerFailure], ranks: list[int]
+) -> None:
     assert [failure.rank for failure in sort_root_cause_first(failures)] == ranks
 
 
-def test_of_a_very_long_message_the_middle_is_in_the_log(
+def test_worker_failure_with_very_long_message_omits_its_middle(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     message = f"{'a' * 60_000}{'b' * 60_000}"
@@ -186,10 +188,10 @@ def test_of_a_very_long_message_the_middle_is_in_the_log(
 
     with pytest.raises(WorkerGroupError) as caught:
         fit(function, tmp_path)
-    told = str(caught.value)
-    assert len(told) + len("".join(capfd.readouterr())) < 60_000
+    text = str(caught.value)
+    assert len(text) + len("".join(capfd.readouterr())) < 60_000
     assert f"rank 0: ValueError: {'a' * 148} ..." in str(caught.value)
-    assert message not in told
+    assert message not in text
     (failure,) = caught.value.failures
     assert failure.message == message
     assert message in Path(failure.log_path).read_text()

@@ -1,4 +1,4 @@
-"""Every public module says what is public, and every public name says what it is for."""
+"""Tests of the public modules: `__all__`, docstrings, return types, and pickling."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def constants_classes_functions(name: str) -> tuple[bool, bool, str]:
 
 
 def is_own(module: ModuleType, value: Any) -> bool:
-    """Whether a value belongs to this module: defined in it or, for a package, in a part of it."""
+    """Return whether a value is defined in this module or, for a package, in a part of it."""
     return str(getattr(value, "__module__", "")).startswith(module.__name__)
 
 
@@ -48,17 +48,17 @@ def members(kind: type) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_all_is_sorted_and_every_name_exists(module: ModuleType) -> None:
+def test_public_all_is_sorted_and_names_exist(module: ModuleType) -> None:
     assert module.__all__ == sorted(set(module.__all__), key=constants_classes_functions)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
-def test_completion_offers_what_is_public_and_nothing_else() -> None:
+def test_dir_of_package_lists_only_public_names() -> None:
     assert dir(drawbar.train) == sorted({*drawbar.train.__all__, *drawbar.train._INTEGRATIONS})
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_nothing_public_is_missing(module: ModuleType) -> None:
+def test_public_all_contains_all_public_classes_and_functions(module: ModuleType) -> None:
     classes_and_functions = {
         name
         for name, value in vars(module).items()
@@ -72,7 +72,7 @@ def test_nothing_public_is_missing(module: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("module", "name"), NAMES, ids=lambda each: getattr(each, "__name__", each)
 )
-def test_every_public_name_has_a_docstring(module: ModuleType, name: str) -> None:
+def test_public_names_have_docstrings(module: ModuleType, name: str) -> None:
     value = getattr(module, name)
     if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
         return  # a constant or a type alias, which has its docstring in the source
@@ -85,9 +85,7 @@ def test_every_public_name_has_a_docstring(module: ModuleType, name: str) -> Non
 @pytest.mark.parametrize(
     ("module", "name"), NAMES, ids=lambda each: getattr(each, "__name__", each)
 )
-def test_every_public_method_has_a_docstring_and_a_return_type(
-    module: ModuleType, name: str
-) -> None:
+def test_public_methods_have_docstrings_and_return_types(module: ModuleType, name: str) -> None:
     value = getattr(module, name)
     found = members(value) if inspect.isclass(value) else []
     for member, part in found:
@@ -98,11 +96,11 @@ def test_every_public_method_has_a_docstring_and_a_return_type(
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_every_public_module_says_what_it_is_for(module: ModuleType) -> None:
+def test_public_modules_have_docstrings(module: ModuleType) -> None:
     assert module.__doc__
 
 
-def test_public_names_of_the_package_come_from_the_package() -> None:
+def test_public_names_are_defined_in_the_package() -> None:
     for name in drawbar.train.__all__:
         value = getattr(drawbar.train, name)
         is_constant = name.isupper()
@@ -112,7 +110,7 @@ def test_public_names_of_the_package_come_from_the_package() -> None:
 @pytest.mark.parametrize(
     ("module", "name"), NAMES, ids=lambda each: getattr(each, "__name__", each)
 )
-def test_every_public_class_and_function_pickles_by_a_public_path(
+def test_public_classes_and_functions_pickle_by_public_module(
     module: ModuleType, name: str
 ) -> None:
     value = getattr(module, name)
@@ -121,14 +119,14 @@ def test_every_public_class_and_function_pickles_by_a_public_path(
         assert pickle.loads(pickle.dumps(value)) is value
 
 
-def test_annotations_of_public_classes_are_what_they_say() -> None:
+def test_type_hints_of_public_classes_are_resolved() -> None:
     hints = typing.get_type_hints(drawbar.train.RunConfig)
     assert hints["failure_config"] is drawbar.train.FailureConfig
     assert hints["callbacks"] == Sequence[drawbar.train.UserCallback]
     assert typing.get_type_hints(drawbar.train.ReportedCheckpoint)["metrics"] == dict[str, Any]
 
 
-def test_the_source_of_public_functions_and_methods_is_found() -> None:
+def test_getsource_of_public_functions_and_methods_works() -> None:
     assert inspect.getsource(drawbar.train.report).startswith("def report(")
     fit = drawbar.train.DataParallelTrainer.fit
     assert inspect.getsource(fit).lstrip().startswith("def fit(self")

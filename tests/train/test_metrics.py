@@ -1,4 +1,4 @@
-"""Metrics come back as they were reported, whatever they are."""
+"""Tests of _metrics: normalization and encoding of reported metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Level(enum.IntEnum):
 
 
 def round_trip(metrics: Any) -> Any:
-    """What the journal does."""
+    """Encode and decode metrics as the journal does."""
     return decode_non_finite(
         msgspec.json.decode(msgspec.json.encode(encode_non_finite(normalize(metrics))))
     )
@@ -60,7 +60,7 @@ def round_trip(metrics: Any) -> Any:
         ({"$float": "x"}, None),
     ],
 )
-def test_values_come_back_as_plain_python(reported: Any, kept: Any) -> None:
+def test_metrics_round_trip_returns_plain_python_values(reported: Any, kept: Any) -> None:
     found = round_trip(reported)
     expected = kept if kept is not None else {key: _item(v) for key, v in reported.items()}
     assert found == expected
@@ -72,13 +72,13 @@ def _item(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", [math.nan, np.float32("nan"), torch.tensor(math.nan)])
-def test_nan_comes_back_as_nan(value: Any) -> None:
+def test_metrics_round_trip_preserves_nan(value: Any) -> None:
     found = round_trip({"loss": value, "deep": {"losses": [value]}})
     assert math.isnan(found["loss"])
     assert math.isnan(found["deep"]["losses"][0])
 
 
-def test_metrics_are_a_snapshot() -> None:
+def test_normalize_copies_mutable_values() -> None:
     history = [1]
     metrics = normalize({"history": history})
     history.append(2)
@@ -95,7 +95,11 @@ HOLDS_ITSELF["a"] = HOLDS_ITSELF
         (0.5, TypeError, "takes a dict of metrics, found 0.5"),
         (None, TypeError, "takes a dict of metrics, found None"),
         ([("loss", 1)], TypeError, "takes a dict of metrics, found \\[\\('loss', 1\\)\\]"),
-        ({"model": object()}, TypeError, "metric 'model' is a builtins.object; report\\(\\) takes"),
+        (
+            {"model": object()},
+            TypeError,
+            "metric 'model' is a builtins.object; report\\(\\) accepts",
+        ),
         ({"a": {"b": [0, {1}]}}, TypeError, "metric 'a/b/1' is a builtins.set"),
         ({"z": 1j}, TypeError, "metric 'z' is a builtins.complex"),
         ({"z": np.complex64(1)}, TypeError, "metric 'z' is a builtins.complex"),
@@ -103,12 +107,16 @@ HOLDS_ITSELF["a"] = HOLDS_ITSELF
         ({"when": np.datetime64("2024-01-01")}, TypeError, "metric 'when' is a datetime.date"),
         ({"logits": torch.ones(2, 3)}, ValueError, r"'logits' is a Tensor of shape \(2, 3\).*mean"),
         ({"a": {"x": np.zeros(0)}}, ValueError, r"metric 'a/x' is a ndarray of shape \(0,\)"),
-        ({"own": HOLDS_ITSELF}, ValueError, "metric 'own' is nested too deeply, or holds itself"),
+        (
+            {"own": HOLDS_ITSELF},
+            ValueError,
+            "metric 'own' is nested too deeply, or contains itself",
+        ),
         ({"text": "\ud800"}, ValueError, "metric 'text'"),
         ({"a": {"\udfff": 1}}, ValueError, "metric 'a/"),
     ],
 )
-def test_what_cannot_be_kept_is_told_with_its_key(
+def test_normalize_unsupported_value_raises_and_names_its_key(
     metrics: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -124,5 +132,5 @@ def test_what_cannot_be_kept_is_told_with_its_key(
         ({"empty": {}}, {}),
     ],
 )
-def test_nested_keys_are_joined(metrics: dict[str, Any], flat: dict[str, Any]) -> None:
+def test_flatten_joins_nested_keys(metrics: dict[str, Any], flat: dict[str, Any]) -> None:
     assert flatten(metrics) == flat

@@ -1,4 +1,4 @@
-"""What lies in a run's directory unpickles only where that is what the user asks for."""
+"""Files of a run directory are not unpickled unless the user requests it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bomb(tmp_path: Path) -> bytes:
     return pickle.dumps(Bomb(tmp_path / "exploded"))
 
 
-def test_nothing_unpickles_of_a_run_that_was_not_detached(tmp_path: Path, bomb: bytes) -> None:
+def test_attach_to_run_that_was_not_detached_unpickles_nothing(tmp_path: Path, bomb: bytes) -> None:
     fit(lambda: save("a"), tmp_path)
     for name in ("outcome.pkl", "trainer.pkl"):
         (tmp_path / "run" / name).write_bytes(bomb)

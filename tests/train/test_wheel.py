@@ -1,4 +1,4 @@
-"""The built wheel, installed where the checkout cannot be imported, does what the checkout does."""
+"""Tests of the built wheel, installed where the checkout cannot be imported."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_it_holds_every_package_with_its_types_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_all_packages_with_types_and_no_tests(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-    packages = {"/".join(name.split("/")[:2]) for name in names}  # py.typed holds for what is below
+    packages = {"/".join(name.split("/")[:2]) for name in names}  # py.typed covers subpackages
     assert "drawbar/train" in packages
     assert {name for name in names if name.endswith("py.typed")} == {
         f"{package}/py.typed" for package in packages
@@ -78,7 +78,7 @@ def test_it_holds_every_package_with_its_types_and_nothing_else(wheel: Path) -> 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_it_trains_from_another_folder(
+def test_wheel_runs_training_from_another_directory(
     python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")

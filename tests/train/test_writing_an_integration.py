@@ -1,4 +1,4 @@
-"""The integration that docs/writing-an-integration.md shows is complete, and keeps the contract."""
+"""Tests of the integration in docs/writing-an-integration.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestHub(BackendContract):
     backend_config = hub.HubConfig()
 
 
-def test_workers_that_average_their_gradients_find_the_line_through_all_points(
+def test_docs_integration_averages_gradients_of_all_workers(
     run_config: train.RunConfig,
 ) -> None:
     def function() -> list[float]:
@@ -56,6 +56,6 @@ def test_workers_that_average_their_gradients_find_the_line_through_all_points(
     assert first == second == pytest.approx([3, 1], abs=1e-6)
 
 
-def test_a_setting_that_cannot_work_is_refused() -> None:
+def test_docs_integration_config_with_invalid_timeout_raises() -> None:
     with pytest.raises(ValueError, match=r"HubConfig\.timeout_s must be positive .* found 0"):
         hub.HubConfig(timeout_s=0)

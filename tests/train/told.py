@@ -1,4 +1,4 @@
-"""Events of a run, for what watches it."""
+"""Factories of events for tests of watchers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attempt_started(number: int, checkpoint: str | None = None) -> AttemptStarte
 
 
 def workers_started(count: int) -> WorkersStarted:
-    place = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1)
+    info = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1)
     ranks = [
         Ranks(
             world_rank=rank,
@@ -47,7 +47,7 @@ def workers_started(count: int) -> WorkersStarted:
         )
         for rank in range(count)
     ]
-    return WorkersStarted(time=0, attempt=0, workers=[(place, each) for each in ranks])
+    return WorkersStarted(time=0, attempt=0, workers=[(info, rank) for rank in ranks])
 
 
 def reported(rank: int, index: int, metrics: dict[str, Any]) -> ReportReceived:

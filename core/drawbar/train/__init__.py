@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.train import backend, collective
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
-from drawbar.train._config.packages import find_shadowing_file as _hidden_by
+from drawbar.train._config.packages import find_shadowing_file as _find_shadowing_file
 from drawbar.train._config.run_config import (
     CheckpointConfig,
     FailureConfig,
@@ -76,7 +76,7 @@ from drawbar.train._worker.train_context import TrainContext
 from drawbar.train._worker.uploads import CheckpointUploadMode
 from drawbar.train.backend import Backend, BackendConfig
 
-if TYPE_CHECKING:  # __getattr__ gives them where the program runs
+if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar.train import huggingface as huggingface
     from drawbar.train import jax as jax
     from drawbar.train import keras as keras
@@ -166,25 +166,25 @@ _LAZY_NAMES = {
     "RunHandle": "drawbar.train._handle.run_handle",
     "attach": "drawbar.train._handle.run_handle",
 }
-"""Where lies what needs Ray, whose import takes a second: who only reads of runs has none."""
+"""Names imported on first use, since importing Ray takes a second and reading runs needs no Ray."""
 
 _REPLACEMENTS = {
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
     "SyncConfig": "leave it out: report() uploads checkpoints, the run its journal and logs",
     "horovod": "use drawbar.train.torch.TorchTrainer and torch.distributed",
 }
-"""What Ray Train has and this has not, and what to write."""
+"""Names of Ray Train without a counterpart, each with the replacement to suggest."""
 
-if not TYPE_CHECKING:  # else type checkers would take any name
+if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what needs Ray, or an integration as `train.torch`, where it is used first."""
+        """Import names that need Ray, and integrations such as `train.torch`, on first use."""
         if name in _LAZY_NAMES:
             try:
-                for each, home in _LAZY_NAMES.items():
-                    globals()[each] = getattr(importlib.import_module(home), each)
+                for lazy_name, module in _LAZY_NAMES.items():
+                    globals()[lazy_name] = getattr(importlib.import_module(module), lazy_name)
             except (ImportError, AttributeError) as error:
-                if _hidden_by("ray"):
+                if _find_shadowing_file("ray"):
                     raise backend.make_import_error("ray", extra="all") from error
                 raise
             backend.set_public_module(globals())
@@ -193,8 +193,8 @@ if not TYPE_CHECKING:  # else type checkers would take any name
             return importlib.import_module(f"{__name__}.{name}")
         if name in _REPLACEMENTS:
             message = f"drawbar.train has no {name}: {_REPLACEMENTS[name]}"
-            # `from drawbar.train import` hides the text of an AttributeError, and `hasattr` needs
-            # one.
+            # `from drawbar.train import` hides the text of an AttributeError, but `hasattr` needs
+            # an AttributeError.
             if sys._getframe(1).f_code.co_name == "_handle_fromlist":
                 raise ImportError(message, name=__name__)
             raise AttributeError(message, name=name, obj=sys.modules[__name__])

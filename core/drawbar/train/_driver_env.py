@@ -1,8 +1,8 @@
-"""What code finds around it in the driver, and finds again in the run's other processes.
+"""Capture the driver's environment and recreate it in workers.
 
-Ray gives its workers the job's namespace and runtime environment. It starts them in a folder of its
-own, with its own `sys.argv`, without the driver's import path, and tells them nothing of the
-driver's logging and of its `ray.data.DataContext`.
+Ray gives its workers the job's namespace and runtime environment, but starts them in another
+directory, with another `sys.argv`, and without the driver's import path, logging setup, and
+`ray.data.DataContext`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MAX_CELL_CHARS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class DriverEnvironment:
-    """Those of a driver.
+    """Environment of a driver: directory, import path, arguments, logging, and contexts.
 
     Attributes:
-        working_directory: Where it was. A node that has no such folder does without.
-        import_paths: Its `sys.path`.
-        argv: Its `sys.argv`.
-        logging: What `logging.basicConfig` and its like have set.
-        data_context: Its `DataContext`, packed; None if it has changed nothing there.
-        trial: The trial of Ray Tune that it runs in, if it does.
-        cells: The source of a notebook's cells, by the file names that their code has.
+        working_directory: Working directory. Ignored on nodes that have no such directory.
+        sys_path: `sys.path` of the driver.
+        argv: `sys.argv` of the driver.
+        logging_setup: Levels and handlers set by `logging.basicConfig` and similar functions.
+        data_context: Serialized `DataContext`; None if the driver has not changed it.
+        tune_trial: Trial of Ray Tune in which the driver runs, if any.
+        notebook_cells: Source of notebook cells, by the file names in their code objects.
     """
 
     working_directory: str
@@ -51,7 +51,7 @@ class DriverEnvironment:
 
     @classmethod
     def capture(cls) -> DriverEnvironment:
-        """Give those of this process."""
+        """Return the environment of this process."""
         return cls(
             working_directory=os.getcwd(),
             sys_path=tuple(sys.path),
@@ -64,13 +64,13 @@ class DriverEnvironment:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Have them in this process; at the end, arguments and logging are as they were."""
+        """Recreate the environment in this process. On exit, restore arguments and logging."""
         with contextlib.suppress(OSError):
             os.chdir(self.working_directory)
-        # At the end: what the worker finds by its runtime environment goes before the driver's.
+        # Append: modules of the worker's runtime environment take precedence over the driver's.
         sys.path += [path for path in self.sys_path if path not in sys.path]
         argv, sys.argv = sys.argv, list(self.argv)
-        for name, source in self.notebook_cells.items():  # where tracebacks look for lines
+        for name, source in self.notebook_cells.items():  # for source lines in tracebacks
             linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
         try:
             if self.data_context is not None:
@@ -86,11 +86,11 @@ class TuneTrial:
     """A trial of Ray Tune.
 
     Attributes:
-        name: What Tune calls it.
-        id: By which Tune tells it from others.
-        directory: Where it lies.
-        resources: Its `ray.tune.PlacementGroupFactory`, packed: who does not ask for it need not
-            import Ray Tune.
+        name: Name of the trial.
+        id: Id by which Tune identifies the trial.
+        directory: Directory of the trial.
+        placement_group_factory: Serialized `ray.tune.PlacementGroupFactory`, so that only processes
+            that use it import Ray Tune.
     """
 
     name: str
@@ -103,13 +103,16 @@ _tune_trials: list[TuneTrial] = []
 
 
 def set_tune_trial(*, name: str, id: str, directory: str, resources: object) -> None:
-    """Have the runs that start in this process from now on be those of a trial of Ray Tune.
+    """Assign the runs that start in this process from now on to a trial of Ray Tune.
 
     Args:
-        name: What Tune calls it.
-        id: By which Tune tells it from others.
-        directory: Where it lies.
+        name: Name of the trial.
+        id: Id by which Tune identifies the trial.
+        directory: Directory of the trial.
         resources: Its `ray.tune.PlacementGroupFactory`.
+
+    Example:
+        set_tune_trial(name="a", id="1", directory=path, resources=PlacementGroupFactory([{}]))
     """
     _tune_trials[:] = [
         TuneTrial(
@@ -120,7 +123,7 @@ def set_tune_trial(*, name: str, id: str, directory: str, resources: object) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSetup:
-    """Levels by the names of their loggers, and what the root logger writes to the two streams."""
+    """Logging setup: levels of all loggers, and stream handlers of the root logger."""
 
     level: int
     levels: dict[str, int]
@@ -128,25 +131,28 @@ class LoggingSetup:
 
     @classmethod
     def capture(cls) -> LoggingSetup:
-        """Give that of this process. Handlers of other kinds, such as files, are the driver's."""
+        """Return the setup of this process. Other handlers, such as for files, are not included."""
         root = logging.getLogger()
-        loggers = {name: each for name, each in root.manager.loggerDict.items() if _has_level(each)}
+        loggers = {
+            name: logger for name, logger in root.manager.loggerDict.items() if _has_level(logger)
+        }
         return cls(
             level=root.level,
             levels={
-                name: each.level
-                for name, each in loggers.items()
-                if isinstance(each, logging.Logger) and name.split(".")[0] not in _EXCLUDED_LOGGERS
+                name: logger.level
+                for name, logger in loggers.items()
+                if isinstance(logger, logging.Logger)
+                and name.split(".")[0] not in _EXCLUDED_LOGGERS
             },
             handlers=tuple(filter(None, map(_HandlerSettings.from_handler, root.handlers))),
         )
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Log so in this process, unless it has a setup of its own.
+        """Apply the setup in this process, unless the process has another one.
 
-        That is `ray.init(logging_config=...)`, or a `worker_process_setup_hook`: its handlers then
-        follow the streams to where these go now.
+        The process may have one from `ray.init(logging_config=...)` or a
+        `worker_process_setup_hook`. Its handlers are then redirected to the current streams.
         """
         root = logging.getLogger()
         with contextlib.ExitStack() as undo:
@@ -157,8 +163,8 @@ class LoggingSetup:
                 for name, level in self.levels.items():
                     if not _has_level(logger := logging.getLogger(name)):
                         _set_level(logger, level, undo)
-                for each in self.handlers:
-                    handler = each.build()
+                for settings in self.handlers:
+                    handler = settings.build()
                     root.addHandler(handler)
                     undo.callback(root.removeHandler, handler)
             yield
@@ -174,10 +180,10 @@ class _HandlerSettings:
 
     @classmethod
     def from_handler(cls, handler: logging.Handler) -> _HandlerSettings | None:
-        """Give it; None for a handler of another kind, or one that cannot be sent."""
+        """Return the settings of a handler, None if it is of another type or cannot be pickled."""
         if type(handler) is not logging.StreamHandler:
             return None
-        with contextlib.suppress(Exception):  # a formatter that does not pickle
+        with contextlib.suppress(Exception):  # a formatter that cannot be pickled
             if handler.stream in (sys.stdout, sys.__stdout__):
                 return cls(
                     stream="stdout", level=handler.level, formatter=serialize(handler.formatter)
@@ -189,6 +195,7 @@ class _HandlerSettings:
         return None
 
     def build(self) -> logging.Handler:
+        """Create the handler in this process."""
         handler = logging.StreamHandler(getattr(sys, self.stream))
         handler.setLevel(self.level)
         handler.setFormatter(self.formatter.deserialize())
@@ -205,7 +212,7 @@ def _set_level(logger: logging.Logger, level: int, undo: contextlib.ExitStack) -
 
 
 def _redirect_handlers(handlers: list[logging.Handler], undo: contextlib.ExitStack) -> None:
-    """Have handlers that write to this process's output write to `sys.stdout` or `sys.stderr`."""
+    """Redirect handlers of this process's output streams to `sys.stdout` or `sys.stderr`."""
     for handler in handlers:
         if not isinstance(handler, logging.StreamHandler):
             continue
@@ -218,31 +225,31 @@ def _redirect_handlers(handlers: list[logging.Handler], undo: contextlib.ExitSta
 
 
 def _collect_cells() -> dict[str, str]:
-    """Give the source of what was typed into IPython, the newest megabyte of it: no file has it."""
+    """Return the source of IPython cells, which is in no file; at most the latest megabyte."""
     if "IPython" not in sys.modules:
         return {}
-    found: dict[str, str] = {}
+    cells: dict[str, str] = {}
     for name, entry in reversed(list(linecache.cache.items())):
         is_cell = name.startswith("<ipython-input-") or f"ipykernel_{os.getpid()}" in name
-        if is_cell and len(entry) == 4 and sum(map(len, found.values())) < _MAX_CELL_CHARS:
-            found[name] = "".join(entry[2])
-    return found
+        if is_cell and len(entry) == 4 and sum(map(len, cells.values())) < _MAX_CELL_CHARS:
+            cells[name] = "".join(entry[2])
+    return cells
 
 
 def _capture_data_context() -> Serialized | None:
-    """Give this process's, unless it is as it always is: a worker would import Ray Data for it."""
-    # Whoever has not imported Ray Data has changed nothing there.
+    """Return the changed `DataContext`, None if it has its defaults.
+
+    With None, workers need not import Ray Data.
+    """
+    # A process that has not imported Ray Data has not changed the context.
     context = getattr(sys.modules.get("ray.data.context"), "_default_context", None)
     if context is None:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray Data warns of its own defaults
-        untouched = type(context)()
-    return (
-        None
-        if serialize_without_references(context) == serialize_without_references(untouched)
-        else serialize(context)
-    )
+        warnings.simplefilter("ignore")  # Ray Data warns about its own defaults.
+        default = type(context)()
+    is_default = serialize_without_references(context) == serialize_without_references(default)
+    return None if is_default else serialize(context)
 
 
 def _set_data_context(context: DataContext) -> None:

@@ -1,25 +1,25 @@
-"""What can go wrong with a run, as exceptions and as data.
+"""Exceptions of a run, and worker failures as plain data.
 
-A worker never sends an exception object as the only account of a failure: it sends a
-`WorkerFailure`, plain data that any process can read, and the pickled exception as an optional
-extra. The exceptions below are built from it in the driver, and every one of them pickles.
+A worker describes a failure by a `WorkerFailure`, plain data that any process can read; the pickled
+exception is an optional addition. The driver creates the exceptions below from it. All of them can
+be pickled.
 
     TrainingFailedError             fit() did not finish
     ├── WorkerGroupError            one or more workers failed; the root cause comes first
-    │   ├── DivergenceError         ranks wait for each other in a way that can never end
-    │   └── HangError               no rank made progress for the time allowed
-    ├── ControllerError             the run's own machinery failed (storage, start-up)
-    ├── PreemptionError             nodes were taken away more often than the budget allows
-    └── InsufficientResourcesError  the cluster can never hold what was asked for
-    ResumeError (ValueError)           the run directory and `RunConfig.resume` do not go together
+    │   ├── DivergenceError         ranks wait for calls that other ranks will never make
+    │   └── HangError               no rank made progress within the timeout
+    ├── ControllerError             Drawbar itself failed (storage, startup)
+    ├── PreemptionError             more preemptions than the failure budget allows
+    └── InsufficientResourcesError  the cluster can never provide the requested resources
+    ResumeError (ValueError)           the run directory conflicts with `RunConfig.resume`
     DamagedRunError (ValueError)       the journal of a run cannot be read
     UnsupportedFormatError (ValueError)  a newer version of Drawbar has written the run
-    RunInProgressError (RuntimeError)  the run goes on, in another process or thread
-    CheckpointError (RuntimeError)     a checkpoint is missing, incomplete or altered
-    StorageError (OSError)             the storage refuses a checkpoint: full, read-only, over quota
+    RunInProgressError (RuntimeError)  the run is in progress in another process or thread
+    CheckpointError (RuntimeError)     a checkpoint is missing, incomplete, or altered
+    StorageError (OSError)             the storage rejects a checkpoint: full, read-only, over quota
     ProgramFailedError (RuntimeError)  a program that ran as a rank has failed; its exit code
-    WorkerError (RuntimeError)         stands for a worker's exception that could not be unpickled
-    UserAbort (KeyboardInterrupt)      the run was stopped by Ctrl-C; its directory can be resumed
+    WorkerError (RuntimeError)         replaces a worker's exception that cannot be unpickled
+    UserAbort (KeyboardInterrupt)      Ctrl-C stopped the run, which can be resumed
 """
 
 from __future__ import annotations
@@ -35,17 +35,34 @@ import msgspec
 FailureKind = Literal[
     "exception", "exit", "died", "configuration", "divergence", "hang", "startup", "storage"
 ]
-"""Kinds of failure. "exit" is a script that ended by itself with a non-zero exit code, by
+"""Kinds of failure. "exit" is a program that ended itself with a non-zero exit code, by
 `sys.exit()` or KeyboardInterrupt."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one worker's failure. Plain data: it needs none of the worker's classes.
+    """Failure of one worker as plain data, which can be read without user classes.
 
-    `rank` is -1 where no single rank is to blame. `where` is the innermost line of the user's own
-    code as `file:line in function`, or "" when there is none. `time` is in seconds since the epoch
-    on the worker's node; the earliest failure of an attempt is its root cause. `pickled` holds the
-    exception itself if it could be pickled.
+    Attributes:
+        rank: Rank of the worker, -1 if no single rank is responsible.
+        kind: Kind of failure.
+        type_name: Name of the exception's class.
+        message: Message of the exception.
+        traceback: Traceback of the exception, "" if there is none.
+        location: Innermost line of user code as `file:line in function`, "" if there is none.
+        hostname: Host of the worker.
+        node_id: Ray's id of the worker's node.
+        pid: Process id of the worker.
+        time: Time of the failure on the worker's node, in seconds since the epoch. The earliest
+            failure of an attempt is its root cause.
+        num_reports: Number of the rank's reports in the attempt.
+        log_path: File with the output of the rank.
+        pickled_exception: The exception, if it could be pickled.
+
+    Example:
+        try:
+            trainer.fit()
+        except WorkerGroupError as error:
+            print(error.failures[0].headline())
     """
 
     rank: int
@@ -63,56 +80,55 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     pickled_exception: bytes | None = None
 
     def headline(self) -> str:
-        """Return the failure in one line: `rank 1: ValueError: boom (train.py:12 in step)`."""
+        """Return one line: `rank 1: ValueError: boom (train.py:12 in step)`."""
         return self._headline(truncate_middle, 1_000)
 
     def _headline(self, shorten: Callable[[str, int], str], max_chars: int) -> str:
         message = self.message.strip()
         first_line = f"{self.type_name}: {message}".splitlines()[0] if message else self.type_name
-        who = f"rank {self.rank}: " if self.rank >= 0 else ""
-        return (
-            who + shorten(first_line, max_chars) + (f" ({self.location})" if self.location else "")
-        )
+        prefix = f"rank {self.rank}: " if self.rank >= 0 else ""
+        suffix = f" ({self.location})" if self.location else ""
+        return prefix + shorten(first_line, max_chars) + suffix
 
     def summary(self) -> str:
-        """Return the failure in short: headline, process, number of reports, and log file."""
-        # With a traceback, `describe` adds the whole message at its end.
+        """Return a short description: headline, process, number of reports, and log file."""
+        # If there is a traceback, `describe` adds the full message at its end.
         lines = [self._headline(_cut, HEADLINE_CHARS) if self.traceback else self.headline()]
         if self.pid:
             lines.append(f"  pid {self.pid} on {self.hostname}, after {self.num_reports} reports")
         if self.log_path:
-            lines.append(f"  its full output: {self.log_path}")
+            lines.append(f"  full output: {self.log_path}")
         return "\n".join(lines)
 
     def describe(self) -> str:
-        """Return the failure in full: its summary, and the traceback or the rest of the message.
+        """Return a full description: the summary, and the traceback or the rest of the message.
 
-        The middle of more than `MAX_SHOWN_CHARS` characters is omitted. The rank's log has all of
-        it.
+        The middle of texts with more than `MAX_SHOWN_CHARS` characters is omitted. The rank's log
+        contains everything.
         """
         lines = [self.summary()]
         rest = self.message.strip().splitlines()[1:]
         if rest and not self.traceback:
             lines += [f"  {line}" for line in truncate_middle("\n".join(rest)).splitlines()]
         if self.traceback:
-            told = truncate_middle(self.traceback.rstrip())
-            lines += ["", *(f"  {line}" for line in told.splitlines())]
+            text = truncate_middle(self.traceback.rstrip())
+            lines += ["", *(f"  {line}" for line in text.splitlines())]
         return "\n".join(lines)
 
 
 HEADLINE_CHARS = 160
-"""Length of a message above its traceback."""
+"""Maximum length of a message that precedes its traceback."""
 
 MAX_SHOWN_CHARS = 20_000
-"""How much of what a rank raised is shown."""
+"""Maximum length of a rank's error text that is shown."""
 
 
 def truncate_middle(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
-    """Give a text of no more than about `limit` characters, without its middle if it has more."""
+    """Return a text of at most about `limit` characters, omitting the middle of a longer one."""
     if len(text) <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]} [... {len(text) - 2 * half} characters are left out ...] {text[-half:]}"
+    return f"{text[:half]} [... {len(text) - 2 * half} characters omitted ...] {text[-half:]}"
 
 
 def _cut(text: str, limit: int) -> str:
@@ -120,27 +136,27 @@ def _cut(text: str, limit: int) -> str:
 
 
 def sort_root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailure]:
-    """Sort failures by time, which puts the root cause first.
+    """Sort failures by time, so that the root cause comes first.
 
-    A death is noticed from outside, up to some milliseconds after the peers' connections broke; it
-    counts as a tenth of a second earlier, since a broken connection is what a death leads to and
-    never the reverse.
+    The death of a process is detected up to some milliseconds after the connections of its peers
+    broke. A broken connection is a consequence of a death and never its cause, so a death counts as
+    a tenth of a second earlier.
     """
     return sorted(failures, key=lambda f: (f.time - 0.1 * (f.kind == "died"), f.rank))
 
 
 def load_exceptions(failures: Iterable[WorkerFailure]) -> dict[int, Exception]:
-    """Give each rank's exception: the user's own where it unpickles, else a `WorkerError`."""
-    found: dict[int, Exception] = {}
+    """Return the exception of each rank, or a `WorkerError` if it cannot be unpickled."""
+    exceptions: dict[int, Exception] = {}
     for failure in failures:
         if failure.rank >= 0:
-            found.setdefault(failure.rank, _load_exception(failure))
-    return found
+            exceptions.setdefault(failure.rank, _load_exception(failure))
+    return exceptions
 
 
 def _load_exception(failure: WorkerFailure) -> Exception:
     if failure.pickled_exception is not None:
-        # Its class may not be importable here, and unpickling runs code of the user's.
+        # Its class may not be importable in this process, and unpickling runs user code.
         with contextlib.suppress(Exception):
             error = cloudpickle.loads(failure.pickled_exception)
             if isinstance(error, Exception):
@@ -153,10 +169,17 @@ _ReduceValue = tuple[Callable[..., Exception], _RebuildArguments]
 
 
 class TrainingFailedError(RuntimeError):
-    """`fit()` did not finish. The message says why, with the root cause first.
+    """`fit()` did not finish. The message states the reason, with the root cause first.
 
-    `path` is the run directory, or "" if none was made: every checkpoint that was committed is
-    there and loads.
+    Args:
+        error_message: Reason of the failure.
+        path: Run directory, "" if it was not created. All committed checkpoints in it load.
+
+    Example:
+        try:
+            result = trainer.fit()
+        except TrainingFailedError as error:
+            print(error.path)
     """
 
     def __init__(self, error_message: str, *, path: str = "") -> None:
@@ -171,7 +194,7 @@ class TrainingFailedError(RuntimeError):
     def _rebuild(
         cls: type[Exception], args: tuple[object, ...], state: dict[str, object]
     ) -> Exception:
-        # Not by `__init__`, which takes other arguments in each subclass than `args` has.
+        # Not by `__init__`, whose arguments differ from `args` in each subclass.
         error = cls.__new__(cls, *args)
         error.args = args
         error.__dict__.update(state)
@@ -179,9 +202,18 @@ class TrainingFailedError(RuntimeError):
 
 
 class WorkerGroupError(TrainingFailedError):
-    """One or more workers failed and the failure budget is spent.
+    """One or more workers failed, and the failure budget is used.
 
-    `failures` lists every `WorkerFailure`, the root cause first.
+    Args:
+        error_message: Reason of the failure.
+        worker_failures: Exceptions by rank. Default: created from `failures`.
+        failures: All worker failures, the root cause first.
+        path: Run directory.
+
+    Example:
+        except WorkerGroupError as error:
+            if isinstance(error.worker_failures.get(0), torch.cuda.OutOfMemoryError):
+                ...
     """
 
     def __init__(
@@ -198,10 +230,10 @@ class WorkerGroupError(TrainingFailedError):
 
     @property
     def worker_failures(self) -> dict[int, Exception]:
-        """Each failed rank's exception, or a `WorkerError` where that does not unpickle here.
+        """Exceptions by rank; a `WorkerError` if an exception cannot be unpickled in this process.
 
-        What the workers have sent is unpickled when this is first asked for, by whoever asks: the
-        process that hosts the run needs none of the user's classes.
+        The exceptions are unpickled on first access, since the process that controls the run may
+        not be able to import user classes.
         """
         if self._worker_failures is None:
             self._worker_failures = load_exceptions(self.failures)
@@ -210,20 +242,40 @@ class WorkerGroupError(TrainingFailedError):
     def __reduce__(self) -> _ReduceValue:
         rebuild, (cls, args, state) = super().__reduce__()
         if any(failure.pickled_exception for failure in self.failures):
-            state = {**state, "_worker_failures": None}  # it is made of them again
+            state = {**state, "_worker_failures": None}  # recreated from the failures
         return rebuild, (cls, args, state)
 
 
 class DivergenceError(WorkerGroupError):
-    """A rank waits for what a finished or diverged one can never give, or their reports clash."""
+    """Ranks wait for calls that other ranks will never make, or their reports conflict.
+
+    Example:
+        except DivergenceError as error:
+            print(error)  # names the line of each rank
+    """
 
 
 class HangError(WorkerGroupError):
-    """No rank made progress for `FailureConfig.hang_timeout`."""
+    """No rank made progress for `FailureConfig.hang_timeout`.
+
+    Example:
+        except HangError as error:
+            print(error.failures[0].rank)  # the outlier rank
+    """
 
 
 class ControllerError(TrainingFailedError):
-    """The run's own machinery failed, not the function; `controller_failure` is the cause."""
+    """Drawbar itself failed, not the training function.
+
+    Args:
+        error_message: Reason of the failure.
+        controller_failure: Exception that is the cause.
+        path: Run directory.
+
+    Example:
+        except ControllerError as error:
+            raise error.controller_failure from error
+    """
 
     def __init__(
         self, error_message: str, controller_failure: Exception | None = None, *, path: str = ""
@@ -233,7 +285,17 @@ class ControllerError(TrainingFailedError):
 
 
 class PreemptionError(TrainingFailedError):
-    """Nodes were taken away more often than `FailureConfig` allows."""
+    """More preemptions than `FailureConfig.max_preemption_failures` allows.
+
+    Args:
+        error_message: Reason of the failure.
+        preemption_info: Nodes and ranks of the last preemption.
+        path: Run directory.
+
+    Example:
+        except PreemptionError as error:
+            print(error.preemption_info)
+    """
 
     def __init__(
         self, error_message: str, preemption_info: object | None = None, *, path: str = ""
@@ -243,66 +305,112 @@ class PreemptionError(TrainingFailedError):
 
 
 class InsufficientResourcesError(TrainingFailedError):
-    """The cluster can never hold the workers asked for. The message names the largest node."""
+    """The cluster can never provide the requested resources. The message names the largest node.
+
+    Example:
+        except InsufficientResourcesError:
+            result = make_trainer(ScalingConfig(num_workers=1)).fit()
+    """
 
 
 class ResumeError(ValueError):
-    """The state of the run directory and `RunConfig.resume` do not go together."""
+    """The state of the run directory conflicts with `RunConfig.resume`.
+
+    Example:
+        except ResumeError:
+            print("use another RunConfig.name")
+    """
 
 
 class DamagedRunError(ValueError):
     """The journal of a run cannot be read. The message names the line; checkpoints still load.
 
-    `fit()` with the same name and `resume="auto"` cuts the damage out and goes on.
+    `fit()` with the same name and `resume="auto"` removes the damaged part and continues.
+
+    Example:
+        try:
+            result = Result.from_path(path)
+        except DamagedRunError as error:
+            print(error)
     """
 
 
 class UnsupportedFormatError(ValueError):
     """A journal or manifest has a newer format than this version of Drawbar supports.
 
-    Nothing is changed in the run. The message names both format versions.
+    The run is not changed. The message contains both format versions.
+
+    Example:
+        try:
+            result = Result.from_path(path)
+        except UnsupportedFormatError as error:
+            print(error)
     """
 
     @classmethod
-    def of(cls, place: object, found: int, supported: int) -> UnsupportedFormatError:
-        """Return the error for a file at a place."""
+    def of(cls, path: object, version: int, supported: int) -> UnsupportedFormatError:
+        """Return the error for a file with an unsupported format version."""
         return cls(
-            f"{place} has format version {found}, but this version of Drawbar supports format "
+            f"{path} has format version {version}, but this version of Drawbar supports format "
             f"version {supported}. Upgrade Drawbar to the version that wrote the run"
         )
 
 
 class RunInProgressError(RuntimeError):
-    """The run goes on, in another process or in this one, which the message says.
+    """The run is in progress, in this process or in another one that the message names.
 
-    `drawbar.train.attach` gives a handle on it; a run of another `RunConfig.name` is not affected.
+    `drawbar.train.attach` returns a handle to it. Runs with another `RunConfig.name` can start.
+
+    Example:
+        try:
+            result = trainer.fit()
+        except RunInProgressError:
+            result = train.attach("mnist").wait()
     """
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, incomplete or was altered. The message names the file."""
+    """A checkpoint is missing, incomplete, or altered. The message names the file.
+
+    Example:
+        try:
+            checkpoint.verify()
+        except CheckpointError as error:
+            print(error)
+    """
 
 
 class StorageError(OSError):
-    """The storage refuses a worker's files, and will again. The message has the path and bytes.
+    """The storage permanently rejects a worker's files. The message contains the path and size.
 
-    It ends the run if the training function lets it through: no restart would change it.
+    The error ends the run unless the training function handles it, since a restart would not help.
+
+    Example:
+        try:
+            train.report(metrics, checkpoint=checkpoint)
+        except StorageError:
+            train.report(metrics)
     """
 
 
 class ProgramFailedError(RuntimeError):
-    """A script that ran instead of a training function has failed.
+    """A program that ran in place of a training function has failed.
 
-    The message is copied from the script's exception.
-
-    Attributes:
+    Args:
+        message: Message of the program's exception.
         type_name: Name of the exception's class, or a description such as "program died".
         exit_code: Exit code that a shell would report: 128 plus the signal number if a signal
-            killed the script.
-        time: When the script failed, in seconds since the epoch.
+            killed the program.
+        time: Time of the failure, in seconds since the epoch.
         traceback: Traceback of the exception, "" if there was none.
-        where: Innermost line of the user's own code, as `file:line in function`.
-        is_exit: Whether the script ended by itself, by `sys.exit()` or KeyboardInterrupt.
+        where: Innermost line of user code, as `file:line in function`.
+        is_exit: Whether the program ended itself with `sys.exit()` or KeyboardInterrupt.
+
+    Example:
+        except WorkerGroupError as error:
+            failure = error.worker_failures[0]
+            if isinstance(failure, ProgramFailedError):
+                sys.exit(failure.exit_code)
     """
 
     def __init__(
@@ -325,7 +433,7 @@ class ProgramFailedError(RuntimeError):
 
     @property
     def is_killed_by_signal(self) -> bool:
-        """Whether a signal has ended it."""
+        """True if a signal killed the program."""
         return self.exit_code > 128 and not self.traceback
 
     def __str__(self) -> str:
@@ -333,7 +441,16 @@ class ProgramFailedError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """Stands for a worker's exception that could not be unpickled here. Carries its `failure`."""
+    """Replacement for a worker's exception that cannot be unpickled in this process.
+
+    Args:
+        failure: The failure as plain data.
+
+    Example:
+        for rank, error in group_error.worker_failures.items():
+            if isinstance(error, WorkerError):
+                print(rank, error.failure.type_name)
+    """
 
     def __init__(self, failure: WorkerFailure) -> None:
         super().__init__(failure)
@@ -344,13 +461,20 @@ class WorkerError(RuntimeError):
 
 
 class UserAbort(KeyboardInterrupt):
-    """Ctrl-C stopped the run. The message says where it lies and how to resume it."""
+    """Ctrl-C stopped the run. The message names the run directory and how to resume.
+
+    Example:
+        try:
+            trainer.fit()
+        except UserAbort as abort:
+            print(abort)
+    """
 
 
 def without_internal_frames(error: Exception) -> Exception:
-    """Return an error without its traceback if Drawbar has raised it on purpose.
+    """Return an error without its traceback if Drawbar raised it intentionally.
 
-    Its message is then for the user, who sees it below the line that called Drawbar. Errors of
+    The message is then for the user, who sees it below the line that called Drawbar. Errors of
     other code, and unexpected errors in Drawbar, keep their tracebacks.
     """
     entry = error.__traceback__

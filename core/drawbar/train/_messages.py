@@ -1,7 +1,7 @@
-"""What a worker tells the controller, and what it is told before it begins. Plain data.
+"""Messages from a rank to the controller, and what a worker is started with.
 
-`Message`s come in order, on the one stream that `Worker.run` yields; `_orders` is what the
-controller gives back. Everything here pickles without any of the user's classes.
+Messages arrive in order on one stream, which `Worker.run` yields. The controller replies with
+commands (`_orders.py`). Everything in this module can be pickled without user classes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from drawbar.train._storage.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class PreemptionInfo:
-    """Nodes of this run that are about to be taken away.
+    """Nodes of the run that will be preempted.
 
     Attributes:
-        deadline_ms: Until when they stay, in milliseconds since the epoch; None if it is not known.
-        preempted_node_to_ranks: The ranks on each of these nodes, by node id.
+        deadline_ms: Time at which the nodes stop, in milliseconds since the epoch; None if unknown.
+        preempted_node_to_ranks: Ranks on these nodes, by node id.
+
+    Example:
+        info = train.get_preemption_info()
+        if info is not None:
+            print(f"ranks {info.preempted_ranks} stop at {info.deadline_ms}")
     """
 
     deadline_ms: int | None
@@ -48,17 +53,22 @@ class PreemptionInfo:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the controller wants, the same for all ranks."""
+    """Requests of the controller, the same for all ranks."""
 
     checkpoint: bool = False
     preemption: PreemptionInfo | None = None
 
 
 class CheckpointConsistencyMode(Enum):
-    """What `get_all_reported_checkpoints` waits for.
+    """Mode of `get_all_reported_checkpoints`: what it waits for.
 
-    COMMITTED: every checkpoint that this rank's reports are part of is committed. VALIDATED: the
-    validations of these, and of all earlier ones, have ended too.
+    COMMITTED waits until every checkpoint of this rank's reports is committed. VALIDATED also waits
+    until the validations of these and all earlier checkpoints have ended.
+
+    Example:
+        checkpoints = train.get_all_reported_checkpoints(
+            consistency_mode=train.CheckpointConsistencyMode.VALIDATED
+        )
     """
 
     COMMITTED = "COMMITTED"
@@ -67,14 +77,14 @@ class CheckpointConsistencyMode(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What every worker of a run gets, in each attempt the same.
+    """Specification that all workers of a run receive, the same in each attempt.
 
     Attributes:
-        environment: Variables for its process.
-        surroundings: The driver's; None where the worker is no process of its own.
-        metadata: The trainer's.
-        cpus: That the user gave it; None if they did not say.
-        validation: What `report(validation=True)` means.
+        environment: Environment variables of the worker process.
+        surroundings: Environment of the driver; None if the worker is no separate process.
+        metadata: Metadata of the trainer.
+        cpus: Number of CPUs that the user set; None if not set.
+        validation: Validation for `report(validation=True)`.
     """
 
     environment: dict[str, str]
@@ -86,7 +96,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What one worker is told about its attempt. `shards` refers to its datasets, if any."""
+    """Assignment of one worker for one attempt. `shards` refers to its datasets, if any."""
 
     spec: WorkerSpec
     run_id: str
@@ -100,10 +110,10 @@ class Assignment:
     positions: dict[str, object] = field(default_factory=dict)
 
 
-# Structs, and no dataclasses: there may be thousands of messages per second, and structs are made
-# and pickled in a fraction of the time.
+# Structs instead of dataclasses: there may be thousands of messages per second, and structs are
+# created and pickled in a fraction of the time.
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one worker landed: said by the actor itself, before ranks are given."""
+    """Node and process of a worker, sent by the actor before ranks are assigned."""
 
     node_id: str
     node_ip: str
@@ -113,7 +123,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranks(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's place in its group, by the names that torchrun uses."""
+    """Position of a worker in its group, with torchrun's names."""
 
     world_rank: int
     world_size: int
@@ -124,12 +134,15 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that one rank gives to a checkpoint.
+    """Files that one rank contributes to a checkpoint.
 
-    `directory` is where they are now. `staged` means that they already lie in the run's staging
-    area, so that committing them moves no byte. `name` is that of the checkpoint's directory in the
-    run. `in_place`: the directory is, or will be, the checkpoint itself. `handed_over`: it may be
-    moved, and is deleted once the checkpoint is committed.
+    Attributes:
+        directory: Current directory of the files.
+        files: Their paths and sizes.
+        staged: True if the files already are in the staging area, so the commit copies nothing.
+        name: Name of the checkpoint's directory in the run.
+        in_place: True if the directory is, or will be, the checkpoint itself.
+        handed_over: True if the files may be moved. They are deleted after the commit.
     """
 
     directory: str
@@ -141,11 +154,18 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True):
-    """`report()` was called.
+    """A call of `report()`.
 
-    `waits`: the rank stands still until the checkpoint is committed. `positions`: with a
-    checkpoint, how far the rank's data has been consumed, by the name of its source. `validation`:
-    the checkpoint is to be validated so. `may_wait`: it may arrive later, with others.
+    Attributes:
+        index: Number of the report.
+        metrics: Reported metrics.
+        time: Time of the call, in seconds since the epoch.
+        where: Line of the user's code.
+        offer: Files for a checkpoint, if any.
+        waits: True if the rank is blocked until the checkpoint is committed.
+        positions: With a checkpoint, positions of the rank's data sources by name.
+        validation: Requested validation of the checkpoint.
+        may_wait: True if the message may arrive later, together with others.
     """
 
     index: int
@@ -160,16 +180,20 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitsForCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank stands still until an earlier, asynchronous checkpoint `index` is committed."""
+    """The rank is blocked until an earlier asynchronous checkpoint `index` is committed."""
 
     index: int
 
 
 class Persisted(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank has put its share of checkpoint `index` into the staging area, at `directory`.
+    """The rank has put its assigned files of checkpoint `index` into the staging area.
 
-    That is empty if the files lie in their place already; `checksums` are known then. `name` is
-    that of the checkpoint by this place, if a function of the user's has put it there.
+    Attributes:
+        index: Number of the report.
+        directory: Staging directory; empty if the files are in place already. `checksums` are then
+            known.
+        name: Checkpoint name, if a user function has stored the files under this name.
+        checksums: Checksums by file path.
     """
 
     index: int
@@ -179,9 +203,9 @@ class Persisted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileSent(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a file of checkpoint `name`, from a node that does not share the storage.
+    """A chunk of a file of checkpoint `name`, from a node with local storage.
 
-    Answered by `FileTaken` with this number.
+    The reply is `FileTaken` with the same number.
     """
 
     number: int
@@ -190,16 +214,16 @@ class FileSent(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     data: bytes
 
-    # It comes from another node, and says where a file is written on this one.
+    # The message comes from another node and determines the path of a file on this node.
     def __post_init__(self) -> None:
         check_relative_path(self.name)
         check_relative_path(self.path)
 
 
 class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank asks for a piece of a file of checkpoint `name`, or, without a path, for its files.
+    """Request for a chunk of a file of checkpoint `name`, or, without a path, for its file list.
 
-    Answered by `FileReply` with this number.
+    The reply is `FileReply` with the same number.
     """
 
     number: int
@@ -213,24 +237,24 @@ class FileAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank has read its part of a dataset to the end, or has left the iteration early.
+    """The rank has completed an epoch of a dataset, or has left the iteration early.
 
     Attributes:
         dataset: Name of the dataset.
         epoch: Number of the epoch.
         before: Rows of the epoch that all ranks had read when the attempt began, as encoded by
-            `_rows.encode_reads`.
-        part: Number of the part.
-        parts: Number of parts.
+            `_row_positions.encode_reads`.
+        part: Index of the shard.
+        parts: Number of shards.
         rows: Rows that this iteration returned; None if they cannot be counted.
         batches: Batches that it returned; 0 if it returned single rows.
-        shuffled: Whether it was shuffled.
-        ended: Whether it reached the end.
-        in_all: Rows of the dataset, if parts are made by row numbers; else None.
-        uneven_rows: How rows are shared then.
-        empty: "row" or "batch" if a whole iteration returned none.
+        shuffled: Whether the rows were shuffled.
+        ended: Whether the iteration was completed.
+        in_all: Rows of the dataset if it is split by row number, else None.
+        uneven_rows: How the dataset is split by row number.
+        empty: "row" or "batch" if a complete iteration returned none.
         index: Number of the rank's next report.
-        discarded: Rows that were read of this epoch before it restarted from its beginning, one
+        discarded: Rows of this epoch that were read before it restarted from its beginning, one
             entry like `before` for each of its restarts.
     """
 
@@ -251,7 +275,7 @@ class PassEnded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "wishes"]
-"""`wishes` asks all ranks at once what the controller wishes of them, so that they agree."""
+"""Kinds of collectives. "wishes" requests the controller's requests for all ranks at once."""
 
 
 class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,8 +283,9 @@ class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sequence: Number among all collective calls of the rank in this attempt.
-        number: Number among the calls of the user's code, None for calls that Drawbar makes.
-        payload: Serialized by the worker.
+        number: Number among the calls in user code, None for calls that Drawbar makes.
+        kind: Called function.
+        payload: Argument, serialized by the worker.
         where: Line of the user's code, as `file:line in function`.
     """
 
@@ -272,11 +297,14 @@ class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointsAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank asks for the committed checkpoints; answered by `CheckpointsAnswer` with this
-    number.
+    """Request for the committed checkpoints. The reply is `CheckpointsAnswer` with this number.
 
-    `until` says what the answer waits for. None: nothing, not even if the same question was to wait
-    before. `timed`: the rank waits for so long only, and then goes on. `where` is the line.
+    Attributes:
+        number: Number of the request.
+        until: Condition that the reply waits for. None replies immediately and cancels the wait of
+            an earlier request with the same number.
+        timed: True if the rank waits with a timeout.
+        where: Line of the user's code.
     """
 
     number: int
@@ -286,25 +314,25 @@ class CheckpointsAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Discarded(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank says that checkpoint `name` is not needed any more."""
+    """The rank no longer needs checkpoint `name`."""
 
     name: str
 
 
 class DiagnosisAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank asks where all ranks stand; answered by `Diagnosis` with this number."""
+    """Request for the locations of all ranks. The reply is `Diagnosis` with this number."""
 
     number: int
 
 
 class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of the user's function is about to run."""
+    """The user's function is about to start."""
 
     time: float
 
 
 class FunctionRaised(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's function has raised; `Failed` follows once the backend has let go of its peers."""
+    """The user's function raised an exception. `Failed` follows when the backend has shut down."""
 
     time: float
 
@@ -312,8 +340,11 @@ class FunctionRaised(msgspec.Struct, frozen=True, kw_only=True):
 class Printed(msgspec.Struct, frozen=True, kw_only=True):
     """A line for the driver's console.
 
-    `transient` marks a state of a line that was redrawn with a carriage return, as tqdm does.
-    `record` marks a logged error, which is said besides what the logging has printed of it.
+    Attributes:
+        text: The line.
+        stream: Stream to which the line was written.
+        transient: True if the line was redrawn with a carriage return, as tqdm does.
+        record: True for a logged error, which is sent in addition to the printed line.
     """
 
     text: str
@@ -323,24 +354,28 @@ class Printed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wrote(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that a script, which runs instead of a training function, has written to a stream."""
+    """Bytes that a program, which runs in place of a training function, wrote to a stream."""
 
     data: bytes
     stream: Literal["stdout", "stderr"] = "stdout"
 
 
 class SignOfLife(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank has nothing to say, but does something."""
+    """Heartbeat of a rank that has no other message but is active."""
 
 
 class Retired(msgspec.Struct, frozen=True, kw_only=True):
-    """This process is not to run another attempt."""
+    """This process must not run another attempt."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The function returned `value`, packed; `value_error` says why that is None.
+    """The function returned.
 
-    `remarks` are told if every other rank finishes too.
+    Attributes:
+        time: Time of the return, in seconds since the epoch.
+        value: Serialized return value.
+        value_error: Reason why `value` is None, if it could not be serialized.
+        remarks: Notices that are shown if all other ranks finish too.
     """
 
     time: float
@@ -350,17 +385,17 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
-    """The function, or its set-up, raised."""
+    """The function or its setup raised an exception."""
 
     failure: WorkerFailure
 
 
 class Interrupted(msgspec.Struct, frozen=True, kw_only=True):
-    """The function ended because the controller asked it to; the process can run another."""
+    """The function ended at the controller's request. The process can run another attempt."""
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True):
-    """Said by the worker group for the worker: the process is dead. `detail` is Ray's account."""
+    """The worker process died; created by the worker group. `detail` is Ray's description."""
 
     detail: str
     time: float

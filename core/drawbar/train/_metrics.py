@@ -1,7 +1,7 @@
-"""Reported metrics: what is taken, and how they are written so that nothing changes on the way.
+"""Validate, normalize, and encode reported metrics.
 
-JSON has no NaN and no infinity; a score that silently becomes null breaks ranking later. So they
-are written as `{"$float": "nan"}`, and come back as the floats they were.
+JSON has no NaN and no infinity, and a score that silently becomes null would break ranking later.
+Non-finite floats are therefore encoded as `{"$float": "nan"}` and decoded to the same floats.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ _MAX_LISTED = 20
 
 
 Metrics = dict[str, Any]
-"""Reported metrics: what JSON can hold, NaN and infinity too. Users compute with the values."""
+"""Reported metrics: JSON values, including NaN and infinity."""
 
 
 class _Array(Protocol):
-    """A NumPy scalar, an array or a tensor."""
+    """A NumPy scalar, array, or tensor."""
 
     @property
     def shape(self) -> Iterable[int]: ...
 
 
 def normalize(metrics: object) -> Metrics:
-    """Turn what the user reported into plain Python values.
+    """Convert reported metrics to plain Python values.
 
-    Takes any JSON-able value, and arrays and tensors of one element, of NumPy, PyTorch, JAX,
-    TensorFlow and Keras. Keys become strings.
+    Accepts JSON values, and arrays and tensors with one element from NumPy, PyTorch, JAX,
+    TensorFlow, and Keras. Keys are converted to strings.
 
     Raises:
-        TypeError: `metrics` is no mapping, or a value is none of these; the message names its key.
-        ValueError: a tensor or array has more than one element, text is no valid Unicode, or a
+        TypeError: `metrics` is no mapping, or a value has an unsupported type. The message names
+            its key.
+        ValueError: A tensor or array has more than one element, a string is not valid Unicode, or a
             value is nested too deeply.
     """
     if not isinstance(metrics, Mapping):
@@ -52,17 +53,17 @@ def _normalize_top_level(value: object, key: str) -> object:
         return _normalize_value(value, key)
     except RecursionError:
         raise ValueError(
-            f"metric {key!r} is nested too deeply, or holds itself; report() takes what JSON can "
-            "hold. Put larger objects into a checkpoint"
+            f"metric {key!r} is nested too deeply, or contains itself; report() accepts JSON "
+            "values. Save larger objects in a checkpoint"
         ) from None
 
 
 def _normalize_value(value: object, key: str) -> object:
-    # Nearly all metrics are: the rest is not looked at for these.
+    # Fast path for nearly all metrics.
     if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, str):
-        return _check_text(str.__str__(value), key)  # an enum's own __str__ gives its name
+        return _check_text(str.__str__(value), key)  # __str__ of an enum would return its name
     if isinstance(value, Mapping):
         return {
             _check_text(str(k), f"{key}/{k}"): _normalize_value(v, f"{key}/{k}")
@@ -75,18 +76,18 @@ def _normalize_value(value: object, key: str) -> object:
     if isinstance(value, int | float):  # enums and other subclasses
         return int(value) if isinstance(value, int) else float(value)
     raise TypeError(
-        f"metric {key!r} is a {type(value).__module__}.{type(value).__qualname__}; report() takes "
-        "numbers, strings, booleans, None, lists and dicts of them, and tensors of one element. "
-        "Put larger objects into a checkpoint"
+        f"metric {key!r} is a {type(value).__module__}.{type(value).__qualname__}; report() "
+        "accepts numbers, strings, booleans, None, lists and dicts of them, and tensors with one "
+        "element. Save larger objects in a checkpoint"
     )
 
 
 def _check_text(text: str, key: object) -> str:
     try:
-        # Half of a surrogate pair is a str in Python, and no text in any file.
+        # A lone surrogate is a valid str in Python but cannot be encoded.
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"metric {key!r} holds text that UTF-8 cannot: {error}") from None
+        raise ValueError(f"metric {key!r} contains text that is not valid UTF-8: {error}") from None
     return text
 
 
@@ -94,16 +95,16 @@ def _extract_scalar(value: _Array, key: str) -> object:
     shape = tuple(value.shape)
     if math.prod(shape) != 1:
         raise ValueError(
-            f"metric {key!r} is a {type(value).__name__} of shape {shape}; report() takes "
-            "tensors of one element. Reduce it first, for example with .mean(), or write .tolist()"
+            f"metric {key!r} is a {type(value).__name__} of shape {shape}; report() accepts "
+            "tensors with one element. Reduce it, for example with .mean(), or pass .tolist()"
         )
-    # TensorFlow's tensors and Keras's variables have no item(), what their numpy() gives has.
-    found: Any = value if hasattr(value, "item") else cast("Any", value).numpy()
-    return found.item() if hasattr(found, "item") else found
+    # TensorFlow tensors and Keras variables have no item(), but numpy() returns an array that has.
+    scalar: Any = value if hasattr(value, "item") else cast("Any", value).numpy()
+    return scalar.item() if hasattr(scalar, "item") else scalar
 
 
 def encode_non_finite(value: object) -> object:
-    """Replace NaN and infinities by what JSON can hold. Everything else is returned as it is."""
+    """Replace NaN and infinities by JSON values. Other values are returned unchanged."""
     if type(value) is float and not math.isfinite(value):
         return {_FLOAT_TAG: repr(value)}
     if isinstance(value, dict):
@@ -114,7 +115,7 @@ def encode_non_finite(value: object) -> object:
 
 
 def decode_non_finite(value: object) -> object:
-    """Undo `encode_non_finite`."""
+    """Reverse `encode_non_finite`."""
     if isinstance(value, dict):
         if len(value) == 1 and value.get(_FLOAT_TAG) in _NON_FINITE:
             return float(value[_FLOAT_TAG])
@@ -136,12 +137,12 @@ def flatten(metrics: Mapping[str, object], prefix: str = "") -> Metrics:
 
 
 def describe_available(reported: Iterable[Mapping[str, object]], *, missing_name: str) -> str:
-    """List the names of metrics, nested keys joined, and which of them may have been meant."""
+    """Return a sentence that lists the available metrics and the closest name to a missing one."""
     names = sorted({name for metrics in reported for name in flatten(metrics)})
     if not names:
         return "There are no metrics."
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     listed = ", ".join(map(repr, names[:_MAX_LISTED]))
-    meant = difflib.get_close_matches(missing_name, names, n=1)
-    hint = f"; did you mean {meant[0]!r}?" if meant else "."
+    matches = difflib.get_close_matches(missing_name, names, n=1)
+    hint = f"; did you mean {matches[0]!r}?" if matches else "."
     return f"There are {listed}{more}{hint}"

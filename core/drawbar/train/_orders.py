@@ -1,6 +1,6 @@
-"""What the controller tells a worker, through the actor's control group. Plain data, no behaviour.
+"""Commands from the controller to a rank, sent through the actor's control group.
 
-Everything here pickles without any of the user's classes.
+Commands are plain data that can be pickled without user classes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from drawbar.train._storage.node_local_storage import FileReply
 
 
 class Persist(msgspec.Struct, frozen=True, kw_only=True):
-    """Put these files of your offer for checkpoint `index` where a commit can take them.
+    """Persist the assigned files of the rank's offer for checkpoint `index` in the staging area.
 
-    `name`: of the checkpoint.
+    Attributes:
+        index: Number of the report.
+        files: Files to persist.
+        name: Name of the checkpoint.
     """
 
     index: int
@@ -26,43 +29,46 @@ class Persist(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """Checkpoint `index` is committed; `name` is its directory in the run."""
+    """Checkpoint `index` is committed. `name` is its directory in the run."""
 
     index: int
     name: str
 
 
 class CollectiveDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The `sequence`-th collective is complete. `payloads` has one entry, or one per rank."""
+    """Collective number `sequence` is complete. `payloads` has one entry, or one per rank."""
 
     sequence: int
     payloads: tuple[Serialized | None, ...]
 
 
 class CheckpointsAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The committed checkpoints that are still kept, oldest first, as (name, metrics, status)."""
+    """Reply with the retained committed checkpoints, oldest first, as (name, metrics, status)."""
 
     number: int
     checkpoints: tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all ranks stood, in words; their full stacks are below the run's directory."""
+    """Reply with a description of where all ranks are. The run directory has their stacks."""
 
     number: int
     text: str
 
 
 class FileTaken(msgspec.Struct, frozen=True, kw_only=True):
-    """The chunk of this number is written."""
+    """Acknowledge that the chunk of this number is written."""
 
     number: int
 
 
 class Interrupt(msgspec.Struct, frozen=True, kw_only=True):
-    """End the function as soon as possible; the reason is for its log.
+    """End the function as soon as possible.
 
-    `by_user`: it is not that another rank failed, and a program may clean up as on a Ctrl-C.
+    Attributes:
+        reason: Reason, for the rank's log.
+        by_user: True if the user stopped the run, so that a program may clean up as on Ctrl-C.
+            False if another rank failed.
     """
 
     reason: str

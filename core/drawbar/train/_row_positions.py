@@ -1,8 +1,8 @@
-"""Row numbers of a dataset: which rank gets which rows, which were read, and which are unread.
+"""Compute shards, positions, and unread rows of a dataset from row numbers.
 
-All ranks read equally many rows of their parts, so the entry "each of 2 workers has read 500 rows"
-identifies the unread rows: split the dataset again and leave 500 rows out of each part. A position
-lists these entries, one for each world size that the epoch has gone through.
+All ranks read equally many rows of their shards, so the entry "each of 2 workers has read 500 rows"
+identifies the unread rows: split the dataset again and skip 500 rows of each shard. A position
+consists of these entries, one for each world size in the epoch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.int64]
 
 UnevenRows = Literal["drop", "pad", "keep", "error"]
-"""What is done about rows that the ranks cannot share equally; see `DataConfig.uneven_rows`."""
+"""Handling of rows that cannot be divided evenly between ranks; see `DataConfig.uneven_rows`."""
 
 RowRanges = tuple[tuple[int, int], ...]
 """Rows as (first, one after the last)."""
@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LocalShuffle:
-    """A shuffle within a rank's part that comes out the same each time.
+    """A reproducible shuffle of a rank's rows.
 
     Args:
-        buffer: `local_shuffle_buffer_size` of the pass.
-        batch_size: Rows of a batch, on which the order depends too.
-        seed: What the user set; each epoch and rank makes its own of it.
+        buffer_size: `local_shuffle_buffer_size` of the iteration.
+        batch_size: Number of rows of a batch, which also affects the order.
+        seed: Seed that the user set, from which the seed of each epoch and rank is derived.
     """
 
     buffer_size: int
@@ -48,13 +48,13 @@ class LocalShuffle:
     seed: int
 
     def compute_seed(self, epoch: int, rank: int) -> int:
-        """Give the seed of one rank's shuffle in one epoch."""
+        """Return the seed of one rank's shuffle in one epoch."""
         import numpy as np
 
         return int(np.random.SeedSequence([self.seed, epoch, rank]).generate_state(1)[0])
 
     def make_iterator_options(self, epoch: int, rank: int) -> dict[str, int]:
-        """Give Ray Data's arguments for one rank's shuffle in one epoch."""
+        """Return Ray Data's arguments for one rank's shuffle in one epoch."""
         return {
             "batch_size": self.batch_size,
             "local_shuffle_buffer_size": self.buffer_size,
@@ -64,20 +64,20 @@ class LocalShuffle:
 
 @dataclass(frozen=True)
 class RowsRead:
-    """Rows that were read: so many by each of so many workers, maybe in a shuffled order."""
+    """Rows that each of a number of workers has read, possibly in shuffled order."""
 
     num_workers: int
     rows_per_worker: int
     shuffle: LocalShuffle | None = None
 
     def encode(self) -> list[object]:
-        """Give plain values."""
+        """Return the entry as plain values for JSON."""
         shuffled = [] if self.shuffle is None else [asdict(self.shuffle)]
         return [self.num_workers, self.rows_per_worker, *shuffled]
 
     @staticmethod
     def decode(workers: int, rows: int, shuffle: Mapping[str, int] | None = None) -> RowsRead:
-        """Read what `encode` has made."""
+        """Decode the result of `encode`."""
         return RowsRead(workers, rows, None if shuffle is None else LocalShuffle(**shuffle))
 
 
@@ -87,9 +87,9 @@ class RowPosition:
 
     Attributes:
         epoch: Number of the current epoch.
-        read: Rows that were read of it.
-        cut_short: Number of earlier epochs that were left before their end. Ray Data, which
-            reshuffles files for each execution, does not count those.
+        rows_read: Rows of the current epoch that were read.
+        num_incomplete_epochs: Number of earlier epochs that were left early. Ray Data, which
+            reshuffles files for each execution, does not count them.
         discarded: Rows that were read of this epoch before it restarted from its beginning, one
             entry for each of its restarts.
     """
@@ -104,7 +104,7 @@ class RowPosition:
         """Decode the result of `encode`; None is the beginning of the first epoch."""
         if recorded is None:
             return RowPosition()
-        discarded = tuple(decode_reads(each) for each in recorded.get("discarded", ()))
+        discarded = tuple(decode_reads(reads) for reads in recorded.get("discarded", ()))
         return RowPosition(
             recorded["epoch"],
             decode_reads(recorded["read"]),
@@ -118,7 +118,7 @@ class RowPosition:
         if self.num_incomplete_epochs:
             encoded["cut_short"] = self.num_incomplete_epochs
         if self.discarded:
-            encoded["discarded"] = [encode_reads(each) for each in self.discarded]
+            encoded["discarded"] = [encode_reads(reads) for reads in self.discarded]
         return encoded
 
     def rewind_epoch(self) -> RowPosition:
@@ -139,8 +139,8 @@ class RowPosition:
             return self
         if self.is_continued_by(world_size, shuffle):
             *before, last = self.rows_read
-            grown = replace(last, rows_per_worker=last.rows_per_worker + rows)
-            return replace(self, rows_read=(*before, grown))
+            extended = replace(last, rows_per_worker=last.rows_per_worker + rows)
+            return replace(self, rows_read=(*before, extended))
         return replace(self, rows_read=(*self.rows_read, RowsRead(world_size, rows, shuffle)))
 
     def is_continued_by(self, world_size: int, shuffle: LocalShuffle | None) -> bool:
@@ -151,23 +151,24 @@ class RowPosition:
 
 def encode_reads(reads: Sequence[RowsRead]) -> list[list[object]]:
     """Return reads as plain values for JSON."""
-    return [each.encode() for each in reads]
+    return [entry.encode() for entry in reads]
 
 
 def decode_reads(recorded: Sequence[Sequence[Any]]) -> tuple[RowsRead, ...]:
     """Decode the result of `encode_reads`."""
-    return tuple(RowsRead.decode(*each) for each in recorded)
+    return tuple(RowsRead.decode(*entry) for entry in recorded)
 
 
 def split_rows(rows: int, world_size: int, uneven_rows: UnevenRows) -> RowRanges:
-    """Say which rows each rank gets: consecutive ones, as many as another, or one more."""
+    """Return the consecutive rows of each rank, whose numbers differ by at most one row."""
     if uneven_rows == "drop":
-        each = rows // world_size
-        return tuple((rank * each, (rank + 1) * each) for rank in range(world_size))
+        count = rows // world_size
+        return tuple((rank * count, (rank + 1) * count) for rank in range(world_size))
     cuts = [rows * rank // world_size for rank in range(world_size + 1)]
     if uneven_rows == "pad":
-        most = -(-rows // world_size)
-        return tuple((start, start + most) for start in (min(c, rows - most) for c in cuts[:-1]))
+        count = -(-rows // world_size)
+        starts = (min(cut, rows - count) for cut in cuts[:-1])
+        return tuple((start, start + count) for start in starts)
     return tuple(itertools.pairwise(cuts))
 
 
@@ -182,22 +183,23 @@ def split_unread(
 ) -> list[T]:
     """Split the unread rows of an epoch between ranks.
 
-    If the last readers were as many as there are now, each rank continues with its own part.
+    If the number of ranks is the same as for the last entry, each rank continues with its own
+    shard.
 
     Args:
-        whole: All rows.
+        dataset: All rows.
         read: Rows that were read, in order.
-        world_size: Number of parts.
-        split: Splits rows into so many parts.
-        leave_out: Removes the rows that were read from each part.
-        join: Returns all unread rows, given the unread rows of each part.
+        world_size: Number of shards.
+        split: Splits rows into a number of shards.
+        exclude: Removes the rows that were read from each shard.
+        concat: Returns all unread rows, given the unread rows of each shard.
     """
-    left = [dataset]
-    for each in read:
-        if len(left) != each.num_workers:
-            left = split(concat(left), each.num_workers)
-        left = exclude(left, each)
-    return left if len(left) == world_size else split(concat(left), world_size)
+    shards = [dataset]
+    for entry in read:
+        if len(shards) != entry.num_workers:
+            shards = split(concat(shards), entry.num_workers)
+        shards = exclude(shards, entry)
+    return shards if len(shards) == world_size else split(concat(shards), world_size)
 
 
 class NumberedRows:
@@ -209,7 +211,7 @@ class NumberedRows:
     Args:
         blocks: Number of rows of each block. Segments do not cross block boundaries, since the
             order of a local shuffle depends on them.
-        uneven_rows: How rows are shared that cannot be shared equally.
+        uneven_rows: Handling of rows that cannot be divided evenly.
         order: Returns the row numbers of a rank's segments in the order of a shuffle. Receives the
             segments, the shuffle, and the rank. None reads shuffled rows as if they had not been
             shuffled.
@@ -224,13 +226,13 @@ class NumberedRows:
         ends = list(itertools.accumulate(blocks))
         self._blocks = [range(end - rows, end) for rows, end in zip(blocks, ends, strict=True)]
         self._rows = sum(blocks)
-        self._equalize = uneven_rows
+        self._uneven_rows = uneven_rows
         self._order = order
         self._read: list[Segment] = []
 
     @property
     def read(self) -> list[Segment]:
-        """Rows that were read, in any order; rows that two ranks have read are in it twice."""
+        """Rows that were read, in any order. Rows that two ranks have read appear twice."""
         return self._read
 
     def split_unread(self, read: Sequence[RowsRead], world_size: int) -> list[list[Segment]]:
@@ -241,56 +243,56 @@ class NumberedRows:
             read,
             world_size,
             split=self._split,
-            exclude=self._leave_out,
+            exclude=self._exclude,
             concat=lambda _: self._unread(),
         )
 
     def _split(self, segments: list[Segment], world_size: int) -> list[list[Segment]]:
         rows = sum(map(len, segments))
-        windows = split_rows(rows, world_size, self._equalize)
+        windows = split_rows(rows, world_size, self._uneven_rows)
         return [cut_segments(segments, low, high) for low, high in windows]
 
-    def _leave_out(self, parts: list[list[Segment]], read: RowsRead) -> list[list[Segment]]:
-        left = []
+    def _exclude(self, parts: list[list[Segment]], read: RowsRead) -> list[list[Segment]]:
+        unread = []
         for rank, part in enumerate(parts):
             if read.shuffle is not None and self._order is not None:
                 part = _in_segments(self._order(part, read.shuffle, rank))
             self._read += cut_segments(part, 0, read.rows_per_worker)
-            left.append(cut_segments(part, read.rows_per_worker))
-        return left
+            unread.append(cut_segments(part, read.rows_per_worker))
+        return unread
 
     def _unread(self) -> list[Segment]:
-        ranges = [each for each in self._read if isinstance(each, range)]
+        ranges = [segment for segment in self._read if isinstance(segment, range)]
         if len(ranges) == len(self._read):
             return self._unread_ranges(ranges)
         import numpy as np
 
         is_unread = np.ones(self._rows, dtype=bool)
-        for each in self._read:
-            is_unread[np.asarray(each)] = False
+        for segment in self._read:
+            is_unread[np.asarray(segment)] = False
         return _in_segments(np.flatnonzero(is_unread))
 
     def _unread_ranges(self, ranges: list[range]) -> list[Segment]:
-        read = merge_ranges(sorted((each.start, each.stop) for each in ranges))
-        unread = [range(*each) for each in complement(read, self._rows)]
+        read = merge_ranges(sorted((rows.start, rows.stop) for rows in ranges))
+        unread = [range(low, high) for low, high in complement(read, self._rows)]
         return [
             common
             for block in self._blocks
-            for each in unread
-            if (common := range(max(block.start, each.start), min(block.stop, each.stop)))
+            for rows in unread
+            if (common := range(max(block.start, rows.start), min(block.stop, rows.stop)))
         ]
 
 
 def cut_segments(segments: list[Segment], start: int, stop: int | None = None) -> list[Segment]:
     """Return the rows from position `start` to before position `stop`."""
-    found: list[Segment] = []
+    parts: list[Segment] = []
     before = 0
-    for each in segments:
-        low, high = max(start - before, 0), len(each) if stop is None else max(stop - before, 0)
-        before += len(each)
-        if len(part := each[low:high]):
-            found.append(part)
-    return found
+    for rows in segments:
+        low, high = max(start - before, 0), len(rows) if stop is None else max(stop - before, 0)
+        before += len(rows)
+        if len(part := rows[low:high]):
+            parts.append(part)
+    return parts
 
 
 def _in_segments(numbers: Numbers) -> list[Segment]:
@@ -312,9 +314,9 @@ def merge_ranges(ranges: Sequence[tuple[int, int]]) -> RowRanges:
 
 def complement(ranges: Sequence[tuple[int, int]], rows: int) -> RowRanges:
     """Return the rows below `rows` that are in none of these sorted ranges."""
-    found, until = [], 0
+    gaps, end = [], 0
     for low, high in (*ranges, (rows, rows)):
-        if until < low:
-            found.append((until, low))
-        until = max(until, high)
-    return tuple(found)
+        if end < low:
+            gaps.append((end, low))
+        end = max(end, high)
+    return tuple(gaps)

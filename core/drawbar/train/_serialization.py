@@ -1,10 +1,10 @@
-"""What users made, on its way from one process to another.
+"""Serialize user objects between processes.
 
-cloudpickle makes bytes of it, which tell Ray nothing of the object references and actor handles in
-them: nobody owns those, and `ray.get` would wait for ever. So what only Ray can send travels beside
-the bytes, in the object that Ray itself serialises: it counts them, and their owner keeps them.
-Only `unpack` runs code of the user's; a process in between just holds a `Carried`. Ray is imported
-by what packs: who only reads of runs needs none.
+cloudpickle's bytes hide object references and actor handles from Ray: no process would own them,
+and `ray.get` would wait forever. References are therefore extracted and kept next to the bytes, in
+the object that Ray itself serializes, so that Ray counts them and their owner keeps them. Only
+`deserialize` runs user code; processes in between only hold a `Serialized`. Ray is imported only to
+serialize, since commands that only read runs do not need it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any, cast
 import cloudpickle
 
 MIN_SHARED_BYTES = 1 << 20
-"""From this size on a captured array lies in the object store, once per node and read-only."""
+"""Minimum size of arrays that are stored in the object store, once per node and read-only."""
 
 
 Reducer = Callable[[object], tuple[object, ...]]
 
 SharedBuffer = bytes | memoryview | pickle.PickleBuffer
-"""The bytes of such an array: of this process, or where they lie in the object store."""
+"""Content of a shared array, in this process or in the object store."""
 
 
 class MissingReferenceError(LookupError):
-    """What should be unpacked refers to something that ended with the Ray that it was in."""
+    """A serialized object refers to an object of a Ray session that has ended."""
 
 
 class Serialized:
-    """Something of the user's, packed by `carry`. It pickles, by Ray and otherwise."""
+    """A serialized user object, created by `serialize`. It can be pickled, by Ray and otherwise."""
 
     def __init__(
         self, body: bytes, buffers: Iterable[SharedBuffer] = (), references: Iterable[object] = ()
@@ -44,39 +44,42 @@ class Serialized:
         self._references = tuple(references)
 
     def __reduce__(self) -> tuple[object, ...]:
-        buffers = [pickle.PickleBuffer(each) for each in self._buffers]  # which Ray puts beside
+        # Ray stores PickleBuffers separately from the pickled bytes.
+        buffers = [pickle.PickleBuffer(buffer) for buffer in self._buffers]
         return Serialized, (self._body, buffers, self._references)
 
     @property
     def size(self) -> int:
-        """Bytes that each process copies: all but what is shared."""
+        """Number of bytes that each process copies; shared buffers do not count."""
         return len(self._body)
 
     @property
     def missing_references(self) -> list[str]:
-        """Name what it refers to and was not kept in the file that it comes from."""
+        """Descriptions of references that were not written to the file."""
         return [
-            each.description for each in self._references if isinstance(each, _MissingReference)
+            reference.description
+            for reference in self._references
+            if isinstance(reference, _MissingReference)
         ]
 
     @property
     def num_owned_objects(self) -> int:
-        """Number of the objects referred to that this process owns: they end with it."""
+        """Number of referenced objects that this process owns and that are lost when it ends."""
         import ray
 
-        objects = [each for each in self._references if isinstance(each, ray.ObjectRef)]
-        return sum(type(each) is not ray.ObjectRef or _is_owned_here(each) for each in objects)
+        objects = [ref for ref in self._references if isinstance(ref, ray.ObjectRef)]
+        return sum(type(ref) is not ray.ObjectRef or _is_owned_here(ref) for ref in objects)
 
     def release(self) -> None:
-        """Hold no longer what it refers to: it is not needed any more."""
+        """Release the references and buffers. The object cannot be deserialized afterwards."""
         self._buffers, self._references = (), ()
 
     def deserialize(self) -> Any:
-        """Give it back.
+        """Return the object.
 
         Raises:
-            MissingReferenceError: It was kept in a file, and refers to something in Ray.
-            Exception: It does not unpickle here.
+            MissingReferenceError: The object was read from a file and refers to an object in Ray.
+            Exception: Unpickling fails in this process.
         """
         stream = io.BytesIO(self._body)
         return _Unpickler(stream, self._buffers, self._references).load()
@@ -85,46 +88,47 @@ class Serialized:
 def serialize(
     value: object, *, should_share_buffers: bool = False, should_transfer_ownership: bool = False
 ) -> Serialized:
-    """Pack something for another process.
+    """Serialize an object for another process.
 
     Args:
-        value: Anything that pickles.
-        shares: Arrays of `MIN_SHARED_BYTES` and more stay out of the bytes.
-        leaves: This process ends before it is unpacked: where it refers to an object that this
-            process owns, the object itself is packed, and whoever unpacks it owns it.
+        value: Object that can be pickled.
+        should_share_buffers: Keep arrays of at least `MIN_SHARED_BYTES` out of the bytes.
+        should_transfer_ownership: Set if this process ends before the object is deserialized.
+            Referenced objects that this process owns are then embedded, and the process that
+            deserializes them becomes their owner.
 
     Raises:
-        Exception: It does not pickle.
+        Exception: The object cannot be pickled.
     """
-    # Not `cloudpickle.dumps`: its pickler knows nothing of what is to be set aside.
+    # `cloudpickle.dumps` would not extract references.
     stream, references, buffers = io.BytesIO(), list[object](), list[pickle.PickleBuffer]()
-    apart = functools.partial(_extract_buffer, buffers) if should_share_buffers else None
-    aside = functools.partial(_extract_reference, references)
-    reducers: dict[type, Reducer] = dict.fromkeys(_list_reference_types(), aside)
+    extract_buffer = functools.partial(_extract_buffer, buffers) if should_share_buffers else None
+    extract_reference = functools.partial(_extract_reference, references)
+    reducers: dict[type, Reducer] = dict.fromkeys(_list_reference_types(), extract_reference)
     if should_transfer_ownership:
         import ray
 
-        reducers[ray.ObjectRef] = functools.partial(_embed_owned_object, aside)
-    _Pickler(stream, reducers, apart).dump(value)
+        reducers[ray.ObjectRef] = functools.partial(_embed_owned_object, extract_reference)
+    _Pickler(stream, reducers, extract_buffer).dump(value)
     return Serialized(stream.getvalue(), buffers, references)
 
 
 def serialize_without_references(value: object) -> bytes:
-    """Pickle something for a file. A `Carried` in it can be unpacked if it refers to nothing."""
+    """Pickle an object for a file. References to objects in Ray are replaced by descriptions."""
     stream = io.BytesIO()
     _Pickler(stream, dict.fromkeys(_list_reference_types(), _reduce_to_missing)).dump(value)
     return stream.getvalue()
 
 
 class _MissingReference:
-    """Stands in a file for what was not kept."""
+    """Description of a reference that was not written to a file."""
 
-    def __init__(self, what: str) -> None:
-        self.description = what
+    def __init__(self, description: str) -> None:
+        self.description = description
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles by `reducers`, else as cloudpickle and Ray do (`ray.util.register_serializer`)."""
+    """Pickler that prefers `reducers` over cloudpickle's and Ray's registered serializers."""
 
     def __init__(
         self,
@@ -134,10 +138,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     ) -> None:
         import ray.cloudpickle
 
-        # Ray has a cloudpickle of its own, with the serializers that users have registered there.
+        # Ray vendors cloudpickle; `ray.util.register_serializer` registers serializers there.
         others = cloudpickle.Pickler.dispatch_table.maps
         by_ray = ray.cloudpickle.Pickler.dispatch_table
-        self.dispatch_table = ChainMap(reducers, *others, by_ray)  # which __init__ reads
+        self.dispatch_table = ChainMap(reducers, *others, by_ray)  # read by super().__init__
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
 
 
@@ -152,18 +156,20 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _load_reference(self, number: int) -> object:
-        found = self._references[number]
-        if isinstance(found, _MissingReference):
-            raise MissingReferenceError(f"{found.description} ended with the Ray that it was in")
-        return found
+        reference = self._references[number]
+        if isinstance(reference, _MissingReference):
+            raise MissingReferenceError(
+                f"{reference.description} was lost when its Ray session ended"
+            )
+        return reference
 
 
 def _list_reference_types() -> list[type]:
-    """Give the types that Ray counts, or puts stubs in the place of."""
+    """Return the types that Ray counts or replaces by stubs."""
     import ray
 
     types = [ray.ObjectRef, ray.actor.ActorHandle]
-    client = sys.modules.get("ray.util.client.common")  # a process that is none never loads it
+    client = sys.modules.get("ray.util.client.common")  # only loaded in Ray Client processes
     if client is not None:
         types += [client.ClientObjectRef, client.ClientActorHandle]
         types += [client.ClientRemoteFunc, client.ClientActorClass]
@@ -171,41 +177,41 @@ def _list_reference_types() -> list[type]:
 
 
 def _extract_buffer(buffers: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Keep a large buffer out of the bytes; tells whether it goes into them."""
+    """Keep a large buffer out of the bytes. Return whether the buffer belongs into the bytes."""
     if buffer.raw().nbytes < MIN_SHARED_BYTES:
         return True
     buffers.append(buffer)
     return False
 
 
-def _extract_reference(references: list[object], found: object) -> tuple[object, ...]:
-    references.append(found)
+def _extract_reference(references: list[object], reference: object) -> tuple[object, ...]:
+    references.append(reference)
     return _reference_stub, (len(references) - 1,)
 
 
-def _embed_owned_object(aside: Reducer, found: object) -> tuple[object, ...]:
+def _embed_owned_object(extract_reference: Reducer, reference: object) -> tuple[object, ...]:
     import ray
 
-    if not _is_owned_here(found):
-        return aside(found)
-    # Whoever unpacks it puts it anew, and so owns what outlives this process.
-    return ray.put, (ray.get(cast("ray.ObjectRef[object]", found)),)
+    if not _is_owned_here(reference):
+        return extract_reference(reference)
+    # The process that deserializes it puts it again and owns the new object.
+    return ray.put, (ray.get(cast("ray.ObjectRef[object]", reference)),)
 
 
-def _reduce_to_missing(found: object) -> tuple[object, ...]:
-    return _MissingReference, (f"{type(found).__name__} {found!r}",)
+def _reduce_to_missing(reference: object) -> tuple[object, ...]:
+    return _MissingReference, (f"{type(reference).__name__} {reference!r}",)
 
 
 def _reference_stub(number: int) -> object:
-    """Stand in the bytes for what was set aside; `_Unpickler` puts that in its place."""
+    """Mark an extracted reference in the bytes; `_Unpickler` replaces it by the reference."""
     raise AssertionError(number)
 
 
 def _is_owned_here(reference: object) -> bool:
-    """Whether this process owns an object, that is, whether the object ends with it."""
+    """Return whether this process owns an object, which is then lost when this process ends."""
     import ray
 
     worker: Any = ray._private.worker.global_worker
     owner: bytes = worker.core_worker.get_owner_address(reference)
-    # There is no public call; the address is a message of Ray's that has the id in it.
+    # Ray has no public call for this. The address is a Ray message that contains the worker id.
     return bytes.fromhex(ray.get_runtime_context().get_worker_id()) in owner

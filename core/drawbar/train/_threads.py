@@ -1,8 +1,8 @@
-"""Threads that work until the process is gone.
+"""Daemon threads that keep working while the interpreter shuts down.
 
-Python's own pools, and `asyncio.to_thread` with them, refuse work as soon as the main thread has
-ended. A run may go on then: in another thread that is in `fit()`, or until the end of the program
-has stopped it.
+The pools of `concurrent.futures`, and with them `asyncio.to_thread`, reject work when the main
+thread has ended. A run may continue after that: in another thread that called `fit()`, or until the
+shutdown of the interpreter has stopped the run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _logger = logging.getLogger("drawbar.train")
 
 
 async def run_in_daemon_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-    """Await what a function gives that runs in a thread of its own.
+    """Call a function in a separate daemon thread and return its result.
 
-    If this is cancelled, the function goes on, and nobody waits for it: neither the loop's end nor
-    Python's, which both wait for `asyncio.to_thread`.
+    If the coroutine is cancelled, the function continues. Neither the event loop nor the
+    interpreter waits for it when they shut down, unlike with `asyncio.to_thread`.
     """
-    import asyncio  # 40 ms: who has no event loop, such as a command that reads of runs, needs none
+    import asyncio  # takes 40 ms, which commands that only read runs should not pay
 
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -42,35 +42,35 @@ async def run_in_daemon_thread(function: Callable[[*Arguments], T], *arguments: 
             outcome.set_result(function(*arguments))
         except BaseException as error:
             outcome.set_exception(error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # The loop is closed, so no caller waits.
             loop.call_soon_threadsafe(ended.set)
 
-    # One thread for each call: in a pool, calls that hang would use up its threads.
+    # Use one thread per call: calls that hang would exhaust a pool.
     threading.Thread(target=call, name="drawbar-call", daemon=True).start()
     await ended.wait()
     return outcome.result()
 
 
 class _WorkItem(NamedTuple):
-    """What a thread is to do, and how that is called off."""
+    """A call for a thread, and how to cancel it."""
 
     run: Callable[[], None]
     cancel: Callable[[], bool]
 
 
 class DaemonThreadPool(Executor):
-    """A pool of threads that Python's end neither waits for nor keeps from working.
+    """Thread pool that keeps working during the interpreter's shutdown and does not delay it.
 
     Args:
-        most: How many threads there are at the same time.
-        name: Of the threads.
-        initializer: Called first in each thread.
+        max_workers: Maximum number of threads.
+        thread_name: Name of the threads.
+        initializer: Function that each thread calls first.
     """
 
     def __init__(
         self, max_workers: int, thread_name: str, initializer: Callable[[], object] | None = None
     ) -> None:
-        self._most = max_workers
+        self._max_workers = max_workers
         self._name = thread_name
         self._initializer = initializer
         self._calls = queue.SimpleQueue[_WorkItem | None]()
@@ -79,25 +79,38 @@ class DaemonThreadPool(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have a thread call a function.
+        """Schedule a function call.
+
+        Args:
+            fn: Function to call.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            A future for the result.
 
         Raises:
-            RuntimeError: The pool is shut down.
+            RuntimeError: The pool has been shut down.
         """
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"the threads {self._name} are shut down")
-            make = partial(_run_call, future, partial(fn, *args, **kwargs))
-            self._calls.put(_WorkItem(make, future.cancel))
-            if len(self._threads) < self._most:
+                raise RuntimeError(f"the thread pool {self._name} has been shut down")
+            run = partial(_run_call, future, partial(fn, *args, **kwargs))
+            self._calls.put(_WorkItem(run, future.cancel))
+            if len(self._threads) < self._max_workers:
                 thread = threading.Thread(target=self._run_items, name=self._name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls; wait until the given ones have been made, or cancel them."""
+        """Reject new calls, and wait for scheduled calls or cancel them.
+
+        Args:
+            wait: Whether to wait until the threads have ended.
+            cancel_futures: Whether to cancel calls that have not started.
+        """
         with self._lock:
             self._closed = True
             if cancel_futures:
@@ -120,7 +133,7 @@ class DaemonThreadPool(Executor):
             self._initializer()
         while (call := self._calls.get()) is not None:
             call.run()
-            del call  # what it was given is held no longer than it lasts
+            del call  # Do not keep its arguments alive while waiting for the next call.
 
 
 def _run_call(future: Future[T], action: Callable[[], T]) -> None:

@@ -1,10 +1,10 @@
-"""How the workers of one framework meet: the contract for integrations.
+"""Public API for framework integrations.
 
-An integration is a `BackendConfig` (what the user sets) and its `Backend` (what is done with it).
-Most need no more than `train_func_context`, which runs on each worker around the training function
-and may use `drawbar.train.collective` to agree on an address; it costs no round trip of its own.
-The three hooks of `Backend` run in the controller, for frameworks that need something there, such
-as a tracker.
+An integration consists of a `BackendConfig` (user settings) and its `Backend` (hooks that run in
+the controller). Most integrations only need `BackendConfig.train_func_context`, which wraps the
+training function on each worker and may use `drawbar.train.collective` to agree on an address,
+without a separate round trip. The hooks of `Backend` are for frameworks that need something in the
+controller, such as a tracker.
 """
 
 from __future__ import annotations

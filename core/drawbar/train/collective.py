@@ -1,9 +1,9 @@
-"""Meetings of all ranks through the controller: for small things, without any framework.
+"""Barrier, broadcast, and all-gather of small objects through the controller.
 
-Every rank must call the same functions in the same order. If that is broken in a way that can be
-proved (a rank has finished, or stands in another call), the run fails with a `DivergenceError` that
-names both lines. So with several workers one thread of each must call them, and `report()` too; a
-second one is refused.
+Every rank must call the same functions in the same order. If a rank provably breaks this rule (it
+has finished, or waits in another call), the run fails with a `DivergenceError` that names both
+lines. With several workers, only one thread of each worker may therefore call these functions and
+`report()`; calls from a second thread raise an error.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""`drawbar.keras`, under a path like those of Ray Train."""
+"""`drawbar.keras`, under a path like Ray Train's."""
 
 from drawbar.keras import *

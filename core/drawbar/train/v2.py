@@ -1,6 +1,6 @@
-"""The paths of `ray.train.v2`, which hold the same objects as `drawbar.train` does.
+"""Import paths of `ray.train.v2` as aliases of `drawbar.train`.
 
-Ray Train shows what these define under its plain paths too; scripts write both.
+Ray Train exports the same objects under its plain paths too, and scripts use both.
 """
 
 import importlib
@@ -29,16 +29,16 @@ ALIASES = {
     "xgboost.config": "xgboost",
     **{f"{name}.{name}_trainer": name for name in _INTEGRATIONS},
 }
-"""What lies below this path, and where in `drawbar.train` its objects are."""
+"""Aliases below this path, each with the module in `drawbar.train` that has its objects."""
 
 
 class _AliasModule(ModuleType):
-    """A module that shows what another one has; that is imported by the first use."""
+    """Module that provides the objects of another module, which is imported on first use."""
 
-    def __init__(self, name: str, home: str) -> None:
-        super().__init__(name, f"`{home}`, under a path that it has in Ray Train.")
+    def __init__(self, name: str, target: str) -> None:
+        super().__init__(name, f"`{target}`, under a path that it has in Ray Train.")
         self.__path__: list[str] = []
-        self._target = home
+        self._target = target
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The upload goes on while the function trains."""
+"""Asynchronous upload: training continues while a checkpoint is uploaded."""
 
 import os
 import tempfile

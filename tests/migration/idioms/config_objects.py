@@ -20,7 +20,7 @@ def train_func() -> str:
     return "done"
 
 
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     trainer = DataParallelTrainer(
         train_func,
@@ -34,7 +34,7 @@ with warnings.catch_warnings(record=True) as told:
             logging_config=LoggingConfig("ERROR"),
         ),
     )
-assert any("does not receive the config" in str(each.message) for each in told)
+assert any("does not receive the config" in str(warning.message) for warning in caught)
 assert trainer.fit().return_value == "done"
 
 old: Any = RunConfig

@@ -1,4 +1,4 @@
-"""Which datasets are split, and how Ray Data runs them."""
+"""`DataConfig`: datasets to split, and execution options of Ray Data."""
 
 import ray
 import ray.data

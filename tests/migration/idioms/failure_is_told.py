@@ -13,4 +13,4 @@ except TrainingFailedError as error:
     assert isinstance(error, WorkerGroupError)
     assert isinstance(error.worker_failures[0], ValueError)
 else:
-    raise AssertionError("it was not told")
+    raise AssertionError("fit() raised no TrainingFailedError")

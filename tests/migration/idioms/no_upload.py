@@ -1,4 +1,4 @@
-"""What a framework has written into the storage is committed where it lies."""
+"""Files that a framework has written into the storage are committed in place."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A failed worker restarts the group, which goes on from the newest checkpoint."""
+"""A failed worker restarts the group, which resumes from the latest checkpoint."""
 
 import os
 import tempfile

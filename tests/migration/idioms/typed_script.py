@@ -74,4 +74,4 @@ try:
     CheckpointConfig(checkpoint_score_order="up")  # type: ignore[arg-type]
     train.report({"loss": 1.0}, checkpoint=3)  # type: ignore[arg-type]
 except TypeError as wrong:
-    assert "num_workers" in str(wrong)  # it is what a user would see
+    assert "num_workers" in str(wrong)  # a user would see this message

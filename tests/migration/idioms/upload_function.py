@@ -1,4 +1,4 @@
-"""A function of one's own uploads, to the place that the storage says."""
+"""A user function uploads a checkpoint to the path that the storage context names."""
 
 import os
 

@@ -1,19 +1,19 @@
-"""A callback hears of reports and of failures."""
+"""A callback receives reports and failures."""
 
 from typing import Any
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig, UserCallback
 
-heard: list[Any] = []
+received: list[Any] = []
 
 
 class Logger(UserCallback):
     def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
-        heard.append(metrics[0]["loss"])
+        received.append(metrics[0]["loss"])
 
     def after_exception(self, run_context: Any, worker_exceptions: Any) -> None:
-        heard.append(str(worker_exceptions[0]))
+        received.append(str(worker_exceptions[0]))
 
 
 def train_func() -> None:
@@ -27,4 +27,4 @@ DataParallelTrainer(
     scaling_config=ScalingConfig(num_workers=0),
     run_config=RunConfig(callbacks=[Logger()], failure_config=FailureConfig(max_failures=1)),
 ).fit()
-assert heard == [0, "once", 1]
+assert received == [0, "once", 1]

@@ -1,4 +1,4 @@
-"""Checkpoints are validated beside the training."""
+"""Checkpoints are validated in parallel with training."""
 
 import os
 import tempfile

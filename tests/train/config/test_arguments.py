@@ -1,4 +1,4 @@
-"""An argument that a class does not take is refused with what to write instead."""
+"""Tests of argument_errors: unknown arguments raise an error with a suggestion."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ UNKNOWN: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "name", "advice"), UNKNOWN)
-def test_an_unknown_argument_is_told_with_what_was_meant(kind: Any, name: str, advice: str) -> None:
+def test_unknown_argument_raises_with_suggestion(kind: Any, name: str, advice: str) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__} takes no {name}=: .*{advice}"):
         kind(**{name: 1})
 
 
-def test_options_of_a_validation_that_are_no_mapping_are_told_with_their_name() -> None:
+def test_validation_config_options_without_mapping_raise_with_name() -> None:
     options: Any = 3
     with pytest.raises(TypeError, match=r"ValidationConfig\.ray_remote_kwargs must be Mapping"):
         ValidationConfig(lambda checkpoint: {}, ray_remote_kwargs=options)
 
 
-def test_arguments_may_be_given_by_position_in_ray_trains_order(tmp_path: Path) -> None:
+def test_positional_arguments_follow_ray_train_order(tmp_path: Path) -> None:
     scaling = ScalingConfig(None, 2, True, {"CPU": 1}, "SPREAD", "A100", {"zone": "a"})
     assert (scaling.num_workers, scaling.placement_strategy) == (2, "SPREAD")
     failures = FailureConfig(3)
@@ -72,7 +72,7 @@ def test_arguments_may_be_given_by_position_in_ray_trains_order(tmp_path: Path) 
     assert dataclasses.replace(failures, reuse_workers=False).max_failures == 3
 
 
-def test_the_limit_of_failed_starts_has_two_names() -> None:
+def test_failure_config_accepts_controller_failure_limit() -> None:
     assert FailureConfig(controller_failure_limit=5) == FailureConfig(max_startup_failures=5)
     with pytest.raises(ValueError, match="max_startup_failures must be at least -1, found -2"):
         FailureConfig(controller_failure_limit=-2)
@@ -86,18 +86,18 @@ def test_the_limit_of_failed_starts_has_two_names() -> None:
         (ScalingConfig, "elastic_resize_monitor_interval_s", 10),
     ],
 )
-def test_what_changes_nothing_here_is_a_warning(kind: Any, name: str, value: Any) -> None:
+def test_ignored_argument_warns(kind: Any, name: str, value: Any) -> None:
     with pytest.warns(UserWarning, match=f"{name}.* change.? nothing") as warned:
         kind(**{name: value})
     assert warned[0].filename == __file__
 
 
-def test_help_and_completion_show_the_arguments() -> None:
+def test_config_signature_shows_init_arguments() -> None:
     assert list(inspect.signature(LoggingConfig).parameters) == ["log_level"]
     assert "scaling_config" in inspect.signature(TorchTrainer).parameters
 
 
-def test_a_subclass_of_a_config_may_take_arguments_of_its_own() -> None:
+def test_config_subclass_accepts_additional_arguments() -> None:
     class Mine(DataConfig):
         def __init__(self, rows: int) -> None:
             super().__init__(datasets_to_split="all")

@@ -1,4 +1,4 @@
-"""Mistakes in a config: an error at once, with the field, the value and what to write instead."""
+"""Tests of the config classes: validation, defaults, repr, and pickling."""
 
 from __future__ import annotations
 
@@ -116,16 +116,16 @@ WRONG_VALUES: list[tuple[type, str, Any, str]] = [
         ScalingConfig,
         "topology",
         "2x2",
-        "='2x2', which is that of a slice of TPUs; set use_tpu=True",
+        "='2x2' describes a TPU slice; set use_tpu=True",
     ),
     (RunConfig, "resume", "yes", "must be one of 'auto', 'never', 'must', found 'yes'"),
     (RunConfig, "resume", True, "must be one of 'auto', 'never', 'must', found True"),
     (RunConfig, "storage_path", "", "must not be empty"),
-    (RunConfig, "name", "", "'' is not a usable folder name"),
-    (RunConfig, "name", "  ", "'  ' is not a usable folder name"),
-    (RunConfig, "name", ".", "'.' is not a usable folder name"),
-    (RunConfig, "name", "a\nb", r"'a\\nb' is not a usable folder name"),
-    (RunConfig, "name", "ä" * 128, "'ä{20}...' has 256 bytes; a folder's name has at most 255"),
+    (RunConfig, "name", "", "'' is not a valid directory name"),
+    (RunConfig, "name", "  ", "'  ' is not a valid directory name"),
+    (RunConfig, "name", ".", "'.' is not a valid directory name"),
+    (RunConfig, "name", "a\nb", r"'a\\nb' is not a valid directory name"),
+    (RunConfig, "name", "ä" * 128, "'ä{20}...' has 256 bytes; a directory name has at most 255"),
     (RunConfig, "name", "/tmp/a", "'/tmp/a' would leave the storage path; give a plain name"),
     (RunConfig, "name", "../a", "'../a' would leave the storage path; give a plain name"),
     (RunConfig, "name", "a/../../b", "would leave the storage path; give a plain name"),
@@ -133,7 +133,7 @@ WRONG_VALUES: list[tuple[type, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("config", "field", "value", "message"), WRONG_TYPES)
-def test_a_wrong_type_is_told_with_field_and_value(
+def test_config_with_wrong_type_raises_with_field_and_value(
     config: type, field: str, value: Any, message: str
 ) -> None:
     with pytest.raises(TypeError, match=f"{config.__name__}.{field}.*{message}"):
@@ -141,7 +141,7 @@ def test_a_wrong_type_is_told_with_field_and_value(
 
 
 @pytest.mark.parametrize(("config", "field", "value", "message"), WRONG_VALUES)
-def test_a_wrong_value_is_told_with_field_and_value(
+def test_config_with_wrong_value_raises_with_field_and_value(
     config: type, field: str, value: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as raised:
@@ -150,12 +150,12 @@ def test_a_wrong_value_is_told_with_field_and_value(
     assert field in str(raised.value)
 
 
-def test_a_worker_uses_one_kind_of_accelerator() -> None:
+def test_scaling_config_with_gpu_and_tpu_raises() -> None:
     with pytest.raises(ValueError, match="use_gpu=True and use_tpu=True"):
         ScalingConfig(use_gpu=True, use_tpu=True)
 
 
-def test_use_gpu_without_a_gpu_is_a_contradiction() -> None:
+def test_scaling_config_use_gpu_with_zero_gpus_raises() -> None:
     with pytest.raises(ValueError, match="use_gpu=True and resources_per_worker\\['GPU'\\]=0; set"):
         ScalingConfig(use_gpu=True, resources_per_worker={"GPU": 0})
 
@@ -163,7 +163,7 @@ def test_use_gpu_without_a_gpu_is_a_contradiction() -> None:
 @pytest.mark.parametrize(
     "config", [ScalingConfig, FailureConfig, CheckpointConfig, LoggingConfig, RunConfig, DataConfig]
 )
-def test_every_config_is_frozen_and_pickles(config: Any) -> None:
+def test_config_is_frozen_and_pickles(config: Any) -> None:
     made = config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, dataclasses.fields(config)[0].name, 1)
@@ -188,7 +188,7 @@ def test_every_config_is_frozen_and_pickles(config: Any) -> None:
         (DataConfig(datasets_to_split="all"), "DataConfig(datasets_to_split='all')"),
     ],
 )
-def test_a_repr_shows_only_what_was_set(config: object, shown: str) -> None:
+def test_config_repr_shows_only_changed_fields(config: object, shown: str) -> None:
     assert repr(config) == shown
 
 
@@ -208,7 +208,9 @@ def test_a_repr_shows_only_what_was_set(config: object, shown: str) -> None:
         ),
     ],
 )
-def test_a_workers_resources(config: ScalingConfig, bundle: dict[str, float]) -> None:
+def test_scaling_config_bundle_of_one_worker(
+    config: ScalingConfig, bundle: dict[str, float]
+) -> None:
     assert config.bundle == bundle
     assert config.num_cpus_per_worker == bundle.get("CPU", 0)
     assert config.num_gpus_per_worker == bundle.get("GPU", 0)
@@ -218,7 +220,7 @@ def test_a_workers_resources(config: ScalingConfig, bundle: dict[str, float]) ->
     ("num_workers", "low", "high", "elastic"),
     [(3, 3, 3, False), (0, 0, 0, False), ((2, 4), 2, 4, True), ([1, 2], 1, 2, True)],
 )
-def test_an_elastic_group_has_two_bounds(
+def test_scaling_config_elastic_has_min_and_max_workers(
     num_workers: Any, low: int, high: int, elastic: Any
 ) -> None:
     config = ScalingConfig(num_workers=num_workers)
@@ -227,7 +229,7 @@ def test_an_elastic_group_has_two_bounds(
     assert config.total_resources == {"CPU": max(high, 1)}
 
 
-def test_a_label_selector_is_for_all_or_for_each() -> None:
+def test_scaling_config_label_selector_applies_to_all_or_each_worker() -> None:
     assert ScalingConfig(num_workers=2, label_selector={"zone": "a"}).label_selectors == [
         {"zone": "a"},
         {"zone": "a"},
@@ -238,17 +240,17 @@ def test_a_label_selector_is_for_all_or_for_each() -> None:
 
 
 @pytest.mark.parametrize("made", [TorchConfig, XGBoostConfig, LightGBMConfig, ValidationTaskConfig])
-def test_a_duration_is_seconds_or_a_timedelta(made: Callable[..., Any]) -> None:
+def test_duration_accepts_seconds_or_timedelta(made: Callable[..., Any]) -> None:
     assert made(timeout_s=90).timeout_s == made(timeout_s=timedelta(minutes=1.5)).timeout_s == 90
     with pytest.raises(ValueError, match="timeout_s must be positive and finite, found 1e\\+300"):
         made(timeout_s=1e300)
 
 
-def test_seconds_become_a_timedelta() -> None:
+def test_failure_config_converts_seconds_to_timedelta() -> None:
     assert FailureConfig(hang_timeout=1.5).hang_timeout == timedelta(seconds=1.5)
 
 
-def test_none_stands_for_the_defaults() -> None:
+def test_run_config_none_selects_defaults() -> None:
     nothing: Any = None
     config = RunConfig(
         failure_config=nothing, checkpoint_config=nothing, logging_config=nothing, callbacks=nothing
@@ -256,7 +258,7 @@ def test_none_stands_for_the_defaults() -> None:
     assert config == RunConfig()
 
 
-def test_any_path_is_a_storage_path(tmp_path: Path) -> None:
+def test_run_config_storage_path_accepts_str_and_path(tmp_path: Path) -> None:
     class Mount:
         def __fspath__(self) -> str:
             return str(tmp_path)
@@ -265,7 +267,7 @@ def test_any_path_is_a_storage_path(tmp_path: Path) -> None:
     assert RunConfig(storage_path=str(tmp_path)).storage_path == str(tmp_path)
 
 
-def test_log_levels_are_those_of_logging_in_any_case() -> None:
+def test_logging_config_accepts_levels_in_any_case() -> None:
     assert LoggingConfig(log_level="warning").level_number == logging.WARNING
 
 
@@ -273,12 +275,12 @@ def test_log_levels_are_those_of_logging_in_any_case() -> None:
     ("split", "train", "valid"),
     [("all", True, True), (("train",), True, False), ([], False, False), (["valid"], False, True)],
 )
-def test_which_datasets_are_split(split: Any, train: bool, valid: bool) -> None:
+def test_data_config_is_split_by_datasets_to_split(split: Any, train: bool, valid: bool) -> None:
     config = DataConfig(datasets_to_split=split)
     assert (config.is_split("train"), config.is_split("valid")) == (train, valid)
 
 
-def test_a_callback_of_rays_own_says_which_takes_its_place() -> None:
+def test_run_config_with_ray_tune_callback_raises_with_replacement() -> None:
     module = {"__module__": "ray.tune.integration.ray_train"}
     callback = type("TuneReportCallback", (), module)()  # the real one wants to be in a trial
     with pytest.raises(TypeError, match=r"drawbar\.tune\.TuneReportCallback reports to Ray Tune"):

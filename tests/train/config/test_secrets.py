@@ -1,4 +1,4 @@
-"""What looks like a secret is neither written to the journal nor shown."""
+"""Tests of secrets: they are neither written to the journal nor shown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tracking:
         {"more": {"license": S}},
     ],
 )
-def test_a_secret_is_nowhere_but_in_the_function(
+def test_secret_value_is_visible_only_to_train_func(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], config: dict[str, Any]
 ) -> None:
     def function(config: dict[str, Any]) -> str:
@@ -74,11 +74,11 @@ def test_a_secret_is_nowhere_but_in_the_function(
         {"nested": {"tokens": 3}, "url": "https://host:80/a@b", "monkey": "m", "password": None},
     ],
 )
-def test_what_is_no_secret_is_told(config: dict[str, Any]) -> None:
+def test_redact_settings_keeps_values_that_are_no_secrets(config: dict[str, Any]) -> None:
     assert redact_settings(config) == {key: repr(value) for key, value in config.items()}
 
 
-def test_what_an_older_version_wrote_down_is_not_shown_either() -> None:
+def test_secret_in_existing_journal_is_not_shown() -> None:
     before = {"token": repr(S), "db": repr({"password": S, "host": "a"}), "gone_token": repr(S)}
     now = {"token": REDACTED, "db": repr({"password": REDACTED, "host": "b"})}
     found = "; ".join(list_config_changes(before, now))
@@ -86,13 +86,13 @@ def test_what_an_older_version_wrote_down_is_not_shown_either() -> None:
     assert "gone_token: changed" in found
 
 
-def test_secrets_are_names() -> None:
-    with pytest.raises(TypeError, match=r"RunConfig.secrets must be a list of keys"):
+def test_run_config_secret_keys_must_be_names() -> None:
+    with pytest.raises(TypeError, match=r"RunConfig.secret_keys must be a list of keys"):
         RunConfig(secret_keys="license")
 
 
 @pytest.mark.parametrize(("place", "expected"), [(0o700, 0o600), (0o770, 0o660), (0o755, 0o644)])
-def test_the_storages_owner_says_who_may_read_a_run(
+def test_run_directory_permissions_follow_storage_directory(
     tmp_path: Path, place: int, expected: int
 ) -> None:
     storage = tmp_path / "storage"
@@ -112,12 +112,12 @@ def test_the_storages_owner_says_who_may_read_a_run(
 
 
 @pytest.mark.parametrize("text", ["a", "a-", "token ", "http://a", "://a:"])
-def test_megabytes_of_text_are_looked_through_in_no_time(text: str) -> None:
+def test_redact_text_of_megabytes_is_fast(text: str) -> None:
     long = text * (1_000_000 // len(text))
     assert redact_settings({"text": long}) == {"text": repr(long)}
 
 
-def test_arrays_are_shown_as_they_are() -> None:
+def test_redact_settings_shows_arrays_unchanged() -> None:
     array = np.arange(3)
     assert redact_settings({"a": array, "b": {"hf_token": array}}) == {
         "a": repr(array),

@@ -616,11 +616,11 @@ async def coroutine(checkpoint: Checkpoint) -> dict[str, Any]:
         ),
         (
             lambda: ValidationConfig(squared, ray_remote_kwargs={"num_returns": 2}),
-            "ValidationConfig.ray_remote_kwargs must leave num_returns out",
+            "ValidationConfig.ray_remote_kwargs must not contain num_returns",
         ),
         (
             lambda: ValidationConfig(squared, max_concurrent=0),
-            "ValidationConfig.max_in_flight must be at least 1, found 0",
+            "ValidationConfig.max_concurrent must be at least 1, found 0",
         ),
         (
             lambda: ValidationTaskConfig({"a": object()}),

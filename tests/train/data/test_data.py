@@ -1,4 +1,4 @@
-"""Ray Data datasets in the training function: split, whole, streamed, and made anew."""
+"""Tests of Ray Data datasets: split, unsplit, streamed, and created by factories."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def ids_of_both() -> tuple[list[int], list[int]]:
 
 
 def ids_of(name: str) -> list[int]:
-    """Give the ids that this worker gets in one pass over a dataset."""
+    """Return the ids that this worker reads in one epoch of a dataset."""
     batches = train.get_dataset_shard(name).iter_batches(batch_size=7)
     return [int(each) for batch in batches for each in batch["id"]]
 
@@ -95,13 +95,15 @@ def assert_split(shards: list[list[int]], rows: int) -> None:
     assert len({len(shard) for shard in shards}) == 1
 
 
-def test_train_is_split_and_streamed_and_others_are_whole(run_config: RunConfig) -> None:
+def test_train_dataset_is_split_and_others_are_complete(
+    run_config: RunConfig,
+) -> None:
     def function() -> tuple[list[int], list[int], float]:
         shard: Any = train.get_dataset_shard("train")
         left = shard.get_context().execution_options.resource_limits.cpu
         found = iter(shard.iter_rows())
         first = next(found)["id"]
-        valid = ids_of("valid")  # in the middle of another one: they share what the workers leave
+        valid = ids_of("valid")  # during another iteration: both share the remaining resources
         return [first, *(row["id"] for row in found)], valid, left
 
     datasets = {"train": lazy(100), "valid": lazy(10)}
@@ -111,7 +113,7 @@ def test_train_is_split_and_streamed_and_others_are_whole(run_config: RunConfig)
     assert [left for _, _, left in values] == [6, 6]  # of 8 CPUs
 
 
-def test_a_shard_can_be_asked_for_and_read_again(run_config: RunConfig) -> None:
+def test_dataset_shard_can_be_requested_and_read_again(run_config: RunConfig) -> None:
     def function() -> list[list[int]]:
         shard = train.get_dataset_shard("train")
         rows = [row["id"] for row in shard.iter_rows()]
@@ -124,7 +126,7 @@ def test_a_shard_can_be_asked_for_and_read_again(run_config: RunConfig) -> None:
         assert_split([value[way] for value in values], 100)
 
 
-def test_a_restart_splits_anew(run_config: RunConfig) -> None:
+def test_restart_splits_dataset_again(run_config: RunConfig) -> None:
     def function() -> list[int]:
         if train.get_context().get_attempt() == 0:
             next(iter(train.get_dataset_shard("train").iter_batches(batch_size=10)))
@@ -141,7 +143,7 @@ def test_a_restart_splits_anew(run_config: RunConfig) -> None:
     assert_split(fit(function, config, {"train": lambda: lazy(100)}).return_values, 100)
 
 
-def test_this_very_process_gets_all_of_it(run_config: RunConfig) -> None:
+def test_local_mode_reads_complete_dataset(run_config: RunConfig) -> None:
     def function() -> list[list[int]]:
         batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=4)
         return [[int(each) for batch in batches for each in batch["id"]], ids_of("valid")]
@@ -151,7 +153,7 @@ def test_this_very_process_gets_all_of_it(run_config: RunConfig) -> None:
     assert [sorted(ids) for ids in value] == [list(range(10)), list(range(5))]
 
 
-def test_an_unknown_name_is_told_the_known_ones(run_config: RunConfig) -> None:
+def test_get_dataset_shard_with_unknown_name_raises_with_known_names(run_config: RunConfig) -> None:
     def function() -> None:
         with pytest.raises(KeyError, match="no dataset 'test'; its datasets: 'train', 'valid'"):
             train.get_dataset_shard("test")
@@ -159,7 +161,7 @@ def test_an_unknown_name_is_told_the_known_ones(run_config: RunConfig) -> None:
     fit(function, run_config, {"train": in_memory(1), "valid": in_memory(1)}, num_workers=0)
 
 
-def test_a_split_of_a_missing_dataset_is_a_warning(run_config: RunConfig) -> None:
+def test_data_config_split_of_missing_dataset_warns(run_config: RunConfig) -> None:
     config = DataConfig(datasets_to_split=["train", "tets"])
     datasets = {"train": in_memory(1), "test": in_memory(1)}
     with pytest.warns(UserWarning, match=r"\['tets'\], but datasets has \['test', 'train'\]"):
@@ -167,7 +169,7 @@ def test_a_split_of_a_missing_dataset_is_a_warning(run_config: RunConfig) -> Non
 
 
 class OddAndEven(DataConfig):
-    """Gives one worker the odd rows and the other the even ones; the rest as by default."""
+    """Split train into odd and even rows; split other datasets by default."""
 
     def configure(
         self,
@@ -187,7 +189,7 @@ class OddAndEven(DataConfig):
         return shards
 
 
-def test_a_subclass_of_the_config_splits_in_its_own_way(run_config: RunConfig) -> None:
+def test_data_config_subclass_splits_with_configure(run_config: RunConfig) -> None:
     datasets = {"train": lambda: lazy(10), "valid": in_memory(4)}
     config = OddAndEven(datasets_to_split="all")
     values = fit(ids_of_both, run_config, datasets, dataset_config=config).return_values
@@ -195,7 +197,7 @@ def test_a_subclass_of_the_config_splits_in_its_own_way(run_config: RunConfig) -
     assert_split([valid for _, valid in values], 4)
 
 
-def test_a_subclass_that_gives_uneven_parts_must_say_so() -> None:
+def test_data_config_subclass_with_uneven_shards_raises_without_keep() -> None:
     def shards(uneven_rows: UnevenRows) -> list[dict[str, DatasetShard]]:
         config, nodes = OddAndEven(uneven_rows=uneven_rows), ["node"] * 2
         return split.make_shards({"train": in_memory(5)}, config, nodes, {}, MaterializedSplits())
@@ -211,7 +213,7 @@ def test_a_subclass_that_gives_uneven_parts_must_say_so() -> None:
     assert split.list_streamed_shards([{"train": computed_while_read}]) == ["train"]
 
 
-def test_a_stream_that_gives_nobody_a_row_is_an_error(run_config: RunConfig) -> None:
+def test_stream_without_rows_for_any_rank_raises(run_config: RunConfig) -> None:
     """That it would is not known before; a rank that is given nothing would wait for the others."""
     nobodys = lazy(3).filter(expr=col("id") == 0)
     shards = split.make_shards(
@@ -219,7 +221,7 @@ def test_a_stream_that_gives_nobody_a_row_is_an_error(run_config: RunConfig) -> 
     )
 
     def read(by_name: dict[str, DatasetShard]) -> None:
-        with pytest.raises(ValueError, match="fewer rows than there are workers, 2: none gets"):
+        with pytest.raises(ValueError, match="fewer rows than the 2 workers, which get"):
             list(by_name["train"].iter_rows())
 
     with ThreadPoolExecutor(2) as ranks:
@@ -233,7 +235,7 @@ def test_a_stream_that_gives_nobody_a_row_is_an_error(run_config: RunConfig) -> 
         )
 
 
-def test_a_subclass_that_gives_something_else_is_told(run_config: RunConfig) -> None:
+def test_data_config_subclass_with_wrong_result_raises(run_config: RunConfig) -> None:
     class Wrong(DataConfig):
         def configure(self, *args: Any, **kwargs: Any) -> Any:
             return [{}, {}]
@@ -244,7 +246,7 @@ def test_a_subclass_that_gives_something_else_is_told(run_config: RunConfig) -> 
         fit(ids, run_config, {"train": lazy(1)}, num_workers=0, dataset_config=Wrong())
 
 
-def test_options_are_for_all_datasets_or_by_name(run_config: RunConfig) -> None:
+def test_execution_options_apply_to_all_datasets_or_by_name(run_config: RunConfig) -> None:
     def function() -> list[bool]:
         shards: list[Any] = [train.get_dataset_shard(name) for name in ("train", "valid")]
         return [shard.get_context().execution_options.preserve_order for shard in shards]
@@ -260,13 +262,13 @@ def test_options_are_for_all_datasets_or_by_name(run_config: RunConfig) -> None:
         assert result.return_value == found
 
 
-def test_what_is_no_dataset_is_refused_before_the_start(run_config: RunConfig) -> None:
+def test_trainer_with_invalid_dataset_raises_before_start(run_config: RunConfig) -> None:
     with pytest.raises(TypeError, match=r"datasets\['train'\] must be a ray.data.Dataset"):
         fit(ids, run_config, {"train": [1, 2, 3]})
 
 
 def rest_of_ids() -> list[int]:
-    """Give what this worker gets of a dataset of which two rows were read before rank 1 died."""
+    """Return the rows that this worker reads after two rows were read before rank 1 died."""
     if train.get_context().get_attempt() == 0:
         batches = iter(train.get_dataset_shard("train").iter_batches(batch_size=2))
         next(batches)
@@ -282,10 +284,10 @@ def hold_cpu() -> None:
     ray.get(ray.util.placement_group([{"CPU": 1}]).ready())
 
 
-def test_workers_that_leave_no_cpu_to_the_data_are_refused(
+def test_workers_without_cpu_left_for_streamed_data_raise(
     run_config: RunConfig, drivers: Drivers
 ) -> None:
-    """What lies in memory needs none, in a restart inside an epoch neither."""
+    """Datasets in memory need no CPU, also when an epoch is resumed."""
 
     def main() -> None:
         ray.init(address="local", num_cpus=2, include_dashboard=False)
@@ -303,20 +305,20 @@ def test_workers_that_leave_no_cpu_to_the_data_are_refused(
         values = fit(rest_of_ids, restarts, {"train": in_memory(10)}).return_values
         assert [len(each) for each in values] == [3, 3]
         cluster._PLACEMENT_RELEASE_S = 0.1
-        beside = dataclasses.replace(run_config, name="beside others")
+        busy = dataclasses.replace(run_config, name="busy cluster")
         hold_cpu()
         with pytest.raises(InsufficientResourcesError, match="hold CPU=2 of the cluster's CPU=2"):
-            fit(ids, beside, {"train": lazy(10)}, num_workers=1)
+            fit(ids, busy, {"train": lazy(10)}, num_workers=1)
         hold_cpu()
         set_tune_trial(name="trial", id="1", directory="", resources=None)
         for config in (DataConfig(), DataConfig(uneven_rows="keep"), scaled):
             with pytest.raises(InsufficientResourcesError, match="max_concurrent_trials"):
-                fit(ids, beside, {"train": lazy(10)}, num_workers=0, dataset_config=config)
+                fit(ids, busy, {"train": lazy(10)}, num_workers=0, dataset_config=config)
 
     drivers.run(main)
 
 
-def test_what_hands_out_a_shard_that_is_not_read_to_its_end_ends_with_the_run(
+def test_split_coordinator_of_partially_read_shard_ends_with_the_run(
     run_config: RunConfig, wait_until_gone: Callable[..., None]
 ) -> None:
     def function() -> Any:

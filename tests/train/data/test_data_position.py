@@ -1,4 +1,4 @@
-"""Each row of a dataset is read once, over a kill and on any number of workers."""
+"""Tests of data positions: each row is read once across kills and world sizes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def fit(
 
 
 def interrupted(config: RunConfig, *workers: int, name: str = "train", **options: Any) -> Result:
-    """A run that fails after 17 batches and is gone on with by other workers."""
+    """Return a run that fails after 17 batches and is resumed by other numbers of workers."""
     first, second = workers
     with pytest.raises(TrainingFailedError, match="killed"):
         fit(walk(17, name=name), config, first, **options)
@@ -109,7 +109,7 @@ def interrupted(config: RunConfig, *workers: int, name: str = "train", **options
 
 
 def restarted(function: Callable[[], Any], config: RunConfig, times: int = 1) -> Any:
-    """Run a function that fails so many times, on one worker; give what it returns then."""
+    """Run a function that fails a number of times on one worker; return its final value."""
     config = replace(config, failure_config=FailureConfig(max_failures=times))
     return run_in_threads(function, num_workers=1, run_config=config).return_value
 
@@ -125,7 +125,7 @@ def take(shard: Any, rows: int) -> tuple[list[int], dict[str, Any]]:
 
 
 def everything(result: Result) -> list[int]:
-    """The ids seen up to the checkpoint by the ranks of then, and after it by those of now."""
+    """Return the ids that all ranks have read up to the checkpoint and after it."""
     ranks = result.return_values
     return sorted(chain(*ranks[0][:-1], *(rank[-1] for rank in ranks)))
 
@@ -135,7 +135,7 @@ def pid_of(actor: Any) -> int:
 
 
 def has_aborted(pid: int) -> bool:
-    """Whether a process of Ray's has told of that before its end."""
+    """Return whether a Ray process logged an abort before it ended."""
     node: Any = ray._private.worker.global_worker.node
     (log,) = Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
     return "SIGABRT" in log.read_text()
@@ -147,13 +147,15 @@ class TestShards:
     pytestmark = on_ray
 
     @pytest.mark.parametrize("workers", [(2, 3), (0, 2)])
-    def test_each_row_is_read_once(self, run_config: RunConfig, workers: tuple[int, int]) -> None:
+    def test_resume_resized_reads_rows_once(
+        self, run_config: RunConfig, workers: tuple[int, int]
+    ) -> None:
         result = interrupted(run_config, *workers)
         assert everything(result) == list(range(ROWS))
         (epoch,) = result.data_ledger
         assert (epoch.num_rows, epoch.is_complete, epoch.row_ranges) == (ROWS, True, None)
 
-    def test_each_row_of_a_table_is_read_once(self, run_config: RunConfig) -> None:
+    def test_resume_of_table_reads_each_row_once(self, run_config: RunConfig) -> None:
         table = {"train": pa.table({"id": range(ROWS)})}
         result = interrupted(run_config, 2, 0, datasets=table)
         assert everything(result) == list(range(ROWS))
@@ -162,7 +164,7 @@ class TestShards:
         assert (epoch.repeated_rows, epoch.unread_rows) == ((), ())
         assert "'train' epoch 0: 1000 rows" in repr(result.data_ledger)
 
-    def test_a_killed_worker_changes_neither_rows_nor_order(self, run_config: RunConfig) -> None:
+    def test_restart_after_sigkill_keeps_rows_and_order(self, run_config: RunConfig) -> None:
         config = replace(run_config, failure_config=FailureConfig(max_failures=1))
         ranks = fit(walk(16, kill, again=True), config).return_values
         orders = [before[rank] + after for rank, (*before, after, _) in enumerate(ranks)]
@@ -170,7 +172,7 @@ class TestShards:
         assert sorted(chain(*orders)) == list(range(ROWS))
 
     @pytest.mark.parametrize("in_memory", [False, True])
-    def test_each_row_is_read_once_over_several_world_sizes(
+    def test_resume_over_several_world_sizes_reads_each_row_once(
         self, in_memory: bool, wait_until_gone: Callable[..., None]
     ) -> None:
         data = {"train": lazy().materialize() if in_memory else lazy()}
@@ -194,11 +196,11 @@ class TestShards:
         assert len(set(seen)) == len(seen) == ROWS - 2  # 980 rows leave two over for 3 workers
         assert positions == {"dataset:train": {"epoch": 1, "read": []}}
 
-    def test_a_whole_dataset_goes_on_on_every_worker(self, run_config: RunConfig) -> None:
+    def test_resume_of_unsplit_dataset_on_all_workers(self, run_config: RunConfig) -> None:
         result = interrupted(run_config, 0, 2, datasets={"valid": lazy()}, name="valid")
         assert [rank[-1] for rank in result.return_values] == [list(range(170, ROWS))] * 2
 
-    def test_shuffled_files_come_in_the_order_of_their_epoch(self, tmp_path: Path) -> None:
+    def test_resume_of_shuffled_files_keeps_order_of_the_epoch(self, tmp_path: Path) -> None:
         for file in range(8):
             lines = ["id", *map(str, range(10 * file, 10 * file + 10))]
             (tmp_path / f"{file}.csv").write_text("\n".join(lines))
@@ -221,12 +223,12 @@ class TestShards:
         assert some + take(gone_on, ROWS)[0] == second
         assert take(gone_on, ROWS)[0] == third
 
-    def test_without_an_order_the_epoch_begins_anew(self, run_config: RunConfig) -> None:
+    def test_resume_without_preserved_order_restarts_the_epoch(self, run_config: RunConfig) -> None:
         config = DataConfig(execution_options=ray.data.ExecutionOptions())
         result = interrupted(run_config, 0, 0, dataset_config=config)
         assert sorted(result.return_values[0][-1]) == list(range(ROWS))
 
-    def test_every_kind_of_pass_is_counted(self, run_config: RunConfig) -> None:
+    def test_shard_position_counts_all_iteration_methods(self, run_config: RunConfig) -> None:
         def function() -> list[dict[str, Any]]:
             shard: Any = train.get_dataset_shard("train")
             positions = []
@@ -256,22 +258,22 @@ class TestShards:
 class TestRowPosition:
     """The record itself."""
 
-    def test_it_adds_up_over_restarts_and_world_sizes(self) -> None:
+    def test_advance_adds_rows_over_restarts_and_world_sizes(self) -> None:
         position = (
             RowPosition(3).advance(2, 100).advance(2, 50).advance(3, 7).advance(3, 0).advance(2, 1)
         )
         assert position == RowPosition(3, (RowsRead(2, 150), RowsRead(3, 7), RowsRead(2, 1)))
 
-    def test_it_survives_json(self) -> None:
+    def test_row_position_survives_json(self) -> None:
         position = RowPosition(3, (RowsRead(2, 150), RowsRead(3, 7)))
         assert RowPosition.decode(json.loads(json.dumps(position.encode()))) == position
         assert RowPosition.decode(None) == RowPosition()
 
 
 class TestSources:
-    """What integrations use: `drawbar.train.backend.register_data_position`."""
+    """Positions of integrations: `drawbar.train.backend.register_data_position`."""
 
-    def test_a_position_comes_back_once(self, run_config: RunConfig) -> None:
+    def test_registered_position_is_restored_once(self, run_config: RunConfig) -> None:
         def function() -> list[Any]:
             found = [register_data_position("rows", lambda: {"at": [1, 2]}) for _ in range(2)]
             if not saved():
@@ -281,7 +283,7 @@ class TestSources:
 
         assert restarted(function, run_config) == [{"at": [1, 2]}, None]
 
-    def test_sources_of_one_name_are_numbered(self, run_config: RunConfig) -> None:
+    def test_registered_positions_of_same_name_are_numbered(self, run_config: RunConfig) -> None:
         def function() -> list[Any]:
             positions = partial(int, 5), partial(int, 6)
             found = [register_data_position("rows", each, add_index=True) for each in positions]
@@ -292,7 +294,7 @@ class TestSources:
 
         assert restarted(function, run_config) == [5, 6]
 
-    def test_a_source_not_opened_again_keeps_its_position(self, run_config: RunConfig) -> None:
+    def test_registered_position_of_unopened_source_is_kept(self, run_config: RunConfig) -> None:
         def function() -> Any:
             attempt = train.get_context().get_attempt()
             found = None if attempt == 1 else register_data_position("rows", lambda: 5)
@@ -303,7 +305,7 @@ class TestSources:
 
         assert restarted(function, run_config, times=2) == 5
 
-    def test_a_source_that_is_gone_has_none(self, run_config: RunConfig) -> None:
+    def test_registered_position_of_deleted_source_is_omitted(self, run_config: RunConfig) -> None:
         def function() -> Any:
             found = register_data_position("rows", lambda: None)
             if not saved():
@@ -313,7 +315,7 @@ class TestSources:
 
         assert restarted(function, run_config) is None
 
-    def test_a_position_must_be_json(self, run_config: RunConfig) -> None:
+    def test_registered_position_must_be_json(self, run_config: RunConfig) -> None:
         def function() -> None:
             register_data_position("rows", lambda: {"at": {1, 2}})
             with pytest.raises(TypeError, match=r"source 'rows' goes into .* found \{'at': \{1, 2"):

@@ -1,4 +1,4 @@
-"""Datasets that are split exactly: every row, whole groups, the same parts in every attempt."""
+"""Tests of materialized splits: all rows, complete groups, same shards in each attempt."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 
-def test_parts_differ_by_one_row_at_most() -> None:
+def test_compute_split_indices_yields_parts_that_differ_by_one_row() -> None:
     assert compute_split_indices(10, 3) == [3, 6]
     assert compute_split_indices(2, 3) == [0, 1]
     assert compute_split_indices(10, 1) == []
 
 
-def test_a_cut_moves_to_the_nearest_beginning_of_a_group() -> None:
+def test_compute_split_indices_moves_to_nearest_group_start() -> None:
     assert compute_split_indices(10, 2, np.array([0, 4, 7])) == [4]
     assert compute_split_indices(10, 2, np.array([0, 1])) == [1]
     assert compute_split_indices(10, 3, np.array([0])) == [
@@ -47,13 +47,13 @@ def test_a_cut_moves_to_the_nearest_beginning_of_a_group() -> None:
     ]  # one group: it goes to one worker
 
 
-def test_group_column_needs_unequal_parts() -> None:
-    with pytest.raises(ValueError, match="group_column='q' keeps groups whole"):
+def test_data_config_group_column_requires_keep() -> None:
+    with pytest.raises(ValueError, match="group_column='q' needs workers with different"):
         DataConfig(group_column="q")
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_restart_goes_on_inside_an_epoch() -> None:
+def test_materialized_split_restart_resumes_within_epoch() -> None:
     numbers, exact = ray.data.range(23, override_num_blocks=4), MaterializedSplits()
 
     def shards(workers: int, position: Any = None, **options: Any) -> list[Any]:
@@ -80,7 +80,7 @@ def test_a_restart_goes_on_inside_an_epoch() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("make", [ray.data.range, lambda rows: one(rows)])
-def test_shorter_parts_are_padded(make: Any) -> None:
+def test_materialized_split_with_pad_fills_shorter_shards(make: Any) -> None:
     config = DataConfig(uneven_rows="pad")
     shards = split.make_shards({"train": make(7)}, config, ["node"] * 3, {}, MaterializedSplits())
     counts = [len(list(each["train"].iter_rows())) for each in shards]
@@ -110,7 +110,7 @@ def read_once_more_on_rank_1() -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_every_row_and_whole_groups_and_the_same_parts_after_a_failure(tmp_path: Path) -> None:
+def test_materialized_split_after_failure_has_same_rows_and_groups(tmp_path: Path) -> None:
     groups = ["b", "a", "b", "c", "a", "c", "b"]  # they lie apart
     items = [{"row": row, "group": group} for row, group in enumerate(groups)]
     config = DataConfig(datasets_to_split="all", uneven_rows="keep", group_column="group")
@@ -122,7 +122,7 @@ def test_every_row_and_whole_groups_and_the_same_parts_after_a_failure(tmp_path:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_one_worker_has_the_rows_of_a_group_side_by_side(run_config: RunConfig) -> None:
+def test_group_column_with_one_worker_keeps_groups_consecutive(run_config: RunConfig) -> None:
     shuffled = pd.DataFrame({"row": range(7), "group": list("babcacb")})
     result = DataParallelTrainer(
         lambda: [rows_of("train"), rows_of("valid")],

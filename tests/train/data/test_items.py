@@ -1,4 +1,4 @@
-"""PyTorch's map-style datasets: items by number, made where they are read."""
+"""Tests of map_style: PyTorch map-style datasets as trainer datasets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
 @pytest.mark.parametrize(
     "shuffle", [{}, {"local_shuffle_buffer_size": 30, "local_shuffle_seed": 7}]
 )
-def test_items_resumed_with_other_world_sizes_are_each_made_once(shuffle: dict[str, int]) -> None:
+def test_map_style_resume_resized_creates_items_once(
+    shuffle: dict[str, int],
+) -> None:
     position, seen = None, list[int]()
     for workers, rows in ((2, 10), (3, 20), (3, 10), (2, 1000)):
         ranks = [take(each, rows, **shuffle) for each in shards(workers, position)]
@@ -64,7 +66,7 @@ def test_items_resumed_with_other_world_sizes_are_each_made_once(shuffle: dict[s
     assert position == {"epoch": 1, "read": []}
 
 
-def test_batches_are_those_of_a_loader() -> None:
+def test_map_style_batches_match_data_loader() -> None:
     (shard,) = shards(1, rows=5)
     batches = list(shard.iter_torch_batches(batch_size=2, drop_last=True))
     assert [batch["square"].tolist() for batch in batches] == [[0, 1], [4, 9]]
@@ -85,7 +87,7 @@ def test_batches_are_those_of_a_loader() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")  # its datasets are kept in Ray, also of no workers
-def test_a_run_of_no_workers_reads_them_and_says_what_was_read(run_config: RunConfig) -> None:
+def test_local_mode_dataset_reports_rows_read(run_config: RunConfig) -> None:
     def function() -> list[int]:
         shard: Any = train.get_dataset_shard("train")
         return [number for batch in shard.iter_torch_batches() for number in batch["id"].tolist()]
@@ -107,7 +109,7 @@ def test_a_run_of_no_workers_reads_them_and_says_what_was_read(run_config: RunCo
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_that_has_not_imported_torch_makes_batches(run_config: RunConfig) -> None:
+def test_map_style_worker_without_torch_import_creates_batches(run_config: RunConfig) -> None:
     def function() -> list[Any]:
         assert "torch" not in sys.modules
         shard: Any = train.get_dataset_shard("train")
@@ -122,13 +124,13 @@ def test_a_worker_that_has_not_imported_torch_makes_batches(run_config: RunConfi
     assert result.return_value == [[0, 1], [2]]
 
 
-def test_columns_are_told_from_items() -> None:
+def test_map_style_with_columns_option_raises() -> None:
     config = DataConfig(uneven_rows="keep", group_column="id")
     with pytest.raises(ValueError, match=r"needs columns, and .* is a Squares, which has items"):
         split.make_shards({"train": Squares(3)}, config, ["node"], {}, MaterializedSplits())
 
 
-def test_shuffled_items_give_each_worker_a_random_sample() -> None:
+def test_map_style_shuffle_gives_each_worker_a_random_sample() -> None:
     config = DataConfig(uneven_rows="keep", datasets_to_shuffle=["train"])
     of_ranks = split.make_shards(
         {"train": Squares(1000)}, config, ["node"] * 2, {}, MaterializedSplits()

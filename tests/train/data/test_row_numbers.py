@@ -1,4 +1,4 @@
-"""Unread rows of an interrupted epoch: resumed exactly, over shuffles and other world sizes."""
+"""Tests of row positions: unread rows after shuffles and changes of the world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and Parquet files as datasets: split by row numbers, without a task of Ray Data's."""
+"""Tests of tables: in-memory tables and Parquet files as trainer datasets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_every_kind() -> dict[str, list[int]]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_every_kind_is_split_alike_beside_workers_that_hold_every_cpu(
+def test_all_table_types_are_split_equally_without_free_cpus(
     run_config: RunConfig, tmp_path: Path
 ) -> None:
     pyarrow.parquet.write_table(pa.table({"id": range(19)}), tmp_path / "part.parquet")
@@ -91,7 +91,7 @@ def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("to_split", "lengths"), [("all", (50, 5)), (["valid"], (100, 5))])
-def test_the_config_says_what_is_split(to_split: Any, lengths: tuple[int, int]) -> None:
+def test_table_split_follows_datasets_to_split(to_split: Any, lengths: tuple[int, int]) -> None:
     tables = split.open_datasets({"train": frame(100), "valid": frame(10)})
     config = DataConfig(datasets_to_split=to_split)
     of_ranks = split.make_shards(tables, config, ["node"] * 2, {}, MaterializedSplits())
@@ -112,7 +112,7 @@ def test_table_resumed_with_other_world_sizes_reads_each_row_once(shuffle: dict[
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_seeded_shuffle_goes_on_in_its_order_and_is_another_for_each_epoch_and_rank() -> None:
+def test_seeded_shuffle_resumes_and_differs_by_epoch_and_rank() -> None:
     whole = shards(frame(200), 2)
     first, second = ([take(each, 1000, **SHUFFLE)[0] for each in whole] for _ in range(2))
     assert all(
@@ -126,8 +126,8 @@ def test_a_seeded_shuffle_goes_on_in_its_order_and_is_another_for_each_epoch_and
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_small_shuffle_buffer_gives_every_rank_as_many_batches() -> None:
-    """From such blocks Ray Data alone makes 15 batches in place of 13 (ray-project/ray#66085)."""
+def test_small_shuffle_buffer_yields_equal_batch_counts() -> None:
+    """Ray Data alone makes 15 instead of 13 batches of these blocks (ray-project/ray#66085)."""
     sizes = [175, 20, 37, 28, 9, 10, 1, 1]
     (shard,) = shards(pa.table({"id": range(sum(sizes))}), 1)
     blocks = [pa.table({"id": range(size)}) for size in sizes]
@@ -142,7 +142,7 @@ def test_a_small_shuffle_buffer_gives_every_rank_as_many_batches() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_every_method_of_an_iterator_is_there() -> None:
+def test_table_shard_has_all_iterator_methods() -> None:
     (shard,) = shards(frame(6), 1)
     assert shard.count() == len(shard) == 6
     assert shard.schema().names == ["id", "half"]
@@ -162,13 +162,15 @@ def test_every_method_of_an_iterator_is_there() -> None:
         ("keep", [[0, 1], [2, 3], [4, 5, 6]]),
     ],
 )
-def test_rows_that_are_left_over(uneven_rows: UnevenRows, parts: list[list[int]]) -> None:
+def test_uneven_rows_sets_rows_of_each_rank(
+    uneven_rows: UnevenRows, parts: list[list[int]]
+) -> None:
     found = shards(frame(7), 3, uneven_rows=uneven_rows)
     assert [ids(each.iter_batches()) for each in found] == parts
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_strict_names_what_each_rank_would_get_before_anything_starts(
+def test_uneven_rows_error_names_rows_of_each_rank_before_start(
     run_config: RunConfig,
 ) -> None:
     trainer = DataParallelTrainer(
@@ -187,24 +189,24 @@ def test_strict_names_what_each_rank_would_get_before_anything_starts(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_dataset_that_gives_no_worker_a_row_is_refused_before_anything_starts(
+def test_dataset_without_rows_for_workers_raises_before_start(
     run_config: RunConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "files").mkdir()
     nothing: dict[str, list[int]] = {"id": []}
-    for given, told in (
+    for dataset, message in (
         (tmp_path / "files", rf"no Parquet file in {tmp_path}/files"),
         (frame(0), r"datasets\['train'\] has no rows"),
         (datasets.Dataset.from_dict(nothing), r"datasets\['train'\] has no rows"),
         (ray.data.from_arrow(pa.table(nothing)), r"datasets\['train'\] has no rows"),
-        (frame(3)["id"], r"datasets\['train'\], .*, gives no table: AttributeError"),
+        (frame(3)["id"], r"datasets\['train'\] cannot be read as a table: .*; AttributeError"),
         (pd.DataFrame(index=range(5)), r"datasets\['train'\] has no columns"),
-        (frame(1), r"datasets\['train'\] has 1 row for 2 workers: none gets one"),
+        (frame(1), r"datasets\['train'\] has 1 row for 2 workers, which get equally many rows"),
     ):
-        with pytest.raises((ValueError, FileNotFoundError), match=told):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
             DataParallelTrainer(
                 lambda: None,
-                datasets={"train": given},
+                datasets={"train": dataset},
                 scaling_config=ScalingConfig(num_workers=2),
                 run_config=run_config,
             ).fit()
@@ -212,7 +214,7 @@ def test_a_dataset_that_gives_no_worker_a_row_is_refused_before_anything_starts(
     split.check_row_counts(whole, DataConfig(datasets_to_split=["valid"], uneven_rows="pad"), 2)
 
 
-def test_shares_of_few_rows() -> None:
+def test_split_rows_of_few_rows() -> None:
     assert split_rows(2, 3, "pad") == ((0, 1), (0, 1), (1, 2))
     assert split_rows(0, 2, "pad") == ((0, 0), (0, 0))
     assert split_rows(2, 3, "drop") == ((0, 0), (0, 0), (0, 0))
@@ -228,7 +230,7 @@ def scaled() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_preprocessor_is_fitted_on_train_applied_to_all_and_kept(run_config: RunConfig) -> None:
+def test_preprocessor_is_fitted_on_train_applied_to_all_and_saved(run_config: RunConfig) -> None:
     result = DataParallelTrainer(
         scaled,
         datasets={"train": frame(5), "streamed": lambda: ray.data.from_pandas(frame(3))},
@@ -243,7 +245,7 @@ def test_a_preprocessor_is_fitted_on_train_applied_to_all_and_kept(run_config: R
     assert kept.transform_batch(frame(9))["half"].max() == 2
 
 
-def test_a_preprocessor_needs_something_to_fit_on(run_config: RunConfig) -> None:
+def test_preprocessor_without_train_dataset_raises(run_config: RunConfig) -> None:
     trainer = DataParallelTrainer(
         scaled,
         datasets={"valid": frame(5)},
@@ -295,7 +297,7 @@ def test_shuffled_table_resumes_inside_an_epoch() -> None:
         ({"uneven_rows": "keep", "group_column": "q"}, "would separate the rows of a group"),
     ],
 )
-def test_data_config_refuses_shuffle_that_it_cannot_do(options: Any, message: str) -> None:
+def test_data_config_with_conflicting_shuffle_raises(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataConfig(datasets_to_shuffle=["train"], **options)
     with pytest.raises(TypeError, match="must be a list of dataset names, found 'train'"):

@@ -193,7 +193,7 @@ def test_require_package_with_missing_package_raises() -> None:
 
 def test_require_version_with_old_version_raises() -> None:
     require_version("xgboost", "3.10.0rc1", "3.1", requirement="drawbar[xgboost]")
-    message = r'xgboost 2.1.4 is installed here, but 3.1 or newer .* --upgrade "drawbar\[xgboost\]"'
+    message = r'xgboost 2.1.4 is installed, but 3.1 or newer .* --upgrade "drawbar\[xgboost\]"'
     with pytest.raises(ImportError, match=message):
         require_version("xgboost", "2.1.4", "3.1", requirement="drawbar[xgboost]")
 

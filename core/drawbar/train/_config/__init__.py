@@ -1,1 +1,1 @@
-"""What the user sets: frozen, checks itself on the line that makes it."""
+"""Configuration classes: frozen, and checked when they are created."""

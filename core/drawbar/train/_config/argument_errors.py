@@ -1,4 +1,4 @@
-"""What is said of an argument that a class does not take: what was meant, or what replaced it."""
+"""Reject unknown constructor arguments with a suggestion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 
 class _InitSignature:
-    """What `help()` and completion show of a class, which would be the signature of `__new__`."""
+    """Signature of `__init__` for `help()` and completion, which would show that from `__new__`."""
 
     def __get__(self, _: object, kind: Any) -> inspect.Signature:
         signature = inspect.signature(kind.__init__)
@@ -17,24 +17,27 @@ class _InitSignature:
 
 
 class ArgumentErrors:
-    """Refuses an argument that the class does not take, with what to write instead."""
+    """Base class that rejects unknown constructor arguments with a suggestion."""
 
     _replacements: ClassVar[Mapping[str, str]] = {}
-    """What scripts for other libraries pass, and what to write here."""
+    """Arguments of other libraries, each with the replacement to suggest."""
     __signature__ = _InitSignature()
 
     def __new__(cls, *_: object, **arguments: object) -> Self:
-        taken = cls.__signature__.parameters
-        if all(each.kind is not each.VAR_KEYWORD for each in taken.values()):
-            for name in arguments.keys() - taken.keys():
-                advice = cls._replacements.get(name) or suggest_name(name, taken)
+        known = cls.__signature__.parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in known.values()):
+            for name in arguments.keys() - known.keys():
+                advice = cls._replacements.get(name) or suggest_name(name, known)
                 raise TypeError(f"{cls.__name__} takes no {name}=: {advice}")
         return super().__new__(cls)
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Say which of the known names is like this one, or which there are."""
+    """Return a hint with the closest known name, or with all known names."""
     known = list(known)
-    heads = {each.removesuffix("_config"): each for each in known}  # all configs end alike
-    like = difflib.get_close_matches(name.removesuffix("_config"), heads, n=1)
-    return f"did you mean {heads[like[0]]!r}?" if like else f"it takes {', '.join(known) or 'none'}"
+    # Compare without the common suffix, which would make all config names similar.
+    known_by_stem = {option.removesuffix("_config"): option for option in known}
+    matches = difflib.get_close_matches(name.removesuffix("_config"), known_by_stem, n=1)
+    if matches:
+        return f"did you mean {known_by_stem[matches[0]]!r}?"
+    return f"it takes {', '.join(known) or 'none'}"

@@ -1,4 +1,4 @@
-"""How the workers of one framework meet: what an integration implements."""
+"""Base classes that a framework integration implements."""
 
 from __future__ import annotations
 
@@ -14,117 +14,235 @@ R = TypeVar("R")
 
 
 TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
-"""A training function: of no argument, or of the `train_loop_config`."""
+"""A training function without arguments, or with `train_loop_config` as its argument."""
 
 
 class BackendWorkerGroup(Protocol):
-    """The started workers, as a `Backend` sees them. Results come in rank order."""
+    """Started workers, as a `Backend` uses them. Results are in rank order.
+
+    Example:
+        class MyBackend(Backend):
+            def on_start(self, worker_group, backend_config):
+                address = worker_group.execute_single(0, get_worker_address)
+                worker_group.execute(connect, address, world_size=len(worker_group))
+    """
 
     def __len__(self) -> int:
-        """Give the number of workers."""
+        """Return the number of workers."""
         ...
 
     def execute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run a function on every worker and wait for all results."""
+        """Run a function on every worker and wait for all results.
+
+        Args:
+            function: Function to run in the process of each worker.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            Return values in rank order.
+        """
         ...
 
     def execute_async(
         self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> list[Any]:
-        """Run a function on every worker; gives object references."""
+        """Run a function on every worker without waiting.
+
+        Args:
+            function: Function to run in the process of each worker.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            Object references to the return values, in rank order.
+        """
         ...
 
     def execute_single(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run a function on one worker and wait for its result."""
+        """Run a function on one worker and wait for its result.
+
+        Args:
+            rank: Rank of the worker.
+            function: Function to run in the process of the worker.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            Return value of the function.
+        """
         ...
 
     def execute_single_async(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> Any:
-        """Run a function on one worker; gives an object reference."""
+        """Run a function on one worker without waiting.
+
+        Args:
+            rank: Rank of the worker.
+            function: Function to run in the process of the worker.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            Object reference to the return value.
+        """
         ...
 
 
 class LauncherStore(Protocol):
-    """Where the processes that a launcher has started tell each other small things."""
+    """Key-value store shared by the processes that an external launcher has started.
+
+    `torch.distributed.TCPStore` is one implementation.
+
+    Example:
+        store = backend_config.get_launcher_store()
+        if store is not None:
+            store.set("key", "value")
+    """
 
     def set(self, key: str, value: str) -> object:
-        """Put a value there, for all of them."""
+        """Store a value for all processes.
+
+        Args:
+            key: Key of the value.
+            value: Value to store.
+        """
         ...
 
     def get(self, key: str) -> bytes:
-        """Give a value, as soon as one of them has put it there."""
+        """Return a value, waiting until a process has stored it.
+
+        Args:
+            key: Key of the value.
+
+        Returns:
+            The value, encoded as UTF-8.
+        """
         ...
 
 
 class Backend:
-    """What the controller does for a framework. All hooks do nothing unless overridden.
+    """Controller's part of a framework integration. The default hooks do nothing.
 
-    A hook that raises fails the start of the workers; `on_shutdown` runs also after a failure, and
-    what it raises is logged.
+    If a hook raises an exception, the start of the workers fails. `on_shutdown` also runs after a
+    failure, and its exceptions are only logged.
+
+    Example:
+        class MyBackend(Backend):
+            def on_start(self, worker_group, backend_config):
+                address = worker_group.execute_single(0, get_worker_address)
+                worker_group.execute(connect, address)
+
+            def on_shutdown(self, worker_group, backend_config):
+                worker_group.execute(disconnect)
     """
 
     share_cuda_visible_devices: bool = False
-    """Whether each worker sees all GPUs that this run has on its node, rather than its own only."""
+    """True if each worker sees all GPUs of the run on its node, not only its assigned ones."""
 
     can_reuse_processes: bool = False
-    """Whether a process whose attempt has ended can be set up again, with another world size."""
+    """True if a process can be initialized again after an attempt, with another world size."""
 
     def on_start(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
-        """Run when all workers are up and have their ranks, before anything of the user's runs."""
+        """Set up the framework when all workers have started and have their ranks.
+
+        No user code has run yet.
+
+        Args:
+            worker_group: Started workers.
+            backend_config: Config of this backend.
+        """
 
     def on_training_start(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
-        """Run right after `on_start`, when its work is done on every worker."""
+        """Run after `on_start` has finished on every worker, before training starts.
+
+        Args:
+            worker_group: Started workers.
+            backend_config: Config of this backend.
+        """
 
     def on_shutdown(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
-        """Run when the attempt is over, while the workers that did not fail still live."""
+        """Shut the framework down at the end of an attempt.
+
+        Args:
+            worker_group: Workers that did not fail.
+            backend_config: Config of this backend.
+        """
 
 
 class BackendConfig(ArgumentErrors):
-    """What the user sets for a framework. Subclass it as a frozen dataclass."""
+    """User settings of a framework. Subclass it as a frozen dataclass.
+
+    The constructor rejects unknown arguments with a suggestion.
+
+    Raises:
+        TypeError: An argument is unknown.
+
+    Example:
+        @dataclass(frozen=True)
+        class MyConfig(BackendConfig):
+            timeout_s: float = 60
+
+            @property
+            def backend_cls(self):
+                return MyBackend
+    """
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class with the controller's part."""
+        """Class of the controller's part of the integration."""
         return _NoOpBackend
 
     @property
     def process_setup_hook(self) -> Callable[[], object] | None:
-        """What each worker's process does as soon as it is up, such as an import that takes long.
+        """Function that each worker process runs when it starts, such as a slow import.
 
-        It is pickled and knows nothing of the other workers, who need not be up yet. A process that
-        is kept for another attempt does not do it again; one whose threads are the workers does not
-        do it at all. What it raises fails the start of the workers. Default: None, nothing.
+        The function is pickled. Other workers may not have started yet. Processes that are reused
+        for another attempt do not run it again, and workers that are threads never run it. An
+        exception fails the start of the workers. Default: None.
         """
         return None
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check packages and arguments in the driver, before a process starts.
 
+        Args:
+            scaling_config: Scaling configuration of the run.
+
         Raises:
-            ImportError, ValueError, TypeError: The run cannot work as configured.
+            ImportError: A package is missing or too old.
+            TypeError: A setting has the wrong type.
+            ValueError: A setting is out of range or conflicts with the scaling configuration.
         """
 
     def get_launcher_store(self) -> LauncherStore | None:
-        """Give the store of the launcher that has started this process as one of several.
+        """Return the store of the external launcher that started this process.
 
-        With `num_workers=0` these are then the ranks of one run. They have RANK, WORLD_SIZE,
-        LOCAL_RANK and LOCAL_WORLD_SIZE in their environments. Default: None, no launcher.
+        With `num_workers=0`, the processes of the launcher are the ranks of one run. Their
+        environment variables RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_WORLD_SIZE are set.
+
+        Returns:
+            The store, or None (the default) without a launcher.
         """
         return None
 
     def train_func_context(self) -> AbstractContextManager[None]:
-        """Wrap the training function on each worker: set the framework up, take it down.
+        """Return a context manager that wraps the training function on each worker.
 
-        `get_context()`, the environment and `drawbar.train.collective` work inside. It is left also
-        when the function raised or was interrupted, and must not wait for other ranks then.
+        It sets the framework up and shuts it down. Inside, `get_context()`, environment variables,
+        and `drawbar.train.collective` can be used. Its exit also runs if the function raised an
+        exception or was interrupted, and must not wait for other ranks in that case.
+
+        Returns:
+            The context manager.
         """
         return nullcontext()
 
 
 class _NoOpBackend(Backend):
-    """No framework: the function alone."""
+    """Backend without a framework."""
 
     can_reuse_processes = True

@@ -1,4 +1,4 @@
-"""What every config shares: a repr of what was set, and checks whose errors say what was found."""
+"""Shared checks and repr of the config classes."""
 
 from __future__ import annotations
 
@@ -51,40 +51,59 @@ def warn_caller(message: str) -> None:
 
 
 def check_run_name(name: str) -> None:
+    """Check that a run name is a relative path of valid directory names.
+
+    Raises:
+        TypeError: The name is not a string.
+        ValueError: The name is not a valid directory name or leaves the storage path.
+    """
     require_type("RunConfig.name", name, str)
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(
             f"RunConfig.name={name!r} would leave the storage path; "
-            "give a plain name, and the folder as storage_path"
+            "give a plain name, and set the directory with storage_path="
         )
     if not name.strip() or name in (".", "./") or re.search(r"[\x00-\x1f]", name):
-        raise ValueError(f"RunConfig.name={name!r} is not a usable folder name")
+        raise ValueError(f"RunConfig.name={name!r} is not a valid directory name")
     if (length := max(len(os.fsencode(part)) for part in path.parts)) > _MAX_NAME_BYTES:
         raise ValueError(
-            f"RunConfig.name={name[:20] + '...'!r} has {length} bytes; a folder's name has at most "
-            f"{_MAX_NAME_BYTES}"
+            f"RunConfig.name={name[:20] + '...'!r} has {length} bytes; a directory name has at "
+            f"most {_MAX_NAME_BYTES}"
         )
 
 
-def require_type(name: str, value: object, kind: type | tuple[type, ...]) -> None:
-    if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        expected = " or ".join(k.__name__ for k in kinds)
+def require_type(name: str, value: object, expected_type: type | tuple[type, ...]) -> None:
+    """Raise a TypeError that names the setting unless the value is an instance of a type."""
+    if not isinstance(value, expected_type):
+        types = expected_type if isinstance(expected_type, tuple) else (expected_type,)
+        expected = " or ".join(t.__name__ for t in types)
         raise TypeError(f"{name} must be {expected}, found {value!r} ({type(value).__name__})")
 
 
-def is_list_of(kind: type, value: object) -> bool:
+def is_list_of(expected_type: type, value: object) -> bool:
+    """Return whether a value is a sequence or set (not a string) of instances of a type."""
     if not isinstance(value, Sequence | Set) or isinstance(value, str):
         return False
-    return all(isinstance(item, kind) for item in value)
+    return all(isinstance(item, expected_type) for item in value)
 
 
 def resolve_config(name: str, value: T | None, kind: type[T]) -> T:
-    """Give the config that was passed as an argument of this name, or a default one.
+    """Return the config passed as an argument, or a default config.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: The argument; None selects the default config.
+        kind: Expected config class.
+
+    Returns:
+        `value`, or a default instance of `kind`.
 
     Raises:
-        TypeError: It is of another kind; the message says which is wanted.
+        TypeError: `value` is an instance of another class.
+
+    Example:
+        torch_config = resolve_config("torch_config", torch_config, TorchConfig)
     """
     if value is None:
         return kind()
@@ -95,7 +114,13 @@ def resolve_config(name: str, value: T | None, kind: type[T]) -> T:
 
 
 def require_int(name: str, value: object, *, at_least: int) -> None:
-    # True is an int to Python, and `num_workers=True` a mistake.
+    """Check that a value is an int and not below a minimum.
+
+    Raises:
+        TypeError: The value is not an int.
+        ValueError: The value is below `at_least`.
+    """
+    # bool is a subclass of int, but `num_workers=True` is a mistake.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, found {value!r} ({type(value).__name__})")
     if value < at_least:
@@ -105,17 +130,25 @@ def require_int(name: str, value: object, *, at_least: int) -> None:
 def parse_duration(
     name: str, value: object, *, none_meaning: str = "", can_be_zero: bool = False
 ) -> float:
-    """Check a duration, which is a number of seconds or a timedelta, and give it in seconds.
+    """Convert a duration in seconds or as a timedelta to seconds.
 
     Args:
-        name: Of the setting or argument, such as "TorchConfig.timeout_s".
-        value: What was given.
-        none_means: What None says, where that is allowed, for the message; the caller looks for it.
-        can_be_zero: Whether no time at all is a duration.
+        name: Name of the setting or argument, such as "TorchConfig.timeout_s".
+        value: Number of seconds or timedelta.
+        none_meaning: Effect of None, for the message, if the setting can be None. The caller
+            handles None.
+        can_be_zero: Whether zero is allowed.
+
+    Returns:
+        The duration in seconds.
 
     Raises:
-        TypeError: It is neither.
-        ValueError: It is not positive, or not finite.
+        TypeError: `value` is neither a number nor a timedelta.
+        ValueError: `value` is not positive or not finite.
+
+    Example:
+        >>> parse_duration("TorchConfig.timeout_s", timedelta(minutes=5))
+        300.0
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
@@ -128,15 +161,16 @@ def parse_duration(
 
 
 def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise a ValueError that lists the choices unless the value is one of them."""
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name} must be one of {listed}, found {value!r}")
 
 
 def to_journal_dict(config: DataclassInstance) -> dict[str, object]:
-    """Return the fields of a config as JSON values without secrets, for the journal.
+    """Return the fields of a config as JSON values for the journal.
 
-    Durations are in seconds.
+    Secrets are redacted. Durations are in seconds.
     """
     return {
         item.name: _json_value(getattr(config, item.name)) for item in dataclasses.fields(config)
@@ -150,31 +184,35 @@ def _json_value(value: object) -> object:
 
 
 def check_plain_function(role: str, function: object) -> None:
-    """Check that a function runs when it is called; `what` names it.
+    """Check that a function is callable, and that calling it runs it.
+
+    Args:
+        role: Role of the function for messages, such as "training function".
+        function: Function to check.
 
     Raises:
-        TypeError: It is not callable, or is a coroutine or generator function.
+        TypeError: The function is not callable, or it is a coroutine or generator function.
     """
     if not callable(function):
         raise TypeError(
             f"the {role} must be callable, found {function!r} ({type(function).__name__}); "
-            "pass the function itself, not what it returns"
+            "pass the function itself, not its return value"
         )
-    never_run = (
+    is_deferred_checks = (
         inspect.iscoroutinefunction,
         inspect.isgeneratorfunction,
         inspect.isasyncgenfunction,
     )
     for call in (function, type(function).__call__):
-        if any(is_kind(call) for is_kind in never_run):
+        if any(is_deferred(call) for is_deferred in is_deferred_checks):
             raise TypeError(
                 f"{get_function_name(function)} is an async or a generator function, so that "
-                "calling it runs "
-                f"none of it; a {role} is a plain function"
+                f"calling it runs none of it; a {role} must be a plain function"
             )
 
 
 def get_function_name(function: object) -> str:
+    """Return the name of a function, of the function of a partial, or of an object's class."""
     if isinstance(function, functools.partial):
         return get_function_name(function.func)
     return str(getattr(function, "__name__", type(function).__name__))

@@ -21,41 +21,52 @@ if TYPE_CHECKING:
     from ray.data.preprocessor import Preprocessor
 
 TRAIN_DATASET_KEY = "train"
-"""The name of the dataset that is trained on."""
+"""Name of the dataset used for training."""
 
 
 @dataclass(frozen=True, repr=False)
 class DataConfig(ConfigRepr):
-    """Which datasets are split between the workers, and how Ray Data runs them.
+    """Splitting of datasets between the workers, and execution by Ray Data.
 
-    A subclass that overrides `configure` splits in its own way.
+    Override `configure` in a subclass to split datasets differently.
 
     Args:
-        datasets_to_split: "all", or the names of the datasets that are split evenly and streamed.
-            Every other one is whole on each worker. Default: only "train" is split.
-        execution_options: `ray.data.ExecutionOptions` for all datasets, or one per name. Without
-            them the order of the rows is preserved, so that a restart goes on inside an epoch; with
-            them it is if they say `preserve_order=True`.
-        enable_shard_locality: Prefer giving a worker the blocks that lie on its own node. Ray Data
-            does so only where the order is not preserved.
-        uneven_rows: How to handle rows that the workers cannot share equally. "drop" leaves them
-            out:
-            at most `num_workers` - 1 rows of an epoch, also if it was resumed with other numbers of
-            workers; for streams, that many at each number of workers. "pad" gives workers with one
-            row less one more row from their neighbour. "keep" gives every row to one worker, so
-            that some get one row more, and maybe one batch more: for functions in which workers do
-            not wait for each other at each batch, or with PyTorch's `Join`. "error" raises an
-            error if rows remain. All but "drop" compute a Ray Data dataset once per run, keep it in
-            Ray's object store, and give each worker consecutive rows, the same in every attempt.
-        group_column: Rows with the same value in this column go to one worker, side by side; a
-            dataset whose groups lie apart is sorted first. Needs `uneven_rows="keep"`.
-        preprocessor: Of `ray.data.preprocessors`: fitted on "train" before the workers start,
-            unless it is fitted already, and applied to all datasets. Every checkpoint has it:
-            `Checkpoint.get_preprocessor()`.
-        datasets_to_shuffle: Names of split datasets whose rows are shuffled once, before the split,
+        datasets_to_split: "all", or the names of the datasets that are split between the workers.
+            Each worker reads all rows of the other datasets. Default: only "train" is split.
+        execution_options: `ray.data.ExecutionOptions` for all datasets, or one per dataset name. By
+            default the order of rows is preserved, so that a restart can resume within an epoch.
+            With own options, set `preserve_order=True` for that.
+        enable_shard_locality: Whether workers prefer blocks that are stored on their node. Ray Data
+            does this only if the order of rows is not preserved.
+        uneven_rows: Handling of rows that cannot be divided evenly between the workers.
+            "drop" leaves out at most `num_workers - 1` rows of an epoch, also if it was resumed
+            with another number of workers; for streamed datasets, up to that many at each number
+            of workers.
+            "pad" repeats one row of a neighbouring worker on workers that have one row less.
+            "keep" assigns every row to exactly one worker, so some workers have one more row and
+            maybe one more batch. Use it if workers do not wait for each other at each batch, or
+            with PyTorch's `Join`.
+            "error" raises an error if rows remain.
+            All values except "drop" materialize a Ray Data dataset once per run in Ray's object
+            store and give each worker consecutive rows, which are the same in every attempt.
+        group_column: Column whose equal values stay together: all rows of a group are consecutive
+            and go to the same worker. A dataset in which they are not consecutive is sorted first.
+            Requires `uneven_rows="keep"`.
+        preprocessor: A preprocessor of `ray.data.preprocessors`. Unless it is fitted, it is fitted
+            on "train" before the workers start. It is applied to all datasets and stored in every
+            checkpoint (`Checkpoint.get_preprocessor()`).
+        datasets_to_shuffle: Names of split datasets whose rows are shuffled once before the split,
             so that the rows of each worker are a random sample of the dataset. The order is the
-            same in every attempt. Needs an `uneven_rows` other than "drop" and no `group_column`.
-            Default: none.
+            same in every attempt. Requires an `uneven_rows` other than "drop" and no
+            `group_column`. Default: none.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `uneven_rows` is unknown, or an argument conflicts with another one.
+
+    Example:
+        >>> DataConfig(datasets_to_split=["train", "val"], uneven_rows="pad")
+        DataConfig(datasets_to_split=('train', 'val'), uneven_rows='pad')
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = (TRAIN_DATASET_KEY,)
@@ -74,10 +85,9 @@ class DataConfig(ConfigRepr):
             require_type("DataConfig.group_column", self.group_column, str)
             if self.uneven_rows != "keep":
                 raise ValueError(
-                    f"DataConfig.group_column={self.group_column!r} keeps groups whole, so the "
-                    f"workers cannot get equally many rows, but uneven_rows={self.uneven_rows!r}; "
-                    "set "
-                    'uneven_rows="keep"'
+                    f"DataConfig.group_column={self.group_column!r} needs workers with different "
+                    f"numbers of rows, but uneven_rows={self.uneven_rows!r}. "
+                    'Set uneven_rows="keep"'
                 )
         if self.preprocessor is not None and not hasattr(self.preprocessor, "fit_status"):
             raise TypeError(
@@ -112,8 +122,7 @@ class DataConfig(ConfigRepr):
             raise ValueError(
                 f"DataConfig.datasets_to_shuffle={list(names)} needs rows that are split by "
                 'number, but uneven_rows="drop" streams them. Set uneven_rows="keep", or shuffle '
-                "the "
-                "dataset with ray.data.Dataset.random_shuffle(seed=...)"
+                "the dataset with ray.data.Dataset.random_shuffle(seed=...)"
             )
         if names and self.group_column is not None:
             raise ValueError(
@@ -122,20 +131,20 @@ class DataConfig(ConfigRepr):
             )
 
     def shuffles(self, name: str) -> bool:
-        """Return True if the rows of a dataset are shuffled before they are split."""
+        """Return whether the rows of a dataset are shuffled before they are split."""
         return self.is_materialized_split(name) and name in self.datasets_to_shuffle
 
     def is_split(self, name: str) -> bool:
-        """Whether the dataset of this name is split between the workers."""
+        """Return whether a dataset is split between the workers."""
         return self.datasets_to_split == "all" or name in self.datasets_to_split
 
     def is_materialized_split(self, name: str) -> bool:
-        """Whether it is split by row numbers, and computed for that."""
+        """Return whether a dataset is materialized and split by row number."""
         return self.is_split(name) and self.uneven_rows != "drop" and not self.has_custom_split
 
     @property
     def has_custom_split(self) -> bool:
-        """Whether a subclass splits in its own way."""
+        """True if a subclass overrides `configure`."""
         return type(self).configure is not DataConfig.configure
 
     def configure(
@@ -146,65 +155,72 @@ class DataConfig(ConfigRepr):
         worker_node_ids: Sequence[str] | None = None,
         **_: object,
     ) -> list[dict[str, DataIterator]]:
-        """Give each worker its part of each dataset, in rank order. A hook for subclasses.
+        """Return the shards of each worker. Override this method to split datasets differently.
 
-        It is called before each attempt, where the run is controlled. What an override gives is
-        passed on as it is: of its data position a checkpoint has the whole epochs only.
+        The controller's process calls it before each attempt. Workers receive the iterators that an
+        override returns unchanged; checkpoints then record only complete epochs of them.
 
         Args:
-            datasets: Datasets by name; those given as functions are made.
+            datasets: Datasets by name. Dataset factories have been called.
             world_size: Number of workers.
-            worker_handles: Always None: there is nothing to ask the workers.
-            worker_node_ids: Id of each worker's node.
+            worker_handles: Always None. Accepted for compatibility with Ray Train.
+            worker_node_ids: Node id of each worker.
+
+        Returns:
+            One mapping from dataset name to iterator per worker, in rank order.
         """
         hints = list(worker_node_ids or ()) if self.enable_shard_locality else None
         shards: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
             dataset = self.apply_options(name, dataset)
-            # One worker reads the whole: a split would keep an actor for it that hands the rows
-            # out.
+            # A single worker reads the dataset directly: streaming_split() would need an actor.
             if self.is_split(name) and world_size > 1:
-                parts = dataset.streaming_split(
+                iterators = dataset.streaming_split(
                     world_size, equal=self.uneven_rows != "keep", locality_hints=hints or None
                 )
             else:
-                parts = [dataset.iterator()] * world_size
-            for shard, part in zip(shards, parts, strict=True):
-                shard[name] = part
+                iterators = [dataset.iterator()] * world_size
+            for shard, iterator in zip(shards, iterators, strict=True):
+                shard[name] = iterator
         return shards
 
     @staticmethod
     def default_ingest_options() -> ExecutionOptions:
-        """Give the options that datasets have here by default, to change and to pass on.
+        """Return the default execution options of datasets, for example to modify them.
 
-        They are those of the current `ray.data.DataContext`, and keep the order of the rows.
+        Returns:
+            A copy of the options of the current `ray.data.DataContext` with `preserve_order=True`.
         """
         from ray.data import DataContext
 
-        # A copy: the current ones are those of every dataset of this process.
+        # Copy them, since all datasets in this process share them.
         options = copy.deepcopy(DataContext.get_current().execution_options)
         options.preserve_order = True
         return options
 
     def apply_options(self, name: str, dataset: Dataset) -> Dataset:
-        """Give a copy of a dataset that Ray Data runs as this config says."""
+        """Return a copy of a dataset with the execution options of this config."""
         options = self.execution_options
         return with_options(dataset, options.get(name) if isinstance(options, Mapping) else options)
 
 
 def with_options(dataset: Dataset, options: ExecutionOptions | None) -> Dataset:
-    """Give a copy of a dataset with other options; without options, one that keeps its order.
+    """Return a copy of a dataset with other execution options.
 
-    Off a terminal Ray Data logs one line for each pass over it, and draws no bars.
+    Without a terminal, Ray Data logs one line per epoch instead of progress bars.
+
+    Args:
+        dataset: Dataset to copy.
+        options: Execution options. None keeps the dataset's options and preserves the row order.
     """
-    copied = type(dataset).copy(dataset, _deep_copy=True)  # the context too, which is often shared
+    copied = type(dataset).copy(dataset, _deep_copy=True)  # copies the context, which may be shared
     copied.context.execution_options = copy.deepcopy(
         copied.context.execution_options if options is None else options
     )
     if options is None:
         copied.context.execution_options.preserve_order = True
     if not sys.stderr.isatty():
-        # Else Ray Data draws bars for each pass, dozens of lines where nothing is redrawn.
+        # Without a terminal, progress bars would print dozens of lines for each epoch.
         copied.context.enable_progress_bars = False
         copied.context.print_on_execution_start = False
     return copied

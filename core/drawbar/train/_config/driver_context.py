@@ -1,4 +1,4 @@
-"""`Driver`: what a driver's runs find around them, for a process that starts runs in its place."""
+"""`DriverContext`: a driver's variables and environment, for a process that starts its runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from drawbar.train._driver_env import DriverEnvironment
 
 @dataclass(frozen=True, kw_only=True)
 class DriverContext:
-    """A driver as another process, maybe on another node, is to find it: see `here`.
+    """Variables and environment of a driver, for another process that starts runs in its place.
 
     Attributes:
-        environment: The variables that its workers get.
-        surroundings: Arguments, folder, import path, logging and `DataContext`.
+        env_vars: Environment variables that workers receive.
+        driver_env: Arguments, working directory, import path, logging, and `DataContext`.
+
+    Example:
+        context = DriverContext.capture()
+
+        @ray.remote
+        def run_trial():
+            with context.apply():
+                trainer.fit()
     """
 
     env_vars: dict[str, str]
@@ -25,7 +33,14 @@ class DriverContext:
 
     @classmethod
     def capture(cls, forward_env: Sequence[str] = ()) -> DriverContext:
-        """Give this process; `forward_env` as for `RunConfig`."""
+        """Capture the context of this process.
+
+        Args:
+            forward_env: Names or patterns of additional variables, as for `RunConfig`.
+
+        Returns:
+            The context, which can be pickled.
+        """
         return cls(
             env_vars=select_forwarded(os.environ, forward_env),
             driver_env=DriverEnvironment.capture(),
@@ -33,7 +48,10 @@ class DriverContext:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Have the runs that start in this process find what they would find in that one."""
+        """Recreate the captured context for runs that are started in this process.
+
+        The environment variables stay set on exit.
+        """
         os.environ.update(self.env_vars)
         with self.driver_env.apply():
             yield

@@ -1,4 +1,4 @@
-"""Which of the driver's environment variables the workers get."""
+"""Select the driver's environment variables that workers receive."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DEFAULT_FORWARDED_PATTERNS = (
     # Threads and seeds. PYTHONHASHSEED reaches only the worker's child processes.
     *("OMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "VECLIB_*", "PYTHONHASHSEED"),
 )
-"""Glob patterns of the driver's variables that workers get; `RunConfig.forward_env` adds more."""
+"""Patterns of variables that workers receive; `RunConfig.forward_env` adds more."""
 
-_DEVICE_REASON = "Ray gives each worker its own devices"
-_RANK_REASON = "it is set for each worker from its own place in the group"
+_DEVICE_REASON = "Ray assigns devices to each worker"
+_RANK_REASON = "Drawbar sets it for each worker by its rank"
 _STARTUP_REASON = (
-    "Python reads it only as a process starts; send code with worker_runtime_env instead"
+    "Python reads it only when a process starts; send code with worker_runtime_env instead"
 )
 
 EXCLUDED_PATTERNS: Mapping[str, str] = MappingProxyType(
@@ -42,7 +42,7 @@ EXCLUDED_PATTERNS: Mapping[str, str] = MappingProxyType(
         "FURIOSA_DEVICES": _DEVICE_REASON,
         "RBLN_DEVICES": _DEVICE_REASON,
         "DRAWBAR_*": "it describes a process of an other run",
-        "RAY_*": "it describes the driver's own connection to Ray",
+        "RAY_*": "it describes the driver's connection to Ray",
         "RANK": _RANK_REASON,
         "LOCAL_RANK": _RANK_REASON,
         "NODE_RANK": _RANK_REASON,
@@ -56,32 +56,34 @@ EXCLUDED_PATTERNS: Mapping[str, str] = MappingProxyType(
         "MASTER_ADDR": _RANK_REASON,
         "MASTER_PORT": _RANK_REASON,
         "TORCHELASTIC_*": _RANK_REASON,
-        "PET_*": _RANK_REASON,  # the options of a torchrun that the driver itself runs under
+        "PET_*": _RANK_REASON,  # options of torchrun, if the driver runs under it
         "TF_CONFIG": _RANK_REASON,
         "PYTHONPATH": _STARTUP_REASON,
         "PYTHONHOME": _STARTUP_REASON,
     }
 )
-"""Glob patterns that no worker ever gets from the driver, each with the reason."""
+"""Patterns of variables that workers never receive from the driver, each with the reason."""
 
 
 def select_forwarded(
     environ: Mapping[str, str], extra_patterns: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Choose the driver's environment variables that the workers get.
+    """Select the driver's environment variables that workers receive.
 
-    In a driver that Ray started itself (a Ray job, a task, a Tune trial), OMP_NUM_THREADS is Ray's
-    and not the user's; it is then forwarded only if `extra` names it exactly.
+    If Ray started the driver (a Ray job, a task, or a Tune trial), OMP_NUM_THREADS was set by Ray
+    and not by the user. It is then only forwarded if `extra_patterns` contains its exact name.
 
     Args:
-        environ: The driver's environment.
-        extra: The user's own names, or patterns such as "MY_*", besides
-            `DEFAULT_FORWARDED_PATTERNS`. A name
-            that is not set in `environ` is left out.
+        environ: Environment of the driver.
+        extra_patterns: Names or patterns such as "MY_*" in addition to
+            `DEFAULT_FORWARDED_PATTERNS`. Names that are not set in `environ` are ignored.
+
+    Returns:
+        Variables to forward.
 
     Raises:
-        ValueError: `extra` names a variable of `EXCLUDED_PATTERNS`. A wider pattern that covers one
-            is fine: the variable is left out.
+        ValueError: `extra_patterns` names a variable of `EXCLUDED_PATTERNS`. A wider pattern that
+            also matches one is allowed; that variable is omitted.
     """
     for name in extra_patterns:
         if (reason := get_exclusion_reason(name)) is not None:
@@ -94,7 +96,7 @@ def select_forwarded(
         if _matches(name, (*DEFAULT_FORWARDED_PATTERNS, *extra_patterns))
         and get_exclusion_reason(name) is None
     }
-    # Ray has set it for this process, by the CPUs that it counts for that (ray-project/ray#30496).
+    # Ray sets it in this process to the number of its CPUs (ray-project/ray#30496).
     if "RAY_RAYLET_PID" in environ and "OMP_NUM_THREADS" not in extra_patterns:
         chosen.pop("OMP_NUM_THREADS", None)
     return chosen
@@ -105,4 +107,5 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def get_exclusion_reason(name: str) -> str | None:
+    """Return why a variable is never forwarded, or None if it can be."""
     return next((why for p, why in EXCLUDED_PATTERNS.items() if fnmatchcase(name, p)), None)

@@ -1,4 +1,4 @@
-"""Whether a package is installed, new enough, and not hidden by a file of the user's."""
+"""Check that a package is installed, new enough, and not shadowed by a user's file."""
 
 from __future__ import annotations
 
@@ -12,70 +12,84 @@ from importlib.machinery import PathFinder
 
 
 def require_package(module: str, extra: str, min_version: str | None = None) -> None:
-    """Check that a framework is installed, and not too old, without importing it.
+    """Check that a framework is installed and new enough, without importing it.
 
     Args:
-        module: Top-level module, such as "torch". If `at_least` is given, the package has this name
-            too.
-        extra: The extra of Drawbar that installs it.
-        at_least: The oldest version that works. Default: any.
+        module: Top-level module, such as "torch". With `min_version`, also the package name.
+        extra: Extra of Drawbar that installs the framework.
+        min_version: Oldest supported version. Default: any.
 
     Raises:
-        ModuleNotFoundError: It is not installed; the message has the command that installs it.
-        ImportError: It is too old, or a file of the user's hides it.
+        ModuleNotFoundError: The framework is not installed. The message contains the command that
+            installs it.
+        ImportError: The framework is too old, or a user's file shadows it.
+
+    Example:
+        require_package("torch", extra="torch", min_version="2.4")
     """
-    why_not = _find_import_error(module, extra)
-    if why_not is not None:
-        raise why_not
+    error = _find_import_error(module, extra)
+    if error is not None:
+        raise error
     if min_version is not None:
         version = importlib.metadata.version(module)
         require_version(module, version, min_version, requirement=f"drawbar[{extra}]")
 
 
 def make_import_error(module: str, extra: str) -> ImportError:
-    """Give the error that says why a framework could not be imported. Raise it from that one.
+    """Return an error that explains why a framework could not be imported.
 
     Args:
         module: Top-level module, such as "torch".
-        extra: The extra of Drawbar that installs it.
+        extra: Extra of Drawbar that installs the framework.
+
+    Returns:
+        The error, to be raised from the original one.
+
+    Example:
+        try:
+            import torch
+        except ImportError as error:
+            raise make_import_error("torch", extra="torch") from error
     """
     return _find_import_error(module, extra) or ImportError(
-        f"{module} is installed here, but cannot be imported as it is; "
+        f"{module} is installed, but cannot be imported; "
         f'run: pip install --upgrade "drawbar[{extra}]"',
         name=module,
     )
 
 
 def _find_import_error(module: str, extra: str) -> ImportError | None:
-    hidden = find_shadowing_file(module)
-    if hidden is not None:
+    path = find_shadowing_file(module)
+    if path is not None:
         return ImportError(
-            f"`import {module}` finds {hidden}, which hides the package {module}; rename it",
+            f"`import {module}` finds {path}, which hides the package {module}; rename it",
             name=module,
-            path=hidden,
+            path=path,
         )
     if importlib.util.find_spec(module) is None:
         return ModuleNotFoundError(
-            f'{module} is not installed here; run: pip install "drawbar[{extra}]"', name=module
+            f'{module} is not installed; run: pip install "drawbar[{extra}]"', name=module
         )
     return None
 
 
 def find_shadowing_file(module: str) -> str | None:
-    """Give the file beside the script, or in the working directory, that hides a package.
+    """Return the user's file that shadows a package, or None.
+
+    Only files in the directory of the script and in the working directory count.
 
     Args:
-        module: What both are imported as, such as "torch".
+        module: Top-level module, such as "torch".
     """
-    (folder, first), *others = *_find_candidates(module), ("", "")
+    (directory, first), *others = *_find_candidates(module), ("", "")
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
-    is_users = folder in (os.path.dirname(os.path.abspath(script)), os.getcwd())
-    hides = any(other not in ("", first) for _, other in others)
-    return first if is_users and hides else None
+    is_user_file = directory in (os.path.dirname(os.path.abspath(script)), os.getcwd())
+    shadows_package = any(other not in ("", first) for _, other in others)
+    return first if is_user_file and shadows_package else None
 
 
 def _find_candidates(module: str) -> Iterator[tuple[str, str]]:
-    """Give what may be imported under a name: its folder and its file, the one that is first."""
+    """Yield the directory and file of each module of this name, in import order."""
     for entry in sys.path:
         spec = PathFinder.find_spec(module, [entry])
         if spec is not None and spec.origin is not None:
@@ -83,26 +97,29 @@ def _find_candidates(module: str) -> Iterator[tuple[str, str]]:
 
 
 def require_version(module: str, version: str, min_version: str, *, requirement: str) -> None:
-    """Check that a framework is not too old, where its package need not have the module's name.
+    """Check that a framework is new enough, if its package may have another name.
 
     Args:
-        module: Its module, such as "xgboost".
-        found: The version, such as `module.__version__`.
-        at_least: The oldest version that works.
-        install: What `pip install` is to be told.
+        module: Module of the framework, such as "xgboost".
+        version: Installed version, such as `module.__version__`.
+        min_version: Oldest supported version.
+        requirement: Requirement that `pip install` needs, such as "drawbar[xgboost]".
 
     Raises:
-        ImportError: It is too old; the message has both versions and the command.
+        ImportError: The version is too old. The message contains both versions and the command.
+
+    Example:
+        require_version("xgboost", xgboost.__version__, "2.0", requirement="drawbar[xgboost]")
     """
     if parse_release(version) < parse_release(min_version):
         raise ImportError(
-            f"{module} {version} is installed here, but {min_version} or newer is needed; "
+            f"{module} {version} is installed, but {min_version} or newer is needed; "
             f'run: pip install --upgrade "{requirement}"',
             name=module,
         )
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """Give the numbers of a version: those before anything like "rc1", ".dev0" or "+cpu"."""
+    """Return the release numbers of a version, without suffixes such as "rc1" or "+cpu"."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()

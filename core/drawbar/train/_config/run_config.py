@@ -1,7 +1,7 @@
-"""How a run is configured. Every class here is frozen, checks itself, and touches nothing outside.
+"""Configuration of a run: storage, failures, checkpoints, logging, and callbacks.
 
-A mistake in a config is a `ValueError` or `TypeError` at the line that makes it, before a process
-starts.
+All classes are frozen. Their constructors raise `ValueError` or `TypeError` for invalid arguments,
+so that mistakes are reported at the user's line before a process starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Which run a callback watches."""
+    """Description of the run that a callback observes.
+
+    Attributes:
+        name: Name of the run.
+        run_id: Unique id of the run, the same after a resume.
+        path: Path or URI of the run directory.
+        scaling_config: Scaling configuration of the run.
+        run_config: Run configuration of the run.
+
+    Example:
+        class PrintRun(UserCallback):
+            def after_report(self, run_context, metrics, checkpoint):
+                print(run_context.name, run_context.path, metrics[0])
+    """
 
     name: str
     run_id: str
@@ -44,10 +57,18 @@ class RunContext:
 
 
 class UserCallback:
-    """Subclass it and pass instances as `RunConfig(callbacks=[...])`.
+    """Base class of callbacks that observe a run.
 
-    The methods are called in the process of the controller, one after the other in the order of
-    events, on a thread of their own: a slow one delays later calls, never the training.
+    Pass instances as `RunConfig(callbacks=[...])`. The methods are called in the controller's
+    process in the order of events, one at a time, on a separate thread. A slow callback delays
+    later callbacks but not training.
+
+    Example:
+        class PrintLoss(UserCallback):
+            def after_report(self, run_context, metrics, checkpoint):
+                print(f"{run_context.name}: loss {metrics[0]['loss']:.3f}")
+
+        trainer = DataParallelTrainer(train_func, run_config=RunConfig(callbacks=[PrintLoss()]))
     """
 
     def after_report(
@@ -56,51 +77,75 @@ class UserCallback:
         metrics: list[Metrics],
         checkpoint: Checkpoint | None,
     ) -> None:
-        """Run when every rank has made its k-th report and its checkpoint, if any, is committed.
+        """Handle a complete round: every rank has reported, and the checkpoint is committed.
 
-        `metrics` has one entry per rank, in rank order.
+        Args:
+            run_context: The run.
+            metrics: Metrics of every rank, in rank order.
+            checkpoint: Committed checkpoint of the round, None if no rank saved one.
         """
 
     def on_preemption(self, run_context: RunContext, info: PreemptionInfo) -> None:
-        """Run when nodes of this run are about to be taken away."""
+        """Handle the notice that nodes of the run will be preempted.
+
+        Args:
+            run_context: The run.
+            info: Affected nodes and ranks, and the deadline if it is known.
+        """
 
     def after_exception(
         self, run_context: RunContext, worker_exceptions: dict[int, Exception]
     ) -> None:
-        """Run when an attempt has failed, also if another one follows. Maps rank to exception."""
+        """Handle a failed attempt, whether or not the run restarts.
+
+        Args:
+            run_context: The run.
+            worker_exceptions: Exceptions by rank.
+        """
 
 
 ResumeMode = Literal["auto", "never", "must"]
 ScoreOrder = Literal["max", "min"]
 
-# In the home, which outlives a reboot, and which the nodes of a cluster often share.
+# The home directory survives a reboot, and the nodes of a cluster often share it.
 DEFAULT_STORAGE_PATH = "~/drawbar_results"
 
 
 @dataclass(frozen=True, repr=False)
 class FailureConfig(ConfigRepr):
-    """What to do when workers fail. Mistakes in the configuration are never retried.
+    """Failure handling: restart limits, hang detection, and reuse of worker processes.
+
+    Configuration errors are never retried.
 
     Args:
-        max_failures: How often the group may restart from the newest committed checkpoint after a
-            worker failed; 0 never, -1 without limit.
-        max_preemption_failures: How often workers may be lost with their nodes, counted apart; -1
-            without limit.
-        max_startup_failures: How often starting the workers may fail before the run fails; -1 is
-            without limit. The delay before the next start doubles from 2 s up to 60 s.
-        reuse_workers: Keep the processes of the workers that did not fail, with their imports and
-            `get_context().cache`, when their backend allows it and they stop within a second.
-        hang_timeout: When no rank has said anything (report, collective, output) for so long, in
-            seconds or as a timedelta, every rank's stacks are written to `<run>/stacks`, and the
-            attempt fails with a `HangError` that names the odd rank out. It counts in
-            `max_failures`. None waits without limit.
-        stall_warning_after: When a rank has given no sign of life for so long while others wait
-            for it, in
-            seconds or as a timedelta, the console and `RunHandle.quiet_ranks` say so: which rank,
-            where it stands, how to look further. The run goes on. None says nothing.
-        controller_failure_limit: Ray Train's name of `max_startup_failures`.
-        relax_collectives_on_preemption: Of Ray Train; changes nothing here, and says so.
-        preemption_grace_s: Of Ray Train; changes nothing here, and says so.
+        max_failures: Maximum number of restarts from the latest committed checkpoint after a worker
+            failed. 0 disables restarts; -1 sets no limit.
+        max_preemption_failures: Maximum number of restarts after workers were lost with their
+            nodes, counted separately. -1 sets no limit.
+        max_startup_failures: Maximum number of failed starts of the worker group that are retried.
+            -1 sets no limit. The delay between starts doubles from 2 s to 60 s.
+        reuse_workers: Whether a restart keeps the processes of workers that did not fail, with
+            their imported modules and `get_context().cache`. This requires a backend that supports
+            it, and a training function that stops within one second.
+        hang_timeout: Time without any activity (reports, collectives, output) of all ranks after
+            which the attempt fails, in seconds or as a timedelta. Drawbar then writes the stacks of
+            all ranks to `<run>/stacks` and raises a `HangError` that names the outlier rank. Counts
+            as one of `max_failures`. None disables the timeout.
+        stall_warning_after: Time without activity of a rank that others wait for, in seconds or as
+            a timedelta, after which the console and `RunHandle.stalled_ranks` report the rank, its
+            location, and how to inspect it. The run continues. None disables the warning.
+        controller_failure_limit: Ray Train's name for `max_startup_failures`.
+        relax_collectives_on_preemption: Accepted for compatibility with Ray Train and ignored with
+            a warning.
+        preemption_grace_s: Accepted for compatibility with Ray Train and ignored with a warning.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A limit is below -1, or a duration is not positive and finite.
+
+    Example:
+        >>> FailureConfig(max_failures=3, hang_timeout=1800)
+        FailureConfig(max_failures=3, hang_timeout=datetime.timedelta(seconds=1800))
     """
 
     _replacements: ClassVar[Mapping[str, str]] = {
@@ -109,13 +154,12 @@ class FailureConfig(ConfigRepr):
 
     max_failures: int = 0
     _: KW_ONLY
-    # Nodes that go say nothing of the function, which will run elsewhere: no limit.
+    # No limit: a preempted node is no sign of a fault in the function, which restarts elsewhere.
     max_preemption_failures: int = -1
-    # A node may be lost between placing and starting; what is wrong for good fails three times.
+    # A node may be lost during startup. A permanent error fails three times.
     max_startup_failures: int = 2
     reuse_workers: bool = True
-    # A long epoch is as silent as a hang, and only its user knows how long one may be. So by
-    # default it is said, and nothing is ended.
+    # None by default: a long epoch looks like a hang, and only the user knows how long one may be.
     hang_timeout: float | timedelta | None = None
     stall_warning_after: float | timedelta | None = timedelta(seconds=30)
     controller_failure_limit: InitVar[int | None] = None
@@ -132,14 +176,14 @@ class FailureConfig(ConfigRepr):
             object.__setattr__(self, "max_startup_failures", controller_failure_limit)
         if relax_collectives_on_preemption or preemption_grace_s:
             warn_caller(
-                "FailureConfig(relax_collectives_on_preemption=, preemption_grace_s=) change "
-                "nothing: ranks whose nodes are taken away are waited for while they live; the run "
-                "goes on elsewhere once a checkpoint is committed, or they are gone"
+                "FailureConfig(relax_collectives_on_preemption=, preemption_grace_s=) have no "
+                "effect: ranks on preempted nodes run until their nodes stop or a checkpoint is "
+                "committed, and the run then continues on other nodes"
             )
         for name in ("max_failures", "max_preemption_failures", "max_startup_failures"):
             require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)
         self._check_duration("hang_timeout", none_means="waits without limit")
-        self._check_duration("stall_warning_after", none_means="says nothing")
+        self._check_duration("stall_warning_after", none_means="disables the warning")
         require_type("FailureConfig.reuse_workers", self.reuse_workers, bool)
 
     def _check_duration(self, field_name: str, none_means: str) -> None:
@@ -147,29 +191,40 @@ class FailureConfig(ConfigRepr):
         if timeout is None:
             return
         seconds = parse_duration(name, timeout, none_meaning=none_means)
-        # Frozen for users: what they gave in either form has one from here on.
+        # Store either form as a timedelta. The dataclass is frozen, so bypass its __setattr__.
         object.__setattr__(self, field_name, timedelta(seconds=seconds))
 
 
 _SAVING_ADVICE = (
-    "a checkpoint is made whenever the function calls report(checkpoint=...); the report callbacks "
-    "of the integrations have their own options, such as RayTrainReportCallback(frequency=10)"
+    "a checkpoint is saved whenever the function calls report(checkpoint=...); the report "
+    "callbacks of the integrations have separate options, such as "
+    "RayTrainReportCallback(frequency=10)"
 )
 
 
 @dataclass(frozen=True, repr=False)
 class CheckpointConfig(ConfigRepr):
-    """Which checkpoints stay, and how safe a committed one is.
+    """Retention and durability of checkpoints.
 
     Args:
-        num_to_keep: Keep this many of the best; None keeps all. The newest always stays too, since
-            a restart begins there.
-        checkpoint_score_attribute: The reported metric that ranks checkpoints; nested keys are
-            joined with "/". None ranks by age, newest best. A checkpoint without the metric, or
-            with NaN, ranks last; as long as none has it, the console says so and none is deleted.
-        checkpoint_score_order: "max" if a higher score is better, "min" if a lower one is.
-        durable: Also survive a power cut, by fsync of each file and folder before the commit.
-            Without it a committed checkpoint survives the death of any process.
+        num_to_keep: Number of best checkpoints to keep; None keeps all. The latest checkpoint is
+            also kept, since restarts resume from it.
+        checkpoint_score_attribute: Reported metric that ranks checkpoints; nested keys are joined
+            with "/". None ranks by age, latest first. Checkpoints without the metric, or with NaN,
+            rank last. While no checkpoint has the metric, the console shows a warning and none is
+            deleted.
+        checkpoint_score_order: "max" if a higher score is better, "min" if a lower score is better.
+        durable: Whether committed checkpoints also survive a power loss. Each file and directory is
+            then flushed with fsync before the commit. Without it, a committed checkpoint survives
+            the death of any process.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `num_to_keep` is below 1, or `checkpoint_score_order` is unknown.
+
+    Example:
+        >>> CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
+        CheckpointConfig(num_to_keep=2, checkpoint_score_attribute='accuracy')
     """
 
     _replacements: ClassVar[Mapping[str, str]] = {
@@ -199,11 +254,19 @@ class CheckpointConfig(ConfigRepr):
 
 @dataclass(frozen=True, repr=False)
 class LoggingConfig(ConfigRepr):
-    """What a run shows on the driver's console. The files under `<run>/logs` always get everything.
+    """Console output of a run. The files in `<run>/logs` always contain everything.
 
     Args:
-        log_level: "INFO" shows the run's progress, rank 0's output and all errors; "WARNING" leaves
-            the progress out; "ERROR" leaves rank 0's output out too.
+        log_level: "INFO" shows progress, the output of rank 0, and all errors. "WARNING" omits
+            progress. "ERROR" also omits the output of rank 0.
+
+    Raises:
+        TypeError: `log_level` is not a string.
+        ValueError: `log_level` is not the name of a level of `logging`.
+
+    Example:
+        >>> RunConfig(logging_config=LoggingConfig("WARNING"))
+        RunConfig(logging_config=LoggingConfig(log_level='WARNING'))
     """
 
     log_level: str = "INFO"
@@ -215,43 +278,53 @@ class LoggingConfig(ConfigRepr):
 
     @property
     def level_number(self) -> int:
-        """The level as the number that `logging` uses."""
+        """Numeric level, as in `logging`."""
         return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
 @dataclass(frozen=True, repr=False)
 class RunConfig(ConfigRepr):
-    """Where a run lies and how it is kept going.
+    """Storage of a run, its failure handling, checkpoints, callbacks, and logging.
 
     Args:
-        name: Name of the run's directory. Default: the date, time and six random hex digits.
-            Folders in it, such as "mnist/first", are below the storage path.
-        storage_path: Where runs lie: a local or shared path, or a URI that pyarrow or fsspec knows,
-            such as `s3://bucket/folder`. Default `~/drawbar_results`.
-        storage_filesystem: A `pyarrow.fs.FileSystem`, or one of fsspec, that `storage_path` lies
-            on; the path then needs no scheme.
-        failure_config: Restarts; see `FailureConfig`.
+        name: Name of the run directory below the storage path; may contain directories, such as
+            "mnist/first". Default: date, time, and six random hexadecimal digits.
+        storage_path: Directory or URI in which runs are stored: a local or shared path, or a URI
+            that pyarrow or fsspec supports, such as `s3://bucket/path`. Default:
+            `~/drawbar_results`.
+        storage_filesystem: A `pyarrow.fs.FileSystem` or fsspec filesystem for `storage_path`, which
+            then needs no scheme.
+        failure_config: Failure handling; see `FailureConfig`.
         checkpoint_config: Retention and durability; see `CheckpointConfig`.
-        callbacks: Observers of the run; see `UserCallback`.
+        callbacks: Callbacks that observe the run; see `UserCallback`.
         worker_runtime_env: Ray runtime environment of the worker processes.
-        logging_config: What the console shows; see `LoggingConfig`.
-        forward_env: Names of environment variables, or patterns such as "MY_*", that the workers
-            get from the driver besides the documented default set.
-        resume: What to do if the run directory already holds a run. "auto": resume from its latest
-            checkpoint, but raise an error if the run has finished with another training function.
-            "never": raise an error. "must": always resume, and raise an error if there is no run or
+        logging_config: Console output; see `LoggingConfig`.
+        forward_env: Names or patterns (such as "MY_*") of environment variables that workers
+            receive from the driver in addition to the default ones.
+        resume: Whether to resume an existing run of this name. "auto" resumes from its latest
+            checkpoint, but raises an error if the run has finished with another training function.
+            "never" raises an error if the run exists. "must" raises an error if there is no run or
             no checkpoint.
-        detached: The run outlives the driver: it is hosted in an actor, and `drawbar.train.attach`
-            finds it by its name from any process on the cluster. Callbacks then run in that actor.
-        secrets: Names of keys in `train_loop_config`, at any depth, whose values are not written to
-            the journal nor shown, besides those that look like secrets, as `hf_token` does.
+        detached: Whether the run outlives the driver. A host actor then controls the run and calls
+            the callbacks, and `drawbar.train.attach` returns a handle to it in any process of the
+            cluster.
+        secret_keys: Keys in `train_loop_config`, at any depth, whose values are redacted in the
+            journal and on the console, in addition to keys that look like secrets (`hf_token`).
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `name`, `storage_path`, or `resume` is invalid.
+
+    Example:
+        >>> RunConfig(name="mnist", failure_config=FailureConfig(max_failures=3))
+        RunConfig(name='mnist', failure_config=FailureConfig(max_failures=3))
     """
 
     _replacements: ClassVar[Mapping[str, str]] = {
-        "verbose": 'logging_config=LoggingConfig("WARNING") shows less, "ERROR" less still',
+        "verbose": 'logging_config=LoggingConfig("WARNING") shows less, "ERROR" even less',
         "log_to_file": "leave it out: the output of every rank is in <run>/logs",
         "progress_reporter": "leave it out: the console shows the progress, and callbacks=[...] "
-        "hear of every report",
+        "receive every report",
         "stop": "return from the training function when it is time, or call RunHandle.stop()",
         "sync_config": "leave it out: report() uploads checkpoints, the run its journal and logs",
         "local_dir": "write storage_path=",
@@ -272,14 +345,14 @@ class RunConfig(ConfigRepr):
     secret_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in (
+        for name, expected_type in (
             ("failure_config", FailureConfig),
             ("checkpoint_config", CheckpointConfig),
             ("logging_config", LoggingConfig),
         ):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, kind())
-            require_type(f"RunConfig.{name}", getattr(self, name), kind)
+                object.__setattr__(self, name, expected_type())
+            require_type(f"RunConfig.{name}", getattr(self, name), expected_type)
         if self.name is not None:
             check_run_name(self.name)
         if self.storage_path is not None:
@@ -290,7 +363,7 @@ class RunConfig(ConfigRepr):
         require_type("RunConfig.detached", self.detached, bool)
         if not is_list_of(str, self.secret_keys):
             raise TypeError(
-                "RunConfig.secrets must be a list of keys of train_loop_config such as "
+                "RunConfig.secret_keys must be a list of keys of train_loop_config such as "
                 f"['license'], found {self.secret_keys!r}"
             )
         if not is_list_of(str, self.forward_env):
@@ -313,8 +386,8 @@ class RunConfig(ConfigRepr):
 
 
 def _suggest_callback(callbacks: object) -> str:
-    """Say what to write in the place of a callback that Ray brings for its own trainers."""
-    found = callbacks if isinstance(callbacks, list | tuple) else ()
-    if any(type(each).__module__.startswith("ray.tune.integration") for each in found):
+    """Return a hint for callbacks that only work with Ray's own trainers."""
+    candidates = callbacks if isinstance(callbacks, list | tuple) else ()
+    if any(type(item).__module__.startswith("ray.tune.integration") for item in candidates):
         return "; drawbar.tune.TuneReportCallback reports to Ray Tune"
     return ""

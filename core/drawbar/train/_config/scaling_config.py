@@ -1,4 +1,4 @@
-"""`ScalingConfig`: how many workers, on what."""
+"""`ScalingConfig`: number of workers and resources of each worker."""
 
 from __future__ import annotations
 
@@ -23,34 +23,46 @@ _RAY_RESOURCE_NAMES = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU", "memory": "memo
 
 @dataclass(frozen=True, repr=False)
 class ScalingConfig(ConfigRepr):
-    """How many workers, on what.
+    """Number of workers and resources of each worker.
 
     Args:
-        trainer_resources: Of Ray Train, which takes None only, as here: a run is its workers.
-        num_workers: Number of worker processes, each on its own Ray actor. 0 runs the function in
-            this very process, where `pdb` works, with the same reports, checkpoints and `Result`.
-            (low, high) is elastic: the run starts with what there is room for, goes on with fewer
-            when workers are lost, and takes in new ones when a checkpoint is committed.
-        use_gpu: One GPU per worker, unless `resources_per_worker` says how many.
-        resources_per_worker: Ray resources of one worker, such as `{"CPU": 4, "GPU": 1}`; `memory`
-            is in bytes, any other key is a custom resource. Default `{"CPU": 1}`, with `use_gpu`
-            `{"GPU": 1}`.
+        trainer_resources: Accepted for compatibility with Ray Train. Must be None, since a run
+            consists only of its workers.
+        num_workers: Number of worker processes; each one is a Ray actor. 0 runs the training
+            function in the current process, for example to use `pdb`, with the same reports,
+            checkpoints, and `Result`. (low, high) makes the run elastic: it starts with as many
+            workers as fit, continues with fewer when workers are lost, and adds workers when a
+            checkpoint is committed.
+        use_gpu: Whether each worker uses a GPU. The default is one GPU;
+            `resources_per_worker["GPU"]` sets another number.
+        resources_per_worker: Ray resources of one worker, such as `{"CPU": 4, "GPU": 1}`. `memory`
+            is in bytes; other keys are custom resources. Default: `{"CPU": 1}`, or `{"GPU": 1}`
+            with `use_gpu`.
         placement_strategy: Ray's placement group strategy: "PACK" (as few nodes as possible),
-            "SPREAD", "STRICT_PACK" (one node or fail), "STRICT_SPREAD" (a node each or fail).
-        accelerator_type: Only nodes with this accelerator, such as "A100"
+            "SPREAD", "STRICT_PACK" (one node or fail), or "STRICT_SPREAD" (one worker per node or
+            fail).
+        accelerator_type: Accelerator that a worker's node must have, such as "A100"
             (`ray.util.accelerators`).
         label_selector: Ray node labels that a worker's node must have: one mapping for all workers,
             or a list with one mapping per worker.
-        use_tpu: One TPU per worker, unless `resources_per_worker` says how many.
-        topology: Of a slice of TPUs, such as "2x2x2", with `use_tpu` and `accelerator_type`:
-            workers are on nodes of such slices, by default one on each host with all of its chips.
-            Where the cluster has several of them, name the slice by
-            `label_selector={"ray.io/tpu-slice-name": ...}`.
-        elastic_resize_monitor_interval_s: Of Ray Train; changes nothing here, and says so: a group
-            is resized when a checkpoint is committed.
+        use_tpu: Whether each worker uses TPUs. The default is one TPU;
+            `resources_per_worker["TPU"]` sets another number.
+        topology: Topology of a TPU slice, such as "2x2x2". Requires `use_tpu` and
+            `accelerator_type`. Workers run on nodes of slices with this topology, by
+            default one worker per host with all of its chips. If the cluster has several slices,
+            select one with `label_selector={"ray.io/tpu-slice-name": ...}`.
+        elastic_resize_monitor_interval_s: Accepted for compatibility with Ray Train and ignored
+            with a warning. Elastic runs are resized when a checkpoint is committed.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range; the message says which.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range or conflicts with another argument.
+
+    Example:
+        >>> ScalingConfig(num_workers=8, use_gpu=True)
+        ScalingConfig(num_workers=8, use_gpu=True)
+        >>> ScalingConfig(num_workers=(2, 8), resources_per_worker={"CPU": 4})  # elastic
+        ScalingConfig(num_workers=(2, 8), resources_per_worker={'CPU': 4})
     """
 
     trainer_resources: InitVar[None] = None
@@ -95,7 +107,7 @@ class ScalingConfig(ConfigRepr):
                 "ScalingConfig.num_workers must be an int, or (low, high) for an elastic group, "
                 f"found {self.num_workers!r}"
             )
-        # A list is one too: configs that come out of YAML or JSON have no tuples.
+        # Accept lists: configurations that are read from YAML or JSON have no tuples.
         low, high = self.num_workers
         require_int("ScalingConfig.num_workers[0]", low, at_least=1)
         require_int("ScalingConfig.num_workers[1]", high, at_least=low)
@@ -110,20 +122,20 @@ class ScalingConfig(ConfigRepr):
             require_type("ScalingConfig.resources_per_worker: a key", key, str)
             name = f"ScalingConfig.resources_per_worker[{key!r}]"
             if key != (meant := _RAY_RESOURCE_NAMES.get(key.lower(), key)):
-                raise ValueError(f"{name} is no resource of Ray's; write {meant!r}")
+                raise ValueError(f"{name} is not a Ray resource; write {meant!r}")
             if isinstance(amount, bool) or not isinstance(amount, int | float):
                 raise TypeError(f"{name} must be a number, found {amount!r}")
             if not 0 <= amount < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, found {amount!r}")
-        for kind, used in (("GPU", self.use_gpu), ("TPU", self.use_tpu)):
-            _check_accelerator(kind, used, resources)
+        for accelerator, is_used in (("GPU", self.use_gpu), ("TPU", self.use_tpu)):
+            _check_accelerator(accelerator, is_used, resources)
 
     def _check_labels(self) -> None:
         selector = self.label_selector
         if selector is None or isinstance(selector, Mapping):
             return
         is_list = isinstance(selector, Sequence) and not isinstance(selector, str)
-        if not is_list or not all(isinstance(each, Mapping) for each in selector):
+        if not is_list or not all(isinstance(mapping, Mapping) for mapping in selector):
             raise TypeError(
                 "ScalingConfig.label_selector must be a mapping, or a list with one mapping per "
                 f"worker, found {selector!r}"
@@ -138,9 +150,9 @@ class ScalingConfig(ConfigRepr):
         if self.topology is None:
             if self.use_tpu and self.max_workers > 1 and not self.label_selector:
                 raise ValueError(
-                    f"ScalingConfig has use_tpu=True and num_workers={self.num_workers}: their "
-                    "TPUs must be of one slice; set topology= and accelerator_type=, such as "
-                    'topology="2x2x2", accelerator_type="TPU-V4", or name the slice by '
+                    f"ScalingConfig has use_tpu=True and num_workers={self.num_workers}, so all "
+                    "TPUs must be in one slice. Set topology= and accelerator_type=, such as "
+                    'topology="2x2x2", accelerator_type="TPU-V4", or name the slice with '
                     'label_selector={"ray.io/tpu-slice-name": ...}'
                 )
             return
@@ -148,21 +160,20 @@ class ScalingConfig(ConfigRepr):
         if not self.use_tpu or self.accelerator_type is None:
             missing = "accelerator_type=" if self.use_tpu else "use_tpu=True"
             raise ValueError(
-                f"ScalingConfig has topology={self.topology!r}, which is that of a slice of TPUs; "
-                f"set {missing} too"
+                f"ScalingConfig.topology={self.topology!r} describes a TPU slice; set {missing} too"
             )
-        each, _ = compute_slice_workers(
+        slice_workers, _ = compute_slice_workers(
             self.topology, self.accelerator_type, self.resources_per_worker
         )
-        if self.max_workers % each or self.min_workers % each:
+        if self.max_workers % slice_workers or self.min_workers % slice_workers:
             raise ValueError(
                 f"ScalingConfig has num_workers={self.num_workers}, but a slice of topology "
-                f"{self.topology!r} has {each} workers; set a multiple of {each}"
+                f"{self.topology!r} has {slice_workers} workers; set a multiple of {slice_workers}"
             )
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources of one worker, defaults filled in and zero entries dropped."""
+        """Resources of one worker, with defaults and without zero entries."""
         resources = dict(self.resources_per_worker or {})
         if self.use_gpu:
             resources.setdefault("GPU", 1)
@@ -171,8 +182,7 @@ class ScalingConfig(ConfigRepr):
         elif self.resources_per_worker is None:
             resources["CPU"] = 1
         if self.accelerator_type:
-            # As Ray itself does: a sliver of a resource that only nodes with such an accelerator
-            # have.
+            # As Ray does: a small amount of a resource that only nodes with this accelerator have.
             resources[f"accelerator_type:{self.accelerator_type}"] = 0.001
         return {key: float(amount) for key, amount in resources.items() if amount}
 
@@ -184,81 +194,80 @@ class ScalingConfig(ConfigRepr):
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Resources of all workers together, at the largest number of them."""
+        """Resources of all workers together, for the maximum number of workers."""
         return {key: amount * max(self.max_workers, 1) for key, amount in self.bundle.items()}
 
     @property
     def elasticity_enabled(self) -> bool:
-        """Whether the number of workers may change while the run goes on."""
+        """True if the number of workers may change during the run."""
         return isinstance(self.num_workers, tuple)
 
     @property
     def min_workers(self) -> int:
-        """The smallest number of workers that the run goes on with."""
+        """Minimum number of workers with which the run continues."""
         return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
     def max_workers(self) -> int:
-        """The largest number of workers."""
+        """Maximum number of workers."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
     def label_selectors(self) -> list[dict[str, str]]:
-        """The label selector of each worker; empty if there is none."""
+        """Label selectors, one per worker; empty if there are none."""
         selector = self.label_selector or {}
-        of_slice = {} if self.topology is None else {TOPOLOGY_LABEL: self.topology}
-        if not (of_slice or selector):
+        slice_labels = {} if self.topology is None else {TOPOLOGY_LABEL: self.topology}
+        if not (slice_labels or selector):
             return []
-        each = [selector] * self.max_workers if isinstance(selector, Mapping) else selector
-        return [{**of_slice, **one} for one in each]
+        selectors = [selector] * self.max_workers if isinstance(selector, Mapping) else selector
+        return [{**slice_labels, **labels} for labels in selectors]
 
     @property
     def num_cpus_per_worker(self) -> float:
-        """CPUs of one worker."""
+        """Number of CPUs of one worker."""
         return self.bundle.get("CPU", 0.0)
 
     @property
     def num_gpus_per_worker(self) -> float:
-        """GPUs of one worker."""
+        """Number of GPUs of one worker."""
         return self.bundle.get("GPU", 0.0)
 
     @property
     def num_tpus_per_worker(self) -> float:
-        """TPUs of one worker."""
+        """Number of TPUs of one worker."""
         return self.bundle.get("TPU", 0.0)
 
     @property
     def additional_resources_per_worker(self) -> dict[str, float]:
-        """What one worker takes beside CPUs, GPUs and TPUs."""
+        """Resources of one worker other than CPUs, GPUs, and TPUs."""
         return {key: n for key, n in self.bundle.items() if key not in ("CPU", "GPU", "TPU")}
 
 
 def _check_ignored_arguments(
     trainer_resources: object, elastic_resize_monitor_interval_s: object
 ) -> None:
-    """Check what is taken from Ray Train and has no use here."""
+    """Check arguments that are accepted only for compatibility with Ray Train."""
     if trainer_resources is not None:
         raise ValueError(
-            f"ScalingConfig.trainer_resources must be None, found {trainer_resources!r}: a run is "
-            "its workers, and nothing else takes resources. Did you mean num_workers= or "
-            "resources_per_worker=?"
+            f"ScalingConfig.trainer_resources must be None, found {trainer_resources!r}: a run "
+            "consists only of its workers. Did you mean num_workers= or resources_per_worker=?"
         )
     if elastic_resize_monitor_interval_s is not None:
         warn_caller(
-            "ScalingConfig.elastic_resize_monitor_interval_s changes nothing: an elastic group "
-            "takes in new workers whenever a checkpoint is committed"
+            "ScalingConfig.elastic_resize_monitor_interval_s has no effect: an elastic run adds "
+            "workers whenever a checkpoint is committed"
         )
 
 
-def _check_accelerator(kind: str, used: bool, resources: Mapping[str, float]) -> None:
-    amount, option = resources.get(kind, 0), f"use_{kind.lower()}"
-    if used and kind in resources and not amount:
+def _check_accelerator(name: str, is_used: bool, resources: Mapping[str, float]) -> None:
+    amount, option = resources.get(name, 0), f"use_{name.lower()}"
+    if is_used and name in resources and not amount:
         raise ValueError(
-            f"ScalingConfig has {option}=True and resources_per_worker[{kind!r}]=0; "
-            f"set {option}=False or ask for a {kind}"
+            f"ScalingConfig has {option}=True and resources_per_worker[{name!r}]=0; "
+            f"set {option}=False or request a {name}"
         )
-    if amount and not used:
+    if amount and not is_used:
         raise ValueError(
-            f"ScalingConfig has resources_per_worker[{kind!r}]={amount} and {option}=False; "
-            f"set {option}=True so that the workers use their {kind}s"
+            f"ScalingConfig has resources_per_worker[{name!r}]={amount} and {option}=False; "
+            f"set {option}=True so that the workers use their {name}s"
         )

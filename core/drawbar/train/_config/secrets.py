@@ -1,4 +1,4 @@
-"""Values that are not to be written down: pure functions from settings to settings without them."""
+"""Redact secrets from settings before they are stored or shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 REDACTED = "<secret>"
 
-# Bounded, as the name of a URL's scheme begins at a word: a config may hold megabytes of text.
+# Lengths are bounded and matches begin at a word boundary: a config may hold megabytes of text.
 _SECRET_KEY = (
     r"[\w-]{0,80}(?:token|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|private[_-]?key"
     r"|credential|authorization)s?"
@@ -16,12 +16,12 @@ _SECRET_KEY = (
 _SECRET_KEY_PATTERN = re.compile(_SECRET_KEY, re.IGNORECASE)
 _ANY_KEY = r"[\w-]{0,80}key(?:[_-]?\d{1,3})?"
 _ANY_KEY_PATTERN = re.compile(_ANY_KEY, re.IGNORECASE)
-# What a service gives out, such as 40 hex digits; no word, path or number.
+# Generated keys, such as 40 hexadecimal digits, but no words, paths, or numbers.
 _GENERATED_PATTERN = re.compile(r"(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])[\w+=-]{16,}")
 _ASSIGNMENT_PATTERN = re.compile(
     rf"(?i)(?<![\w-])((?:{_SECRET_KEY}|{_ANY_KEY})['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,)}}\]]+)"
 )
-_CREDENTIAL_PAIR_KEYS = ("auth", "basic_auth", "http_auth")  # of a user and a password
+_CREDENTIAL_PAIR_KEYS = ("auth", "basic_auth", "http_auth")  # (user, password)
 _URL_PASSWORD_PATTERN = re.compile(r"\b(\w+://[^\s/:@'\"]*:)[^\s/@'\"]+@")
 _TOKEN_SETTING_PATTERN = re.compile(
     r"(?i)(?:num|max|min|n|pad|bos|eos|unk|mask|sep|cls)_\w*tokens?(?:_id)?s?"
@@ -31,12 +31,20 @@ _TOKEN_SETTING_PATTERN = re.compile(
 def redact_settings(
     settings: Mapping[str, object], secret_keys: Collection[str] = ()
 ) -> dict[str, str]:
-    """Give settings as reprs, key by key, without what looks like a secret.
+    """Return the reprs of settings by key, with secrets redacted.
 
-    That is the value of a key that is among `names` or ends like "token", "secret", "password" or
-    "api_key", perhaps with a number, at any depth, unless it is a number, a bool or None; what a
-    service gives out, by its looks, where the key ends like "key"; the password in a URL; and the
-    second half of an "auth".
+    At any depth, the following are redacted:
+
+    - values of keys in `secret_keys`
+    - values, except numbers, bools, and None, of keys that end in a word such as "token", "secret",
+      "password", or "api_key", optionally followed by a number
+    - values that look like generated keys, if the name of their key ends in "key"
+    - passwords in URLs
+    - the second item of an "auth" pair
+
+    Args:
+        settings: Settings by key.
+        secret_keys: Additional keys whose values are redacted.
     """
     return {
         _key_to_text(key): _format_redacted(_key_to_text(key), value, secret_keys)
@@ -45,8 +53,8 @@ def redact_settings(
 
 
 def _format_redacted(key: str, value: object, secret_keys: Collection[str]) -> str:
-    shown = _redact_value(key, value, secret_keys)
-    return REDACTED if shown is REDACTED else redact_text(repr(shown))
+    redacted = _redact_value(key, value, secret_keys)
+    return REDACTED if redacted is REDACTED else redact_text(repr(redacted))
 
 
 def _key_to_text(key: object) -> str:
@@ -58,32 +66,32 @@ def _redact_value(key: str, value: object, secret_keys: Collection[str]) -> obje
         return REDACTED
     if isinstance(value, str) and _is_generated_key(key, value):
         return REDACTED
-    # Of exactly these types: a subclass may not be made from such arguments.
+    # Only these exact types: the constructor of a subclass may take other arguments.
     if type(value) is dict:
-        return {each: _redact_value(_key_to_text(each), value[each], secret_keys) for each in value}
+        return {k: _redact_value(_key_to_text(k), v, secret_keys) for k, v in value.items()}
     if type(value) is list or type(value) is tuple:
         is_pair = key.lower() in _CREDENTIAL_PAIR_KEYS and len(value) == 2
-        shown = (
+        items = (
             [value[0], REDACTED] if is_pair else [_redact_value("", v, secret_keys) for v in value]
         )
-        return type(value)(shown)
+        return type(value)(items)
     return value
 
 
 def redact_text(text: str) -> str:
-    """Leave secrets out of a text, such as the repr of a dataclass of settings."""
+    """Redact secrets in a text, such as the repr of a dataclass of settings."""
 
-    def hide(match: re.Match[str]) -> str:
+    def redact(match: re.Match[str]) -> str:
         name = re.split(r"['\"\s=:]", match[1])[0]
-        plain = re.fullmatch(r"[-+\d.eE]+|True|False|None", match[2])
-        secret = is_secret_key(name) or _is_generated_key(name, match[2].strip("'\""))
-        return match[1] + REDACTED if secret and not plain else match[0]
+        is_number = re.fullmatch(r"[-+\d.eE]+|True|False|None", match[2])
+        is_secret = is_secret_key(name) or _is_generated_key(name, match[2].strip("'\""))
+        return match[1] + REDACTED if is_secret and not is_number else match[0]
 
-    return _URL_PASSWORD_PATTERN.sub(rf"\1{REDACTED}@", _ASSIGNMENT_PATTERN.sub(hide, text))
+    return _URL_PASSWORD_PATTERN.sub(rf"\1{REDACTED}@", _ASSIGNMENT_PATTERN.sub(redact, text))
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a key names a secret, as `hf_token` does and `max_tokens` does not."""
+    """Return whether a key names a secret, such as `hf_token`, but not `max_tokens`."""
     return (
         _SECRET_KEY_PATTERN.fullmatch(key) is not None
         and _TOKEN_SETTING_PATTERN.fullmatch(key) is None
@@ -91,7 +99,7 @@ def is_secret_key(key: str) -> bool:
 
 
 def _is_generated_key(key: str, value: str) -> bool:
-    """Whether a value is a secret by its looks: a sort_key is none, the random wandb_key is one."""
+    """Return whether a value looks like a secret: `wandb_key` with random characters."""
     return (
         _ANY_KEY_PATTERN.fullmatch(key) is not None
         and _GENERATED_PATTERN.fullmatch(value) is not None

@@ -1,34 +1,37 @@
-"""Slices of TPUs: how many workers one has, and how many chips each worker gets."""
+"""Number of workers and chips per worker of a TPU slice."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 TOPOLOGY_LABEL = "ray.io/tpu-topology"
-"""The label of Ray's that a TPU node has, such as "2x2x2"."""
+"""Ray's node label for the topology of a TPU slice, such as "2x2x2"."""
 
 
 def compute_slice_workers(
     topology: str, accelerator_type: str, resources: Mapping[str, float] | None
 ) -> tuple[int, float]:
-    """Give the number of workers of one slice, and the chips of each.
+    """Return the number of workers of a slice and the number of chips of each worker.
 
     Args:
-        topology: Such as "2x2x2".
-        accelerator_type: Such as "TPU-V4".
-        resources: Those of a worker, if they were set. Without "TPU" a worker has a host's chips.
+        topology: Topology such as "2x2x2".
+        accelerator_type: Accelerator such as "TPU-V4".
+        resources: Resources of one worker, if set. Without "TPU", a worker gets all chips of a
+            host.
 
     Raises:
-        ValueError: There is no such slice, or the workers cannot share it evenly.
+        ValueError: The slice does not exist, or workers cannot divide it evenly.
     """
     from ray.util.tpu import get_tpu_worker_resources
 
     try:
-        workers, found = get_tpu_worker_resources(topology, accelerator_type, dict(resources or {}))
+        num_workers, worker_resources = get_tpu_worker_resources(
+            topology, accelerator_type, dict(resources or {})
+        )
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"ScalingConfig has topology={topology!r} and accelerator_type={accelerator_type!r}, "
-            f"which are no slice of TPUs that workers can share: {error}. "
-            'Such as: topology="2x2x2", accelerator_type="TPU-V4"'
+            f"which is no TPU slice that workers can divide: {error}. "
+            'Set, for example, topology="2x2x2" and accelerator_type="TPU-V4"'
         ) from error
-    return workers, found["TPU"]
+    return num_workers, worker_resources["TPU"]

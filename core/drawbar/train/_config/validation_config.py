@@ -1,9 +1,9 @@
-"""Validating checkpoints beside the training: what is asked for, and what came of it.
+"""Configure the validation of checkpoints and resolve the request of a report.
 
-A validation is asked for by `report(..., validation=...)` and belongs to its checkpoint: the
-manifest says that it was asked for, from the commit on, and a second file beside the manifest what
-came of it. So no kill loses one, and none touches what is committed. `_controller/validations.py`
-has them run.
+`report(..., validation=...)` requests the validation of its checkpoint. The manifest records the
+request at commit time, and a second file next to the manifest stores the result. A killed process
+therefore loses no request, and a validation never changes committed files.
+`_controller/validations.py` runs the validations.
 """
 
 from __future__ import annotations
@@ -32,25 +32,47 @@ if TYPE_CHECKING:
 
 
 class ValidationFn(Protocol):
-    """A function that validates: called with the checkpoint and `fn_kwargs`, it returns metrics."""
+    """Validation function: receives the checkpoint and `fn_kwargs`, and returns metrics.
+
+    Example:
+        def validate(checkpoint, num_batches=100):
+            with checkpoint.as_directory() as path:
+                return {"accuracy": evaluate(load_model(path), num_batches)}
+    """
 
     def __call__(
         self, checkpoint: Checkpoint, /, *args: Any, **kwargs: Any
-    ) -> Mapping[str, object]: ...
+    ) -> Mapping[str, object]:
+        """Validate a checkpoint.
+
+        Args:
+            checkpoint: Checkpoint to validate.
+            args: Not used by Drawbar.
+            kwargs: `ValidationTaskConfig.fn_kwargs`.
+
+        Returns:
+            Metrics, with values that `report()` accepts.
+        """
+        ...
 
 
 @dataclass(frozen=True, repr=False)
 class ValidationTaskConfig(ConfigRepr):
-    """How to validate one checkpoint.
+    """Arguments and time limit of one validation.
 
     Args:
-        fn_kwargs: Keyword arguments for the validation function: a JSON-able dict, since it is kept
-            with the checkpoint. The function gets it as JSON gives it back: tuples are lists.
-        timeout_s: How long the function may take, in seconds or as a timedelta, waiting for
-            resources not counted. None sets no limit.
+        fn_kwargs: Keyword arguments for the validation function. They are stored with the
+            checkpoint as JSON, so the function receives tuples as lists.
+        timeout_s: Time limit for the function, in seconds or as a timedelta. Waiting for resources
+            does not count. None sets no limit.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or range; the message says which.
+        TypeError: An argument has the wrong type, or `fn_kwargs` cannot be stored as JSON.
+        ValueError: `timeout_s` is not positive and finite.
+
+    Example:
+        >>> ValidationTaskConfig(fn_kwargs={"num_batches": 20}, timeout_s=600)
+        ValidationTaskConfig(fn_kwargs={'num_batches': 20}, timeout_s=600.0)
     """
 
     fn_kwargs: Mapping[str, object] | None = None
@@ -66,23 +88,32 @@ class ValidationTaskConfig(ConfigRepr):
 
 @dataclass(frozen=True, repr=False)
 class ValidationConfig(ConfigRepr):
-    """How a run validates its checkpoints, beside the training.
+    """Validation of checkpoints in parallel with training.
 
     Args:
-        fn: Called as `fn(checkpoint, **fn_kwargs)`, in a Ray task of its own; with `num_workers=0`
-            in a thread. It returns a dict of metrics, of what `report` takes. They are added to
-            those of the checkpoint, in place of what has the same name.
-        task_config: The `fn_kwargs` and the `timeout_s` of a validation, unless a report has its
-            own: its `fn_kwargs` are added to these, its `timeout_s` takes the place of this one.
+        fn: Validation function, called as `fn(checkpoint, **fn_kwargs)` in a separate Ray task, or
+            in a thread if `num_workers=0`. It returns a dict of metrics with values that `report()`
+            accepts. They are added to the metrics of the checkpoint and replace metrics of the same
+            name.
+        task_config: Default `fn_kwargs` and `timeout_s` of a validation. A report that passes a
+            `ValidationTaskConfig` adds to these `fn_kwargs` and replaces this `timeout_s`.
         ray_remote_kwargs: Options of the task, as for `ray.remote`: resources such as
-            `{"num_gpus": 1}`, `max_retries`, `runtime_env`. By default it reserves no CPU, so that
-            it starts at once; a task whose process or node dies is tried three times more, and its
-            `runtime_env` is that of the workers.
-        max_in_flight: How many validations run at the same time. The others wait for their turn,
-            the oldest checkpoint first.
+            `{"num_gpus": 1}`, `max_retries`, `runtime_env`. By default, the task reserves no CPU so
+            that it starts immediately, is retried three times if its process or node dies, and has
+            the `runtime_env` of the workers.
+        max_concurrent: Maximum number of validations that run at the same time. Others are queued,
+            oldest checkpoint first.
 
     Raises:
-        TypeError, ValueError: An argument cannot be used; the message says which and why.
+        TypeError: An argument has the wrong type, or `fn` cannot be called with the checkpoint and
+            `fn_kwargs`.
+        ValueError: An argument is out of range, or Ray does not accept `ray_remote_kwargs`.
+
+    Example:
+        trainer = DataParallelTrainer(
+            train_func,
+            validation_config=ValidationConfig(validate, ray_remote_kwargs={"num_gpus": 1}),
+        )
     """
 
     fn: ValidationFn
@@ -95,7 +126,7 @@ class ValidationConfig(ConfigRepr):
         if self.task_config is None:
             object.__setattr__(self, "task_config", ValidationTaskConfig())
         require_type("ValidationConfig.task_config", self.task_config, ValidationTaskConfig)
-        require_int("ValidationConfig.max_in_flight", self.max_concurrent, at_least=1)
+        require_int("ValidationConfig.max_concurrent", self.max_concurrent, at_least=1)
         self._check_signature()
         options = {} if self.ray_remote_kwargs is None else self.ray_remote_kwargs
         require_type("ValidationConfig.ray_remote_kwargs", options, Mapping)
@@ -106,7 +137,7 @@ class ValidationConfig(ConfigRepr):
         try:
             signature = inspect.signature(self.fn)
         except ValueError:
-            return  # some functions written in C have none
+            return  # Some functions that are implemented in C have no signature.
         try:
             signature.bind_partial(None, **self.default_validation.fn_kwargs)
         except TypeError as error:
@@ -122,53 +153,56 @@ class ValidationConfig(ConfigRepr):
         options = self.task_options
         if "num_returns" in options:
             raise ValueError(
-                "ValidationConfig.ray_remote_kwargs must leave num_returns out: the validation "
+                "ValidationConfig.ray_remote_kwargs must not contain num_returns: the validation "
                 "function returns one dict"
             )
         try:
-            # Ray itself is asked, and says now what it would say after the first checkpoint.
+            # Let Ray check the options now; otherwise they fail after the first checkpoint.
             ray.remote(**{"num_cpus": 0, **options})(_placeholder_task)
         except (TypeError, ValueError) as error:
             raise type(error)(f"ValidationConfig.ray_remote_kwargs={options!r}: {error}") from None
 
     def to_settings(self) -> dict[str, object]:
-        """Give what a resumed run compares with the last start."""
+        """Return the settings that a resumed run compares with its last start."""
         return {**to_journal_dict(self), "fn": getattr(self.fn, "__qualname__", repr(self.fn))}
 
     @property
     def default_validation(self) -> Validation:
-        """The validation that is asked for if a report says no more than that it wants one."""
-        assert self.task_config is not None  # __post_init__ makes one
+        """Validation for reports with `validation=True`."""
+        assert self.task_config is not None  # set in __post_init__
         return _apply_task_config(Validation(), self.task_config)
 
     @property
     def task_options(self) -> dict[str, Any]:
-        """What the Ray task is told beyond the defaults."""
+        """Options of the Ray task that differ from the defaults."""
         return dict(self.ray_remote_kwargs or {})
 
     @property
     def task_resources(self) -> dict[str, float]:
-        """The Ray resources that one validation takes."""
+        """Ray resources of one validation."""
         options = self.task_options
-        named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-        resources = {name: options.get(option) or 0 for name, option in named.items()}
+        option_names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+        resources = {name: options.get(option) or 0 for name, option in option_names.items()}
         resources.update(options.get("resources") or {})
         return {name: float(amount) for name, amount in resources.items() if amount}
 
 
 def resolve_validation(
-    request: object, defaults: Validation | None, *, has_checkpoint: bool
+    request: object, default_validation: Validation | None, *, has_checkpoint: bool
 ) -> Validation | None:
-    """Give the validation that a report asks for, None if it asks for none.
+    """Return the validation that a report requests.
 
     Args:
-        validation: What `report` was given.
-        defaults: What the trainer's `validation_config` says; None if it has none.
+        request: Argument `validation` of `report()`.
+        default_validation: Default of the trainer's `validation_config`, None without one.
         has_checkpoint: Whether the report has a checkpoint.
 
+    Returns:
+        The validation, or None if the report requests none.
+
     Raises:
-        TypeError: `validation` is neither a bool nor a `ValidationTaskConfig`.
-        ValueError: There is nothing to validate, or nothing to validate with.
+        TypeError: `request` is neither a bool nor a `ValidationTaskConfig`.
+        ValueError: The report has no checkpoint, or the trainer has no `validation_config`.
     """
     if not isinstance(request, bool | ValidationTaskConfig):
         raise TypeError(
@@ -177,18 +211,20 @@ def resolve_validation(
     if request is False:
         return None
     if not has_checkpoint:
-        raise ValueError("report(validation=...) needs a checkpoint to validate; give checkpoint=")
-    if defaults is None:
+        raise ValueError("report(validation=...) needs a checkpoint to validate; pass checkpoint=")
+    if default_validation is None:
         raise ValueError(
-            "report(validation=...) needs the trainer to know how; give the trainer "
-            "validation_config=ValidationConfig(fn)"
+            "report(validation=...) needs a validation function; pass "
+            "validation_config=ValidationConfig(fn) to the trainer"
         )
-    return defaults if request is True else _apply_task_config(defaults, request)
+    return (
+        default_validation if request is True else _apply_task_config(default_validation, request)
+    )
 
 
 def _apply_task_config(request: Validation, config: ValidationTaskConfig) -> Validation:
-    """Give the validation with what a config says."""
-    assert not isinstance(config.timeout_s, timedelta)  # ValidationTaskConfig makes it seconds
+    """Return the validation with the arguments and time limit of a config."""
+    assert not isinstance(config.timeout_s, timedelta)  # converted in __post_init__
     return msgspec.structs.replace(
         request,
         fn_kwargs={**request.fn_kwargs, **(config.fn_kwargs or {})},
@@ -197,7 +233,7 @@ def _apply_task_config(request: Validation, config: ValidationTaskConfig) -> Val
 
 
 def _to_json_kwargs(fn_kwargs: object) -> dict[str, object]:
-    """Give keyword arguments as JSON gives them back."""
+    """Return keyword arguments after a round trip through JSON."""
     name = "ValidationTaskConfig.fn_kwargs"
     if fn_kwargs is None:
         return {}
@@ -209,11 +245,11 @@ def _to_json_kwargs(fn_kwargs: object) -> dict[str, object]:
         plain: dict[str, object] = json.loads(json.dumps(dict(fn_kwargs), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} must be JSON-able, since it is kept with the checkpoint: {error}; "
+            f"{name} must be JSON-serializable, since it is stored with the checkpoint: {error}; "
             f"found {fn_kwargs!r}"
         ) from None
     return plain
 
 
 def _placeholder_task() -> None:
-    """Stand for the task while its options are checked."""
+    """Do nothing; used to check the options of the task."""

@@ -1,1 +1,1 @@
-"""Datasets and tables to shards that know their position."""
+"""Split datasets into shards that track their position."""

@@ -36,7 +36,7 @@ def shuffled_rows(
 
     if not segments:
         return np.empty(0, dtype=np.int64)
-    blocks = [pa.table({"row": np.asarray(each, dtype=np.int64)}) for each in segments]
+    blocks = [pa.table({"row": np.asarray(rows, dtype=np.int64)}) for rows in segments]
     numbers = ray.data.from_blocks(blocks)
     numbers.context.execution_options.preserve_order = True
     numbers.context.enable_progress_bars = False

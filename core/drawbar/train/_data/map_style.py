@@ -1,7 +1,7 @@
-"""PyTorch's map-style datasets: items by number, made by the rank that reads them.
+"""Shard PyTorch map-style datasets by item number.
 
-The dataset itself lies in Ray's object store, once per node; each rank has the numbers of its
-items. A restart inside an epoch makes no item again that was read.
+The dataset is stored in Ray's object store once per node. Each rank has the numbers of its items
+and creates them when it reads them, so a restart within an epoch creates only unread items.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     ItemIndices = NDArray[np.int64]
 
 
-def is_map_style(given: object) -> bool:
-    """Whether something is a map-style dataset of PyTorch's; does not import it."""
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(given).__mro__}
-    has_items = hasattr(given, "__getitem__") and hasattr(given, "__len__")
-    return has_items and "torch.utils.data.dataset.Dataset" in kinds
+def is_map_style(value: object) -> bool:
+    """Return whether a value is a PyTorch map-style dataset, without importing PyTorch."""
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(value).__mro__}
+    has_items = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return has_items and "torch.utils.data.dataset.Dataset" in names
 
 
 class MapStyleDataset(Protocol):
-    """A dataset of PyTorch's whose items have numbers."""
+    """A PyTorch dataset with numbered items."""
 
     def __len__(self) -> int: ...
 
@@ -49,8 +49,8 @@ class MapStyleShard:
     """One rank's items of a dataset.
 
     Args:
-        kept: The dataset, or a reference to it in the object store.
-        numbers: Those of the items, in order.
+        dataset_or_ref: The dataset, or a reference to it in the object store.
+        item_indices: Indices of the items, in reading order.
     """
 
     def __init__(
@@ -58,22 +58,23 @@ class MapStyleShard:
         dataset_or_ref: MapStyleDataset | ray.ObjectRef[MapStyleDataset],
         item_indices: ItemIndices,
     ) -> None:
-        self._kept = dataset_or_ref
-        self._numbers = item_indices
+        self._dataset_or_ref = dataset_or_ref
+        self._item_indices = item_indices
 
     @cached_property
     def _dataset(self) -> MapStyleDataset:
         import ray
 
-        return ray.get(self._kept) if isinstance(self._kept, ray.ObjectRef) else self._kept
+        source = self._dataset_or_ref
+        return ray.get(source) if isinstance(source, ray.ObjectRef) else source
 
     def count(self) -> int:
-        """Count the items."""
-        return len(self._numbers)
+        """Return the number of items."""
+        return len(self._item_indices)
 
     def iter_rows(self) -> Iterator[object]:
-        """Give the items as the dataset has them."""
-        return (self._dataset[int(number)] for number in self._numbers)
+        """Iterate over the items as the dataset returns them."""
+        return (self._dataset[int(index)] for index in self._item_indices)
 
     def iter_torch_batches(
         self,
@@ -86,21 +87,22 @@ class MapStyleShard:
         local_shuffle_seed: int | None = None,
         prefetch_batches: int = 1,
     ) -> Iterator[Any]:
-        """Give batches as a `torch.utils.data.DataLoader` makes them.
+        """Iterate over batches as `torch.utils.data.DataLoader` creates them.
 
         Args:
-            batch_size: Items of a batch.
-            collate_fn: Makes a batch of a list of items. Default: PyTorch's own.
-            device: Where tensors go. Default: they stay.
-            drop_last: Leave out a last batch that is smaller.
-            local_shuffle_buffer_size: Of any size: all items of this rank are shuffled.
-            local_shuffle_seed: Of the shuffle.
-            prefetch_batches: Ray Data's; nothing is fetched ahead.
+            batch_size: Number of items in a batch.
+            collate_fn: Function that creates a batch from a list of items. Default: that from
+                PyTorch.
+            device: Device to which tensors are moved. Default: none.
+            drop_last: Whether to leave out a smaller last batch.
+            local_shuffle_buffer_size: If set, to any size, all items of this rank are shuffled.
+            local_shuffle_seed: Seed of the shuffle.
+            prefetch_batches: Accepted for compatibility with Ray Data and ignored.
         """
         dataset = self._dataset
-        if collate_fn is None:  # who has fetched a dataset of PyTorch's has imported it by that
+        if collate_fn is None:  # Unpickling a PyTorch dataset has imported PyTorch.
             collate_fn = sys.modules["torch.utils.data"].default_collate
-        numbers = self._numbers
+        numbers = self._item_indices
         if local_shuffle_buffer_size:
             numbers = permute(numbers, local_shuffle_seed)
         for start in range(0, len(numbers), batch_size):
@@ -111,12 +113,12 @@ class MapStyleShard:
             yield batch if device is None else _move_to_device(batch, device)
 
     def iter_batches(self, *, batch_size: int = 256, **options: Any) -> Iterator[Any]:
-        """Give the batches of `iter_torch_batches` with NumPy's arrays in place of tensors."""
+        """Iterate over the batches of `iter_torch_batches` as NumPy arrays."""
         return map(_to_numpy, self.iter_torch_batches(batch_size=batch_size, **options))
 
 
 def permute(numbers: ItemIndices, seed: int | None) -> ItemIndices:
-    """Give numbers in another order, which follows from the seed."""
+    """Return numbers in an order that depends on the seed."""
     import numpy as np
 
     return np.random.default_rng(seed).permutation(numbers)
@@ -154,31 +156,32 @@ def shard_map_style(
             f"DataConfig.group_column={config.group_column!r} needs columns, and "
             f"datasets[{name!r}] is a {type(dataset).__name__}, which has items"
         )
-    of = world_size if config.is_split(name) else 1
-    items = shuffle_numbers(len(dataset)) if config.shuffles(name) else np.arange(len(dataset))
-    kept = ray.put(dataset) if ray.is_initialized() else dataset
-    parts = [items[low:high] for low, high in split_rows(len(dataset), of, config.uneven_rows)]
+    num_shards = world_size if config.is_split(name) else 1
+    num_items = len(dataset)
+    items = shuffle_numbers(num_items) if config.shuffles(name) else np.arange(num_items)
+    dataset_or_ref = ray.put(dataset) if ray.is_initialized() else dataset
+    parts = [items[low:high] for low, high in split_rows(num_items, num_shards, config.uneven_rows)]
     order = partial(_apply_shuffle, epoch=position.epoch)
-    rest = NumberedRows([len(dataset)], config.uneven_rows, order).split_unread(
-        position.rows_read, of
+    unread = NumberedRows([num_items], config.uneven_rows, order).split_unread(
+        position.rows_read, num_shards
     )
     return [
         DatasetShard(
-            MapStyleShard(kept, parts[number]),
+            MapStyleShard(dataset_or_ref, parts[number]),
             ShardSpec(
                 dataset=name,
                 shard_index=number,
-                num_shards=of,
+                num_shards=num_shards,
                 num_rows=len(parts[number]),
-                total_rows=len(dataset),
+                total_rows=num_items,
                 uneven_rows=config.uneven_rows,
             ),
             position=position,
-            unread_source=MapStyleShard(kept, items[_numbers(rest[number])])
+            unread_source=MapStyleShard(dataset_or_ref, items[_numbers(unread[number])])
             if position.rows_read
             else None,
         )
-        for number in (range(of) if of == world_size else [0] * world_size)
+        for number in (range(num_shards) if num_shards == world_size else [0] * world_size)
     ]
 
 

@@ -1,8 +1,8 @@
-"""Splits that leave no row out: consecutive parts of a dataset, the same in every attempt.
+"""Split materialized datasets by row number, without dropping rows.
 
-A streamed split hands out equally many rows to readers who all read at the same time. Where each
-row counts, where rows belong together, or where one worker reads its part again while the others go
-on, a dataset is computed once instead, and cut by row numbers.
+A streamed split gives equally many rows to readers that all read at the same time. If no row may be
+dropped, if rows belong together, or if one worker reads its shard again while the others continue,
+a dataset is materialized once and split by row number instead.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class MaterializedShard:
-    """One rank's rows of a computed dataset: its `ray.data.DataIterator`, and the blocks behind it.
+    """One rank's rows of a materialized dataset: its `ray.data.DataIterator` and its blocks.
 
-    Every attribute but `iter_arrow_tables` and `is_in_object_store` is the iterator's.
+    All attributes except `iter_arrow_tables` and `is_in_object_store` belong to the iterator.
     """
 
     def __init__(self, part: Dataset) -> None:
@@ -46,21 +46,21 @@ class MaterializedShard:
 
     @cached_property
     def _iterator(self) -> Any:  # a DataIterator; Ray's own annotation forbids batch_size=None
-        """The iterator; a worker that does not ask for it need not import Ray Data."""
+        """The iterator. Workers that do not use it need not import Ray Data."""
         import ray
 
         return ray.get(self._iterator_ref)
 
     @property
     def is_in_object_store(self) -> bool:
-        """Whether the tables that `iter_arrow_tables` gives lie in Ray's object store."""
+        """True if the tables of `iter_arrow_tables` are stored in Ray's object store."""
         return self._block_refs is not None
 
     def iter_arrow_tables(self) -> Iterator[pa.Table]:
-        """Give the rows as Arrow tables, in a new pass.
+        """Iterate over the rows of a new epoch as Arrow tables.
 
-        Blocks that are Arrow tables come straight from the object store, without a copy, and
-        without Ray Data, whose import and execution would take a worker a second or two.
+        Arrow blocks are read directly from the object store, without a copy and without Ray Data,
+        whose import and execution would take a worker one or two seconds.
         """
         import ray
 
@@ -70,23 +70,23 @@ class MaterializedShard:
         for number, block in enumerate(self._block_refs):
             ahead = self._block_refs[number + 1 : number + 2]
             if ahead:
-                ray.wait(ahead, timeout=0)  # it is on its way here while this one is used
+                ray.wait(ahead, timeout=0)  # prefetch while this block is used
             yield ray.get(block)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of this object, which may just be unpickled
+        if name.startswith("_"):  # not set yet while this object is unpickled
             raise AttributeError(name)
         return getattr(self._iterator, name)
 
 
 class SlicedShard(MaterializedShard):
-    """One rank's rows of blocks that others have rows of too.
+    """One rank's rows of blocks that are shared with other ranks.
 
-    The tables are views of the blocks. The iterator, in the worker that asks for it, puts the rows
-    into the object store once more, which takes no task and no CPU.
+    The tables are views of the blocks. The iterator, if a worker uses it, puts the rows into the
+    object store again, which needs no task and no CPU.
 
     Args:
-        slices: The blocks, and which of their rows: (block, first, one after the last).
+        slices: Blocks and row ranges: (block, first row, one after the last row).
     """
 
     def __init__(self, slices: Sequence[tuple[ray.ObjectRef[pa.Table], int, int]]) -> None:
@@ -103,11 +103,11 @@ class SlicedShard(MaterializedShard):
 
     @property
     def is_in_object_store(self) -> bool:
-        """Whether the tables that `iter_arrow_tables` gives lie in Ray's object store."""
+        """True if the tables of `iter_arrow_tables` are stored in Ray's object store."""
         return True
 
     def iter_arrow_tables(self) -> Iterator[pa.Table]:
-        """Give the rows as Arrow tables, in a new pass."""
+        """Iterate over the rows of a new epoch as Arrow tables."""
         import ray
 
         for block, low, high in self._slices:
@@ -115,7 +115,7 @@ class SlicedShard(MaterializedShard):
 
 
 def _get_arrow_blocks(part: Dataset) -> list[ray.ObjectRef[pa.Table]] | None:
-    """Give the blocks of a computed dataset; None if they are not Arrow tables."""
+    """Return the blocks of a materialized dataset, None if they are not Arrow tables."""
     import pyarrow as pa
 
     schema = part.schema()
@@ -124,7 +124,7 @@ def _get_arrow_blocks(part: Dataset) -> list[ray.ObjectRef[pa.Table]] | None:
 
 
 class MaterializedSplits:
-    """The datasets of a run that are split exactly, each computed when it is first asked for."""
+    """Datasets of a run that are split by row number. Each is materialized on first use."""
 
     def __init__(self) -> None:
         self._datasets: dict[str, Dataset] = {}
@@ -135,41 +135,43 @@ class MaterializedSplits:
     def get_shards(
         self, name: str, dataset: Dataset, config: DataConfig, world_size: int
     ) -> list[MaterializedShard]:
-        """Give each rank's part of a dataset.
+        """Return each rank's shard of a dataset.
 
-        Ray Data needs CPUs for it: it is done for the sizes that the group may have before the
-        workers take them, and given again after that.
+        Materializing needs CPUs, so this is called for all possible world sizes before the workers
+        reserve them. Later calls return the same shards.
 
         Args:
-            name: Its name in the trainer's datasets.
-            dataset: What to compute, unless it has been already.
-            config: Which column keeps rows together.
-            world_size: Number of parts.
+            name: Name of the dataset.
+            dataset: Dataset to materialize, unless it already has been.
+            config: How to split the dataset.
+            world_size: Number of shards.
 
         Raises:
-            ValueError: The dataset has no such column.
+            ValueError: The dataset has no column `group_column`, no rows, or rows that
+                `uneven_rows="error"` does not allow.
         """
         if name not in self._datasets:
             self._materialize(name, dataset, config)
         if (name, world_size) not in self._shards:
-            whole = self._datasets[name]
-            check_has_rows(name, whole.count(), 1)
-            check_even_rows(name, whole.count(), world_size, config.uneven_rows)
+            whole_dataset = self._datasets[name]
+            num_rows = whole_dataset.count()
+            check_has_rows(name, num_rows, 1)
+            check_even_rows(name, num_rows, world_size, config.uneven_rows)
             if config.uneven_rows == "pad":
-                windows = split_rows(whole.count(), world_size, "pad")
+                windows = split_rows(num_rows, world_size, "pad")
                 self._shards[name, world_size] = [
                     self._slice_blocks(name, [range(low, high)]) for low, high in windows
                 ]
                 return self._shards[name, world_size]
-            cuts = compute_split_indices(whole.count(), world_size, self._group_starts.get(name))
-            parts = whole.split_at_indices(cuts) if cuts else [whole]
-            for part in parts:  # each reader would show a bar for a part that is there already
+            cuts = compute_split_indices(num_rows, world_size, self._group_starts.get(name))
+            parts = whole_dataset.split_at_indices(cuts) if cuts else [whole_dataset]
+            for part in parts:  # Readers of a materialized part would show a progress bar.
                 part.context.enable_progress_bars = False
             self._shards[name, world_size] = [MaterializedShard(part) for part in parts]
         return self._shards[name, world_size]
 
     def count(self, name: str) -> int:
-        """Count the rows of a dataset that is computed."""
+        """Return the number of rows of a materialized dataset."""
         rows: int = self._datasets[name].count()
         return rows
 
@@ -187,12 +189,12 @@ class MaterializedSplits:
         _, counts = self._blocks[name]
         rows = NumberedRows(counts, uneven_rows, partial(shuffled_rows, epoch=position.epoch))
         return [
-            self._slice_blocks(name, each)
-            for each in rows.split_unread(position.rows_read, world_size)
+            self._slice_blocks(name, segments)
+            for segments in rows.split_unread(position.rows_read, world_size)
         ]
 
     def _slice_blocks(self, name: str, segments: Sequence[Segment]) -> MaterializedShard:
-        """Return rows of a dataset as a part. Shuffled rows are copied into the object store."""
+        """Return rows of a dataset as a shard. Shuffled rows are copied into the object store."""
         import ray
 
         blocks, counts = self._blocks[name]
@@ -219,21 +221,22 @@ class MaterializedSplits:
         group_column = config.group_column
         if config.shuffles(name):
             dataset = shuffle_dataset(dataset)
-        whole = dataset.materialize()
+        materialized = dataset.materialize()
         # Row numbers are only known in Arrow blocks. pandas blocks become Arrow blocks.
-        if group_column is None and _get_arrow_blocks(whole) is None:
-            whole = whole.map_batches(_return_unchanged, batch_format="pyarrow").materialize()
+        if group_column is None and _get_arrow_blocks(materialized) is None:
+            as_arrow = materialized.map_batches(_return_unchanged, batch_format="pyarrow")
+            materialized = as_arrow.materialize()
         if group_column is not None:
-            _check_column(name, group_column, whole.columns() or [])
-            starts, contiguous = find_group_starts(_iter_column(whole, group_column))
+            _check_column(name, group_column, materialized.columns() or [])
+            starts, contiguous = find_group_starts(_iter_column(materialized, group_column))
             if not contiguous:
-                whole = whole.sort(group_column).materialize()
-                starts, _ = find_group_starts(_iter_column(whole, group_column))
+                materialized = materialized.sort(group_column).materialize()
+                starts, _ = find_group_starts(_iter_column(materialized, group_column))
             self._group_starts[name] = starts
-        self._datasets[name] = whole
-        blocks = _get_arrow_blocks(whole)
+        self._datasets[name] = materialized
+        blocks = _get_arrow_blocks(materialized)
         if blocks:
-            self._blocks[name] = blocks, _count_block_rows(whole)
+            self._blocks[name] = blocks, _count_block_rows(materialized)
 
 
 def _return_unchanged(table: pa.Table) -> pa.Table:
@@ -241,39 +244,40 @@ def _return_unchanged(table: pa.Table) -> pa.Table:
 
 
 def _count_block_rows(dataset: Dataset) -> list[int]:
-    """Count the rows of each block of a computed dataset."""
-    entries = [each for bundle in dataset.iter_internal_ref_bundles() for each in bundle.blocks]
-    # Before Ray 2.60 an entry was a pair.
-    found: list[Any] = [each[1] if isinstance(each, tuple) else each.metadata for each in entries]
-    return [each.num_rows for each in found]
+    """Return the number of rows of each block of a materialized dataset."""
+    entries = [entry for bundle in dataset.iter_internal_ref_bundles() for entry in bundle.blocks]
+    # Before Ray 2.60, an entry was a pair of reference and metadata.
+    metadata: list[Any] = [
+        entry[1] if isinstance(entry, tuple) else entry.metadata for entry in entries
+    ]
+    return [block.num_rows for block in metadata]
 
 
 def check_has_rows(name: str, rows: int, num_workers: int) -> None:
-    """Refuse a dataset that gives no worker a row.
+    """Check that every worker gets a row of a dataset.
 
     Args:
-        name: Of the dataset.
-        rows: That it has.
-        num_workers: So many workers get equally many; 1 where they need not.
+        name: Name of the dataset.
+        rows: Number of its rows.
+        num_workers: Number of workers that get equally many rows; 1 if they need not.
 
     Raises:
-        ValueError: There are fewer rows than that, or none.
+        ValueError: The dataset has fewer rows than that, or none.
     """
     if not rows:
         raise ValueError(f"datasets[{name!r}] has no rows")
     if rows < num_workers:
         raise ValueError(
-            f"datasets[{name!r}] has {rows} row{'s' * (rows > 1)} for {num_workers} workers: none "
-            "gets "
-            "one, since all get equally many; start fewer workers, or set DataConfig.uneven_rows"
+            f"datasets[{name!r}] has {rows} row{'s' * (rows > 1)} for {num_workers} workers, which "
+            "get equally many rows. Start fewer workers, or set DataConfig.uneven_rows"
         )
 
 
 def check_even_rows(name: str, rows: int, world_size: int, uneven_rows: UnevenRows) -> None:
-    """Refuse rows that the ranks cannot share equally, if that is asked for.
+    """Check that rows can be divided evenly if `uneven_rows` is "error".
 
     Raises:
-        ValueError: They cannot. The message has what each rank would get.
+        ValueError: They cannot. The message lists the rows of each rank.
     """
     if uneven_rows != "error" or not rows % world_size:
         return
@@ -282,20 +286,20 @@ def check_even_rows(name: str, rows: int, world_size: int, uneven_rows: UnevenRo
     groups = [
         f"{count} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         for count in (most, most - 1)
-        if (ranks := [rank for rank, each in enumerate(counts) if each == count])
+        if (ranks := [rank for rank, rank_rows in enumerate(counts) if rank_rows == count])
     ]
     raise ValueError(
-        f"DataConfig.uneven_rows='strict', but datasets[{name!r}] has {rows} rows, which "
+        f"DataConfig.uneven_rows='error', but datasets[{name!r}] has {rows} rows, which "
         f"{world_size} workers cannot share equally: {', '.join(groups)}. Workers that wait for "
         "each other at each batch could hang. Give the dataset a multiple of that many rows, or "
-        'set uneven_rows="drop", "pad", or "keep" for a function that takes uneven parts'
+        'set uneven_rows="drop", "pad", or "keep" if the function supports uneven shards'
     )
 
 
 def split_by_group(
     name: str, table: pa.Table, column: str, world_size: int
 ) -> tuple[pa.Table, RowRanges]:
-    """Give a table's rows with those of a group side by side, and each rank's of them."""
+    """Return a table with consecutive groups, and the row range of each rank."""
     _check_column(name, column, table.column_names)
     starts, contiguous = find_group_starts([table[column].to_numpy()])
     if not contiguous:
@@ -316,12 +320,12 @@ def _check_column(name: str, column: str, names: Sequence[str]) -> None:
 def compute_split_indices(
     rows: int, world_size: int, starts: NDArray[np.int64] | None = None
 ) -> list[int]:
-    """Say at which row numbers to cut so that the parts are as equal as can be.
+    """Return the row numbers at which to split a dataset into parts of nearly equal length.
 
     Args:
         rows: Number of rows.
         world_size: Number of parts.
-        starts: The only row numbers where a cut may be, ascending from 0, if not everywhere.
+        starts: Row numbers at which a split is allowed, ascending from 0. Default: everywhere.
     """
     even = [rows * part // world_size for part in range(1, world_size)]
     if starts is None:
@@ -333,29 +337,29 @@ def compute_split_indices(
 
 
 def _iter_column(dataset: Dataset, column: str) -> Iterator[NDArray[Any]]:
-    """Give a column of a dataset, piece by piece."""
-    only = dataset.select_columns([column])
-    for batch in only.iter_batches(batch_size=None, batch_format="numpy"):
+    """Yield a column of a dataset in batches."""
+    column_dataset = dataset.select_columns([column])
+    for batch in column_dataset.iter_batches(batch_size=None, batch_format="numpy"):
         yield batch[column]
 
 
 def find_group_starts(batches: Iterable[NDArray[Any]]) -> tuple[NDArray[np.int64], bool]:
-    """Find where each run of equal values begins, and whether no value has two runs."""
+    """Return where runs of equal values start, and whether each value has only one run."""
     import numpy as np
 
     starts: list[NDArray[np.int64]] = []
     values: list[NDArray[np.generic]] = []
     rows = 0
-    for here in batches:
-        if not len(here):
+    for batch in batches:
+        if not len(batch):
             continue
-        new = np.flatnonzero(np.append(True, here[1:] != here[:-1]))
-        if values and here[0] == values[-1][-1]:
+        new = np.flatnonzero(np.append(True, batch[1:] != batch[:-1]))
+        if values and batch[0] == values[-1][-1]:
             new = new[1:]
         starts.append(new + rows)
         if len(new):
-            values.append(here[new])
-        rows += len(here)
+            values.append(batch[new])
+        rows += len(batch)
     if not values:
         return np.empty(0, dtype=np.int64), True
     firsts = np.concatenate(values)

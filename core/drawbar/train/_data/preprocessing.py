@@ -1,4 +1,4 @@
-"""A preprocessor of Ray Data's: fitted on what is trained on, and applied to all."""
+"""Fit a Ray Data preprocessor and apply it to the datasets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_fitted(preprocessor: Preprocessor) -> bool:
-    """Whether a preprocessor is fitted, or needs not be."""
+    """Return whether a preprocessor is fitted or needs no fitting."""
     from ray.data.preprocessor import Preprocessor
 
     statuses = Preprocessor.FitStatus
@@ -26,17 +26,17 @@ def is_fitted(preprocessor: Preprocessor) -> bool:
 
 
 def fit_preprocessor(preprocessor: Preprocessor, datasets: Mapping[str, object]) -> Preprocessor:
-    """Give a preprocessor that is fitted on the training data; one that is fitted already as it is.
+    """Return a preprocessor that is fitted on the training dataset.
 
     Raises:
-        ValueError: It is to be fitted, and there is no dataset to train on.
+        ValueError: The preprocessor is not fitted, and there is no training dataset.
     """
     if is_fitted(preprocessor):
         return preprocessor
     if TRAIN_DATASET_KEY not in datasets:
         raise ValueError(
             f"DataConfig.preprocessor is fitted on datasets[{TRAIN_DATASET_KEY!r}], but the "
-            f"datasets are {', '.join(map(repr, datasets)) or 'none'}; fit it before"
+            f"datasets are {', '.join(map(repr, datasets)) or 'none'}; fit it beforehand"
         )
     train = {TRAIN_DATASET_KEY: datasets[TRAIN_DATASET_KEY]}
     dataset = split.to_ray_datasets(split.make_datasets(train))[TRAIN_DATASET_KEY]
@@ -46,12 +46,12 @@ def fit_preprocessor(preprocessor: Preprocessor, datasets: Mapping[str, object])
 def apply_preprocessor(
     preprocessor: Preprocessor, datasets: Mapping[str, object]
 ) -> dict[str, object]:
-    """Give the datasets as the preprocessor leaves them; functions, when they are called."""
+    """Return the transformed datasets. Factories return transformed datasets when called."""
     return {
-        name: partial(_make_and_transform, preprocessor, name, each)
-        if callable(each)
-        else _transform(preprocessor, each)
-        for name, each in datasets.items()
+        name: partial(_make_and_transform, preprocessor, name, dataset)
+        if callable(dataset)
+        else _transform(preprocessor, dataset)
+        for name, dataset in datasets.items()
     }
 
 
@@ -60,13 +60,13 @@ def _make_and_transform(preprocessor: Preprocessor, name: str, make: object) -> 
 
 
 def _transform(preprocessor: Preprocessor, dataset: Any) -> Dataset | pa.Table:
-    """Transform a table here and now, and a dataset of Ray Data's when it is read."""
+    """Transform a table immediately, and a Ray Data dataset when it is read."""
     if hasattr(dataset, "streaming_split"):
         return preprocessor.transform(dataset)
     if is_map_style(dataset):
         raise TypeError(
-            f"DataConfig.preprocessor transforms columns, and a {type(dataset).__name__} of "
-            "PyTorch's has items; give it as ray.data.from_torch(...)"
+            "DataConfig.preprocessor transforms columns, but a PyTorch dataset "
+            f"({type(dataset).__name__}) has items; convert it with ray.data.from_torch(...)"
         )
     from ray.data.block import BlockAccessor
 

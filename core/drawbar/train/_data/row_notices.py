@@ -17,8 +17,9 @@ def describe_left_out(
     if config.uneven_rows != "drop" or config.has_custom_split:
         return []
     lines = []
-    for name, each in datasets.items():
-        rows = None if callable(each) or not config.is_split(name) else count_rows_or_none(each)
+    for name, dataset in datasets.items():
+        is_known = not callable(dataset) and config.is_split(name)
+        rows = count_rows_or_none(dataset) if is_known else None
         if rows is not None and rows % world_size:
             lines.append(
                 f"datasets[{name!r}]: {rows % world_size} of {rows} rows are left out, so that "
@@ -46,7 +47,7 @@ def describe_resume(
         if not position.rows_read:
             continue
         if shard.is_restarted_from(position):
-            rows = sum(each.num_workers * each.rows_per_worker for each in position.rows_read)
+            rows = sum(reads.num_workers * reads.rows_per_worker for reads in position.rows_read)
             lines.append(
                 f"datasets[{name!r}]: epoch {position.epoch} restarts from its beginning, and "
                 f"{rows} rows that were read before are read again. {_cause(config)}"
@@ -66,7 +67,7 @@ def max_left_out(read: Sequence[RowsRead], world_size: int) -> int:
 
     At each number of workers, it is one less than that number.
     """
-    sizes = [each.num_workers for each in read] + [world_size]
+    sizes = [reads.num_workers for reads in read] + [world_size]
     changes = [size for before, size in zip([0, *sizes], sizes, strict=False) if size != before]
     return sum(size - 1 for size in changes)
 

@@ -1,8 +1,8 @@
-"""One rank's part of a dataset, which knows how far it has been read.
+"""`DatasetShard`: the rows of one rank, and how far they have been read.
 
-Ray Data's iterators have no state, and rows come to a rank by whole blocks, so what all ranks have
-read is not the beginning of the dataset. But with `preserve_order`, Ray Data splits the same
-dataset in the same way each time, so that numbers of rows say what is left; see `_rows.py`.
+Ray Data's iterators have no state, and ranks receive rows in whole blocks, so the rows that all
+ranks have read are not the beginning of the dataset. However, with `preserve_order` Ray Data always
+splits a dataset in the same way, so row counts determine the unread rows; see `_row_positions.py`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """Which part of which dataset a shard is.
+    """Description of a shard: its dataset, index, and number of rows.
 
     Attributes:
         dataset: Name of the dataset.
-        number: Of the part, from 0.
-        of: Number of workers that the dataset is split between, 1 if it is not.
-        rows: Rows of a whole pass over the part; None if that is not known before one.
-        in_all: Rows of the dataset, where the part has them by number; else None.
-        uneven_rows: How the parts are made then.
-        ordered: Whether the order of the rows is always the same. Otherwise only epochs count.
-        alike: Whether all parts have equally many rows, so that none has one if this has none.
+        shard_index: Index of the shard, from 0.
+        num_shards: Number of workers between which the dataset is split, 1 if it is not split.
+        num_rows: Rows of a complete epoch over the shard; None if unknown before the first one.
+        total_rows: Rows of the dataset if it is split by row number, else None.
+        uneven_rows: How the dataset is split by row number.
+        is_ordered: Whether the order of the rows is always the same. If not, only complete epochs
+            are counted.
+        has_equal_shards: Whether all shards have equally many rows, so that either all or none are
+            empty.
     """
 
     dataset: str
@@ -46,26 +48,24 @@ class ShardSpec:
 
 
 class DatasetShard:
-    """A rank's `ray.data.DataIterator`; after a restart, its first pass gives what was left.
+    """A rank's `ray.data.DataIterator` that resumes from unread rows after a restart.
 
-    The methods `iter_batches`, `iter_torch_batches`, `iter_tf_batches`, `iter_jax_batches` and
-    `iter_rows` count what they have handed out. Every other attribute is the iterator's:
-    `materialize()` gives the whole part.
+    The methods `iter_batches`, `iter_torch_batches`, `iter_tf_batches`, `iter_jax_batches`, and
+    `iter_rows` count the rows that they have returned. All other attributes belong to the
+    iterator; `materialize()`, for example, returns the complete shard.
 
-    With a `local_shuffle_seed`, each epoch and each rank is shuffled in a way of its own that
-    follows from it. A shuffle buffer holds two batches at least: from a smaller one Ray Data gives
-    short batches in between, so that ranks with as many rows get different numbers of batches
+    With a `local_shuffle_seed`, each epoch and each rank has a different order that depends on the
+    seed. A shuffle buffer holds at least two batches: with a smaller one, Ray Data returns short
+    batches in between, so that ranks with equally many rows get different numbers of batches
     (ray-project/ray#66085).
 
-    `iter_arrow_tables()` gives a pass over the blocks; `is_in_object_store` says where they are.
-
     Args:
-        rows: Gives the rank's rows, in the same order in every pass: a `ray.data.DataIterator`, or
-            an `MaterializedShard` or `MapStyleShard`, which have its methods.
-        part: Which part they are.
-        position: Where the first pass begins.
-        rest: Gives the rows of that first pass; None for the whole part.
-        owners: What must live as long as `rest` is read.
+        source: The rank's rows, in the same order in every epoch: a `ray.data.DataIterator`, or a
+            `MaterializedShard` or `MapStyleShard`, which have the same methods.
+        part: Description of the shard.
+        position: Position at which the first epoch starts.
+        unread_source: Rows of the first epoch; None for the complete shard.
+        keep_alive: Objects that must stay alive while `unread_source` is read.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DatasetShard:
         self.spec = part
         self.on_epoch_end: Callable[[PassEnded], None] | None = None
         self._source = source
-        self._rest = unread_source
+        self._unread_source = unread_source
         self._keep_alive = keep_alive
         self._start_position = position or RowPosition()
         self._shuffle: LocalShuffle | None = None
@@ -90,11 +90,11 @@ class DatasetShard:
 
     @property
     def num_shards(self) -> int:
-        """Number of workers that the dataset is split between; 1 if each has the whole."""
+        """Number of workers between which the dataset is split; 1 if it is not split."""
         return self.spec.num_shards
 
     def __len__(self) -> int:
-        """Give the number of rows of a whole pass, also where the first one gives only a rest."""
+        """Return the number of rows of a complete epoch, even if the first one is partial."""
         return _require_length(self.spec.num_rows)
 
     def __bool__(self) -> bool:
@@ -106,45 +106,46 @@ class DatasetShard:
 
     @property
     def split_coordinators(self) -> list[Any]:
-        """The actors of Ray Data that hand out its rows, if it is split."""
-        actors = [getattr(each, "_coord_actor", None) for each in (self._source, self._rest)]
-        return [each for each in actors if each is not None]
+        """Ray Data's actors that distribute the rows, if the dataset is split by streaming."""
+        sources = (self._source, self._unread_source)
+        actors = [getattr(source, "_coord_actor", None) for source in sources]
+        return [actor for actor in actors if actor is not None]
 
     def encode_position(self) -> dict[str, object]:
-        """Say where the rows end that the user has received."""
+        """Return the position after the rows that the user has received."""
         return self._start_position.advance(
             self.spec.num_shards, self._num_rows_read, self._shuffle
         ).encode()
 
     def iter_batches(self, **options: Any) -> Iterable[Any]:
-        """As that of `ray.data.DataIterator`."""
+        """Iterate like `ray.data.DataIterator.iter_batches`."""
         return self._make_iterable("iter_batches", options)
 
     def iter_torch_batches(self, **options: Any) -> Iterable[Any]:
-        """As that of `ray.data.DataIterator`."""
+        """Iterate like `ray.data.DataIterator.iter_torch_batches`."""
         return self._make_iterable("iter_torch_batches", options)
 
     def iter_tf_batches(self, **options: Any) -> Iterable[Any]:
-        """As that of `ray.data.DataIterator`."""
+        """Iterate like `ray.data.DataIterator.iter_tf_batches`."""
         return self._make_iterable("iter_tf_batches", options)
 
     def iter_jax_batches(self, **options: Any) -> Iterable[Any]:
-        """As that of `ray.data.DataIterator`."""
+        """Iterate like `ray.data.DataIterator.iter_jax_batches`."""
         return self._make_iterable("iter_jax_batches", options)
 
     def iter_rows(self) -> Iterable[dict[str, Any]]:
-        """As that of `ray.data.DataIterator`."""
+        """Iterate like `ray.data.DataIterator.iter_rows`."""
         return self._make_iterable("iter_rows", {})
 
     def iter_arrow_tables(self) -> Iterable[pa.Table]:
-        """Give the rows as Arrow tables of any size: the cheapest way to read each of them once."""
-        if hasattr(self._source, "arrow_tables"):
-            return self._make_iterable("arrow_tables", {}, tables=True)
+        """Iterate over Arrow tables of any size, the cheapest way to read every row once."""
+        if hasattr(self._source, "iter_arrow_tables"):
+            return self._make_iterable("iter_arrow_tables", {}, tables=True)
         options = {"batch_size": None, "batch_format": "pyarrow"}
         return self._make_iterable("iter_batches", options, tables=True)
 
     def count(self) -> int:
-        """Count the rows of the part; Ray Data computes them for that, if it has to."""
+        """Count the rows of the shard, materializing it if necessary."""
         if self.spec.num_rows is not None:
             return self.spec.num_rows
         rows: int = self._source.materialize().count()
@@ -152,9 +153,9 @@ class DatasetShard:
 
     @property
     def is_in_object_store(self) -> bool:
-        """Whether the tables that `iter_arrow_tables` gives lie in Ray's object store.
+        """True if the tables of `iter_arrow_tables` are stored in Ray's object store.
 
-        They stay there, and can be read, as long as anything that is a view of them is used.
+        They stay there as long as a view of them is in use.
         """
         return getattr(self._source, "is_in_object_store", False)
 
@@ -167,28 +168,28 @@ class DatasetShard:
         return _EpochIterable(partial(self._iterate, method, reading), self._count_items(reading))
 
     def _count_items(self, reading: _IterationOptions) -> int | None:
-        """Say how many items a whole pass has, if that is known."""
+        """Return the number of items of a complete epoch, None if it is unknown."""
         if not reading.is_batched or self.spec.num_rows is None:
             return self.spec.num_rows
         if reading.batch_size is None:
             return None
-        whole, rest = divmod(self.spec.num_rows, reading.batch_size)
-        return whole + (rest > 0 and not reading.options.get("drop_last", False))
+        num_batches, num_rows_left = divmod(self.spec.num_rows, reading.batch_size)
+        return num_batches + (num_rows_left > 0 and not reading.options.get("drop_last", False))
 
     def _iterate(self, method: str, reading: _IterationOptions) -> Iterator[Any]:
         source, options = self._start_epoch(reading)
-        this, items, ended, fails = self._iteration, 0, False, False
+        iteration, items, ended, fails = self._iteration, 0, False, False
         counts = self.spec.is_ordered and reading.can_count_rows
         try:
             for batch in getattr(source, method)(**options):
                 items += 1
-                if this == self._iteration and counts:
+                if iteration == self._iteration and counts:
                     self._num_rows_read += reading.count_rows(batch)
                 yield batch
             ended = True
         finally:
-            if this == self._iteration:
-                # What is left of an epoch may be nothing.
+            if iteration == self._iteration:
+                # A partial epoch may have no rows, which is not an error.
                 empty = (
                     reading.missing_unit
                     if ended and not items and not self._is_partial_epoch
@@ -201,10 +202,10 @@ class DatasetShard:
             raise ValueError(_describe_no_rows(self.spec))
 
     def _start_epoch(self, reading: _IterationOptions) -> tuple[Any, dict[str, Any]]:
-        """Give what this pass reads, and how."""
-        source: Any = self._source if self._rest is None else self._rest
-        is_rest = self._is_partial_epoch = self._rest is not None
-        self._rest = None
+        """Return the source of this epoch and the options to read it with."""
+        source: Any = self._source if self._unread_source is None else self._unread_source
+        is_partial = self._is_partial_epoch = self._unread_source is not None
+        self._unread_source = None
         self._iteration += 1
         self._num_rows_read, self._shuffle = 0, reading.shuffle
         options = dict(reading.options)
@@ -212,10 +213,10 @@ class DatasetShard:
             options |= reading.shuffle.make_iterator_options(
                 self._start_position.epoch, self.spec.shard_index
             )
-            if is_rest and self._start_position.is_continued_by(
+            if is_partial and self._start_position.is_continued_by(
                 self.spec.num_shards, reading.shuffle
             ):
-                # It lies in the order of this very shuffle already.
+                # The unread rows are already in the order of this shuffle.
                 del options["local_shuffle_seed"], options["local_shuffle_buffer_size"]
         return source, options
 
@@ -227,7 +228,7 @@ class DatasetShard:
                     dataset=self.spec.dataset,
                     epoch=position.epoch,
                     before=encode_reads(position.rows_read),
-                    discarded=[encode_reads(each) for each in position.discarded],
+                    discarded=[encode_reads(reads) for reads in position.discarded],
                     part=self.spec.shard_index,
                     parts=self.spec.num_shards,
                     rows=self._num_rows_read if counts else None,
@@ -246,7 +247,7 @@ class DatasetShard:
         self._keep_alive = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_source":  # not set yet: this object is being unpickled
+        if name == "_source":  # not set yet while this object is unpickled
             raise AttributeError(name)
         return getattr(self._source, name)
 
@@ -255,7 +256,7 @@ class DatasetShard:
 
 
 class _EpochIterable:
-    """Each iteration is a new pass, as with Ray Data's own. `len()` is that of a whole one."""
+    """Iterable that starts a new epoch for each iteration; `len()` counts a complete epoch."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]], items: int | None) -> None:
         self._begin = begin
@@ -275,29 +276,31 @@ def _describe_no_rows(part: ShardSpec) -> str:
     if part.num_shards == 1:
         return f"datasets[{part.dataset!r}] has no rows"
     return (
-        f"datasets[{part.dataset!r}] has fewer rows than there are workers, {part.num_shards}: "
-        "none gets "
-        "one, since all get equally many; start fewer workers, or set DataConfig.uneven_rows"
+        f"datasets[{part.dataset!r}] has fewer rows than the {part.num_shards} workers, which get "
+        "equally many rows. Start fewer workers, or set DataConfig.uneven_rows"
     )
 
 
 def _require_length(length: int | None) -> int:
     if length is None:
         raise TypeError(
-            "this shard's length is not known before it has been read; give the trainer a "
-            "dataset that is materialized, by ray.data.Dataset.materialize()"
+            "the length of this shard is unknown before it has been read; pass a dataset to the "
+            "trainer that is materialized with ray.data.Dataset.materialize()"
         )
     return length
 
 
 @dataclass(frozen=True)
 class _IterationOptions:
-    """How a pass reads: what a method of Ray Data's was asked for, or has by default.
+    """Options of one iteration: arguments of a Ray Data method and its defaults.
 
     Attributes:
-        counts: Whether it is known which rows an item stands for.
-        shuffle: The local shuffle, if it can be had again.
-        tables: Whether the items are tables of any size, which are nobody's batches.
+        options: Keyword arguments of the method.
+        is_batched: Whether the items are batches.
+        batch_size: Rows of a batch, None if unknown.
+        can_count_rows: Whether the rows of each item are known.
+        shuffle: Local shuffle, if it can be reproduced.
+        has_tables: Whether the items are tables of any size instead of batches.
     """
 
     options: dict[str, Any]
@@ -308,9 +311,10 @@ class _IterationOptions:
     has_tables: bool = False
 
     @staticmethod
-    def from_call(method: Callable[..., Any], given: Mapping[str, Any]) -> _IterationOptions:
+    def from_call(method: Callable[..., Any], arguments: Mapping[str, Any]) -> _IterationOptions:
+        """Return the options of a call of a method with keyword arguments."""
         parameters = inspect.signature(method).parameters
-        options = dict(given)
+        options = dict(arguments)
         if "batch_size" not in parameters:
             return _IterationOptions(options, method.__name__ != "iter_rows", None, True, None)
         batch_size = options.get("batch_size", parameters["batch_size"].default)
@@ -327,11 +331,11 @@ class _IterationOptions:
 
     @property
     def missing_unit(self) -> str:
-        """What there is none of where a pass gives nothing: "row", or only "batch"."""
+        """Unit that is missing if an epoch is empty: "row", or "batch" with `drop_last`."""
         return "batch" if self.options.get("drop_last") else "row"
 
     def count_rows(self, item: Any) -> int:
-        """Count the rows of one item of the pass."""
+        """Count the rows of one item."""
         if not self.is_batched:
             return 1
         if self.batch_size is None:

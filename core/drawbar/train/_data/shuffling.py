@@ -15,7 +15,7 @@ SEED = 0
 
 
 def shuffle_numbers(count: int) -> NDArray[np.int64]:
-    """Return the numbers from 0 to before `count` in shuffled order."""
+    """Return the numbers from 0 to `count - 1` in shuffled order."""
     import numpy as np
 
     return np.random.default_rng(SEED).permutation(count)

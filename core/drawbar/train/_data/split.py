@@ -1,4 +1,7 @@
-"""Datasets to one shard per rank. Ray Data is imported only where a dataset is given."""
+"""Open the datasets of a trainer and make the shards of each rank.
+
+Ray Data is imported only if a dataset needs it.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,14 @@ from drawbar.train._row_positions import RowPosition, split_rows
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-Opened = "Dataset | pa.Table | Callable[[], Any]"
-"""A dataset that is made already, or what makes one at each start."""
-
 
 def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) -> None:
-    """Check the datasets' names and types before anything starts.
+    """Check the names and types of datasets before anything starts.
 
-    Warns of a name in `DataConfig` that no dataset has.
+    Warns about names in `DataConfig` that no dataset has.
 
     Raises:
-        TypeError: Not a mapping of names to datasets or functions that make them.
+        TypeError: The argument is not a mapping of names to datasets or dataset factories.
     """
     if datasets is not None and not isinstance(datasets, Mapping):
         raise TypeError(
@@ -52,19 +52,19 @@ def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) ->
     if unknown:
         warn_caller(
             f"DataConfig.datasets_to_split names {sorted(unknown)}, but datasets has "
-            f"{sorted(datasets or {})}: those that it does not name are whole on each worker"
+            f"{sorted(datasets or {})}: each worker reads all rows of the datasets that are not "
+            "split"
         )
 
 
 def _check_dataset_type(name: str, dataset: object) -> None:
-    kinds = (_is_ray_dataset, is_table, is_path_or_paths, is_map_style)
-    if not any(is_kind(dataset) for is_kind in kinds):
+    checks = (_is_ray_dataset, is_table, is_path_or_paths, is_map_style)
+    if not any(check(dataset) for check in checks):
         raise TypeError(
-            f"datasets[{name!r}] must be a ray.data.Dataset, a table (of pandas, Arrow, Hugging "
-            "Face), the path of Parquet files, a map-style dataset of PyTorch's, or a function "
-            f"that gives one of these, found {_describe_value(dataset)}. Make one by "
-            "ray.data.from_items, "
-            "read_csv ..."
+            f"datasets[{name!r}] must be a ray.data.Dataset, a table (pandas, Arrow, Hugging "
+            "Face), the path of Parquet files, a PyTorch map-style dataset, or a function that "
+            f"returns one of these, found {_describe_value(dataset)}. Create one with "
+            "ray.data.from_items, read_csv ..."
         )
 
 
@@ -73,7 +73,7 @@ def _is_ray_dataset(dataset: object) -> bool:
 
 
 def _describe_value(value: object) -> str:
-    """Say what a value is: in short, as a table may be long."""
+    """Return a short description of a value, whose repr may be long."""
     short = repr(value)
     if len(short) <= 80 and "\n" not in short:
         return short
@@ -81,40 +81,40 @@ def _describe_value(value: object) -> str:
 
 
 def open_datasets(datasets: Mapping[str, object]) -> dict[str, object]:
-    """Read tables and files; leave the functions that make datasets for later."""
+    """Read tables and files. Dataset factories are called later."""
     return {
-        name: each if callable(each) else _open_dataset(name, each)
-        for name, each in datasets.items()
+        name: dataset if callable(dataset) else _open_dataset(name, dataset)
+        for name, dataset in datasets.items()
     }
 
 
 def make_datasets(datasets: Mapping[str, object]) -> dict[str, Any]:
-    """Call the functions that make datasets.
+    """Call dataset factories.
 
     Raises:
-        TypeError: One gives something else.
+        TypeError: A factory returns something else than a dataset.
     """
     return {
-        name: _open_dataset(name, each()) if callable(each) else each
-        for name, each in datasets.items()
+        name: _open_dataset(name, dataset()) if callable(dataset) else dataset
+        for name, dataset in datasets.items()
     }
 
 
-def _open_dataset(name: str, given: object) -> object:
-    if _is_ray_dataset(given) or is_map_style(given):
-        return given
-    _check_dataset_type(name, given)
+def _open_dataset(name: str, dataset: object) -> object:
+    if _is_ray_dataset(dataset) or is_map_style(dataset):
+        return dataset
+    _check_dataset_type(name, dataset)
     try:
-        return to_arrow_table(given) if is_table(given) else read_parquet(given)
+        return to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"datasets[{name!r}], {_describe_value(given)}, gives no table: "
+            f"datasets[{name!r}] cannot be read as a table: {_describe_value(dataset)}; "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def list_streamed(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
-    """Name the datasets that Ray Data computes as they are read; of those that are made already."""
+    """Return the names of opened datasets that Ray Data computes while they are read."""
     return [
         name for name in list_computed(datasets, config) if not config.is_materialized_split(name)
     ]
@@ -123,34 +123,36 @@ def list_streamed(datasets: Mapping[str, object], config: DataConfig) -> list[st
 def list_computed(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
     """Return the names of the datasets that Ray Data has to compute.
 
-    Datasets that a function makes later are left out.
+    Dataset factories are left out, since they are called later.
     """
     transforms = config.preprocessor is not None  # also applied to materialized datasets
     return [
         name
-        for name, each in datasets.items()
-        if _is_ray_dataset(each)
-        and (transforms or config.shuffles(name) or count_rows_or_none(each) is None)
+        for name, dataset in datasets.items()
+        if _is_ray_dataset(dataset)
+        and (transforms or config.shuffles(name) or count_rows_or_none(dataset) is None)
     ]
 
 
 def select_materialized(datasets: Mapping[str, object], config: DataConfig) -> dict[str, object]:
-    """Give the datasets that are split exactly."""
-    return {name: each for name, each in datasets.items() if config.is_materialized_split(name)}
+    """Return the datasets that are materialized and split by row number."""
+    return {
+        name: dataset for name, dataset in datasets.items() if config.is_materialized_split(name)
+    }
 
 
 def check_row_counts(datasets: Mapping[str, object], config: DataConfig, world_size: int) -> None:
-    """Check that workers get rows of each dataset, as far as its rows are known without computing.
+    """Check that workers get rows of each dataset whose row count is known without computing it.
 
     Raises:
-        ValueError: Of one, none of so many workers gets a row.
+        ValueError: A dataset has too few rows for the number of workers.
     """
-    for name, each in datasets.items():
-        rows = None if callable(each) else count_rows_or_none(each)
+    for name, dataset in datasets.items():
+        rows = None if callable(dataset) else count_rows_or_none(dataset)
         if rows is None:
             continue
-        if not rows and not getattr(each, "column_names", True):
-            raise ValueError(f"datasets[{name!r}] has no columns, only an index, which is no data")
+        if not rows and not getattr(dataset, "column_names", True):
+            raise ValueError(f"datasets[{name!r}] has no columns, only an index")
         is_cut = (
             config.is_split(name) and config.uneven_rows == "drop" and not config.has_custom_split
         )
@@ -165,37 +167,38 @@ def make_shards(
     materialized: MaterializedSplits,
     remaining_resources: Mapping[str, float] | None = None,
 ) -> list[dict[str, DatasetShard]]:
-    """Give each rank its shards, by name: an even part of a stream, rows by number, or the whole.
+    """Return the shards of each rank by dataset name.
 
     Args:
         datasets: Datasets by name.
-        config: Which to split, and how Ray Data runs them.
-        node_ids: The node of each rank; its length is the world size.
-        positions: The data positions that the attempt goes on from.
-        exact: The run's exact splits.
-        left: The resources that the workers leave, as far as they are counted.
+        config: Which datasets to split, and how Ray Data executes them.
+        node_ids: Node id of each rank; its length is the world size.
+        positions: Data positions from which the attempt resumes.
+        materialized: Materialized splits of the run.
+        remaining_resources: Resources that the workers do not use, as far as they are known.
     """
     if config.has_custom_split:
         return _make_custom_shards(datasets, config, node_ids, positions)
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
-    for name, given in datasets.items():
+    for name, dataset in datasets.items():
         position = RowPosition.decode(positions.get(make_position_key(name)))
-        if config.is_split(name) and not _is_ray_dataset(given):  # a function may give more now
-            check_even_rows(name, len(given), len(node_ids), config.uneven_rows)
-        if is_map_style(given):
-            of_ranks = shard_map_style(name, given, config, len(node_ids), position)
-        elif not _is_ray_dataset(given):
-            of_ranks = shard_table(name, given, config, len(node_ids), position)
+        if config.is_split(name) and not _is_ray_dataset(dataset):
+            # A dataset factory may return more rows than at the start of the run.
+            check_even_rows(name, len(dataset), len(node_ids), config.uneven_rows)
+        if is_map_style(dataset):
+            rank_shards = shard_map_style(name, dataset, config, len(node_ids), position)
+        elif not _is_ray_dataset(dataset):
+            rank_shards = shard_table(name, dataset, config, len(node_ids), position)
         elif config.is_materialized_split(name):
-            of_ranks = _make_materialized_shards(
-                name, given, config, len(node_ids), position, materialized
+            rank_shards = _make_materialized_shards(
+                name, dataset, config, len(node_ids), position, materialized
             )
         else:
-            of_ranks = shard_stream(
-                name, given, config, node_ids, position, remaining_resources or {}
+            rank_shards = shard_stream(
+                name, dataset, config, node_ids, position, remaining_resources or {}
             )
-        for by_name, each in zip(shards, of_ranks, strict=True):
-            by_name[name] = each
+        for by_name, shard in zip(shards, rank_shards, strict=True):
+            by_name[name] = shard
     return shards
 
 
@@ -217,7 +220,7 @@ def _make_materialized_shards(
     bounds = split_rows(rows, world_size, config.uneven_rows)
     return [
         DatasetShard(
-            each,
+            part,
             ShardSpec(
                 dataset=name,
                 shard_index=number,
@@ -229,7 +232,7 @@ def _make_materialized_shards(
             position=position if first else position.rewind_epoch(),
             unread_source=first[number] if first else None,
         )
-        for number, each in enumerate(parts)
+        for number, part in enumerate(parts)
     ]
 
 
@@ -239,18 +242,20 @@ def _make_custom_shards(
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
 ) -> list[dict[str, DatasetShard]]:
-    """Give each rank what the user's own subclass gives it."""
+    """Return the shards that `configure` of the user's subclass returns."""
     world_size = len(node_ids)
-    given = config.configure(
+    iterators = config.configure(
         to_ray_datasets(datasets), world_size, worker_handles=None, worker_node_ids=list(node_ids)
     )
-    if len(given) != world_size or not all(isinstance(each, Mapping) for each in given):
+    is_valid = len(iterators) == world_size
+    if not is_valid or not all(isinstance(by_name, Mapping) for by_name in iterators):
         raise TypeError(
             f"{type(config).__name__}.configure() must return a dict of name to DataIterator for "
-            f"each of {world_size} workers, found {_describe_value(given)}"
+            f"each of {world_size} workers, found {_describe_value(iterators)}"
         )
-    for name in {name: None for by_name in given for name in by_name}:
-        _check_custom_shards(name, config, [_count_iterator_rows(each.get(name)) for each in given])
+    for name in {name: None for by_name in iterators for name in by_name}:
+        rows_per_rank = [_count_iterator_rows(by_name.get(name)) for by_name in iterators]
+        _check_custom_shards(name, config, rows_per_rank)
     return [
         {
             name: DatasetShard(
@@ -266,18 +271,18 @@ def _make_custom_shards(
             )
             for name, rows in by_name.items()
         }
-        for rank, by_name in enumerate(given)
+        for rank, by_name in enumerate(iterators)
     ]
 
 
 def _check_custom_shards(name: str, config: DataConfig, rows: Sequence[int | None]) -> None:
-    """Refuse what a subclass gives of a dataset, as far as its rows are known: none, or uneven.
+    """Check that the shards of a subclass have rows and equal lengths, if their rows are known.
 
     Raises:
-        ValueError: No rank gets a row, or some get more than others and `uneven_rows` is not
-            "keep".
+        ValueError: No rank gets a row, or ranks get different numbers of rows and `uneven_rows` is
+            not "keep".
     """
-    known = [each for each in rows if each is not None]
+    known = [count for count in rows if count is not None]
     if len(known) < len(rows):
         return
     check_has_rows(name, sum(known), 1)
@@ -285,43 +290,42 @@ def _check_custom_shards(name: str, config: DataConfig, rows: Sequence[int | Non
         raise ValueError(
             f"{type(config).__name__}.configure() gives {known} rows of datasets[{name!r}] to "
             f"ranks 0 to {len(known) - 1}: workers that wait for each other at each batch could "
-            'hang. Give them equally many, or set uneven_rows="keep" for a function that takes '
-            "uneven "
-            "parts"
+            'hang. Give them equally many rows, or set uneven_rows="keep" if the function supports '
+            "uneven shards"
         )
 
 
 def _count_iterator_rows(iterator: object) -> int | None:
-    """Count the rows of an iterator over a computed dataset; None where they are unknown."""
+    """Return the number of rows of an iterator, None if its dataset is not materialized."""
     dataset = getattr(iterator, "_base_dataset", None)
     return None if dataset is None else count_rows_or_none(dataset)
 
 
 def list_streamed_shards(shards: Sequence[Mapping[str, DatasetShard]]) -> list[str]:
-    """Name the datasets that ranks read while they are computed, as far as iterators tell."""
-    found = {
+    """Return the names of datasets that are computed while ranks read them, as far as known."""
+    names = {
         name
         for by_name in shards
-        for name, each in by_name.items()
-        if hasattr(each, "_base_dataset") and _count_iterator_rows(each) is None
+        for name, shard in by_name.items()
+        if hasattr(shard, "_base_dataset") and _count_iterator_rows(shard) is None
     }
-    return sorted(found)
+    return sorted(names)
 
 
 def to_ray_datasets(datasets: Mapping[str, object]) -> dict[str, Dataset]:
-    """Give tables and items as Ray Data's datasets."""
-    return {name: _to_ray_dataset(each) for name, each in datasets.items()}
+    """Convert tables and map-style datasets to Ray Data datasets."""
+    return {name: _to_ray_dataset(dataset) for name, dataset in datasets.items()}
 
 
-def _to_ray_dataset(given: Any) -> Dataset:
+def _to_ray_dataset(source: Any) -> Dataset:
     import ray.data
 
-    if _is_ray_dataset(given):
-        dataset: Dataset = given
-    elif is_map_style(given):
-        dataset = ray.data.from_torch(given)
+    if _is_ray_dataset(source):
+        dataset: Dataset = source
+    elif is_map_style(source):
+        dataset = ray.data.from_torch(source)
     else:
-        dataset = ray.data.from_blocks([given])
+        dataset = ray.data.from_blocks([source])
     return dataset
 
 
@@ -331,34 +335,34 @@ def materialize_splits(
     world_sizes: Sequence[int],
     materialized: MaterializedSplits,
 ) -> None:
-    """Compute what is split exactly, for each size that the group of workers may have.
+    """Materialize the datasets that need it, and split them for each possible world size.
 
     Args:
-        datasets: Those that `select_materialized` gives, made.
-        config: How they are split.
-        sizes: Numbers of workers.
-        exact: What they become part of.
+        datasets: Opened datasets of `select_materialized`.
+        config: How to split the datasets.
+        world_sizes: Numbers of workers.
+        materialized: Receives the splits.
 
     Raises:
-        ValueError: There is no equal split, and `DataConfig` asks for one.
+        ValueError: `uneven_rows="error"`, and a dataset cannot be divided evenly.
     """
-    for name, given in datasets.items():
-        if not _is_ray_dataset(given):
+    for name, source in datasets.items():
+        if not _is_ray_dataset(source):
             for size in world_sizes:
-                check_even_rows(name, len(given), size, config.uneven_rows)
+                check_even_rows(name, len(source), size, config.uneven_rows)
             continue
-        dataset = config.apply_options(name, given)
+        dataset = config.apply_options(name, source)
         for size in world_sizes:
             materialized.get_shards(name, dataset, config, size)
 
 
 def make_position_key(dataset_name: str) -> str:
-    """Give the name under which a dataset's position is in a checkpoint."""
+    """Return the key of a dataset's position in a checkpoint."""
     return f"dataset:{dataset_name}"
 
 
 def fetch_shards(reference: Any) -> dict[str, DatasetShard]:
-    """Give a rank's shards: as they are, or from the object store."""
+    """Return a rank's shards, from the object store if they are a reference."""
     if reference is None:
         return {}
     if isinstance(reference, dict):

@@ -1,4 +1,4 @@
-"""Ray Data datasets, streamed: equally long parts that all ranks read at the same time."""
+"""Shard streamed Ray Data datasets into equal parts."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ STREAM_SHUTDOWN_TIMEOUT_S = 0.5
 
 def shard_stream(
     name: str,
-    given: Dataset,
+    dataset: Dataset,
     config: DataConfig,
     node_ids: Sequence[str],
     position: RowPosition,
     remaining_resources: Mapping[str, float],
 ) -> list[DatasetShard]:
-    """Give each rank its shard of a dataset: an even part of its stream, or a stream of the whole.
+    """Return each rank's shard of a dataset: an equal part of its stream, or a complete stream.
 
-    A dataset whose position is inside an epoch is read once here, to find what is left.
+    If the position is within an epoch, the dataset is read once to find the unread rows.
 
     Args:
         name: Name of the dataset.
-        given: The dataset.
-        config: Whether to split it, and how Ray Data runs it.
-        node_ids: The node of each rank.
-        position: Where it is to go on.
-        left: The resources that the workers leave, as far as they are counted.
+        dataset: The dataset.
+        config: Whether to split the dataset, and how Ray Data executes it.
+        node_ids: Node id of each rank.
+        position: Position to resume from.
+        remaining_resources: Resources that the workers do not use, as far as they are known.
     """
-    dataset = _limit_resources(config.apply_options(name, given), remaining_resources)
-    ordered = dataset.context.execution_options.preserve_order
+    stream = _limit_resources(config.apply_options(name, dataset), remaining_resources)
+    is_ordered = stream.context.execution_options.preserve_order
     world_size = len(node_ids) if config.is_split(name) else 1
     hints = list(node_ids) if config.enable_shard_locality else None
-    if not ordered:
+    if not is_ordered:
         position = position.rewind_epoch()
     executed = position.epoch - position.num_incomplete_epochs
-    rows = count_rows_or_none(given)
+    rows = count_rows_or_none(dataset)
     first, keep_alive = _make_unread_iterators(
-        _set_execution_index(dataset, executed), position, world_size, in_memory=rows is not None
+        _set_execution_index(stream, executed), position, world_size, in_memory=rows is not None
     )
-    parts = _split_stream(_set_execution_index(dataset, executed + bool(first)), world_size, hints)
+    parts = _split_stream(_set_execution_index(stream, executed + bool(first)), world_size, hints)
     numbers = range(world_size) if config.is_split(name) else [0] * len(node_ids)
-    each = None if rows is None else rows // world_size
+    rows_per_shard = None if rows is None else rows // world_size
     return [
         DatasetShard(
             parts[number],
@@ -59,8 +59,8 @@ def shard_stream(
                 dataset=name,
                 shard_index=number,
                 num_shards=world_size,
-                num_rows=each,
-                is_ordered=ordered,
+                num_rows=rows_per_shard,
+                is_ordered=is_ordered,
                 has_equal_shards=True,
             ),
             position=position,
@@ -72,13 +72,13 @@ def shard_stream(
 
 
 def _limit_resources(dataset: Dataset, remaining_resources: Mapping[str, float]) -> Dataset:
-    """Have a dataset use what the workers leave, unless the user has set its limits.
+    """Limit a dataset to the resources that the workers do not use, unless the user set limits.
 
-    Ray Data counts on the whole cluster otherwise, and plans with CPUs that it never gets. These
-    are limits and not `exclude_resources`: Ray Data shares the cluster among all that is read at
-    the same time, and takes those off each share. Two datasets beside workers that hold half of the
-    CPUs would have none: one task at a time, and none at all while a rank that waits for another
-    one has rows that it does not take.
+    Without limits, Ray Data plans with all CPUs of the cluster, including the workers' CPUs.
+    `exclude_resources` would not work: Ray Data divides the cluster between all datasets that are
+    read at the same time and subtracts the excluded resources from each share. Two datasets next to
+    workers that hold half of the CPUs would then get none: only one task would run at a time, and
+    none while a rank that waits for another one does not consume its rows.
     """
     options = dataset.context.execution_options
     limits = options.resource_limits
@@ -90,14 +90,14 @@ def _limit_resources(dataset: Dataset, remaining_resources: Mapping[str, float])
 
 
 def _set_execution_index(dataset: Dataset, times: int) -> Dataset:
-    """Have Ray Data count on from so many executions: its shuffles of files follow from that."""
+    """Return a copy with the given number of executions, which seeds Ray Data's file shuffling."""
     counted: Dataset = with_options(dataset, dataset.context.execution_options)
     counted.context._execution_idx = times
     return counted
 
 
 def count_rows_or_none(dataset: Any) -> int | None:
-    """Count the rows of a dataset or table, unless it would have to be computed for that."""
+    """Return the number of rows, or None if the dataset would have to be computed for it."""
     if not hasattr(dataset, "streaming_split"):
         return len(dataset)
     from ray.data.dataset import MaterializedDataset
@@ -108,7 +108,7 @@ def count_rows_or_none(dataset: Any) -> int | None:
 def _split_stream(
     dataset: Dataset, world_size: int, hints: list[str] | None = None
 ) -> list[DataIterator]:
-    """Give the parts of a dataset, equally long."""
+    """Split a dataset into equal parts."""
     if world_size == 1:
         return [dataset.iterator()]
     parts: list[DataIterator] = dataset.streaming_split(
@@ -120,14 +120,14 @@ def _split_stream(
 def _make_unread_iterators(
     dataset: Dataset, position: RowPosition, world_size: int, *, in_memory: bool
 ) -> tuple[list[DataIterator], list[object]]:
-    """Give the parts of what has not been read of a dataset, and what must live meanwhile.
+    """Return iterators over the unread rows of a dataset, and objects that must stay alive.
 
-    A dataset that lies in memory is gone through here, without a task: workers may hold every CPU.
+    Datasets in memory are read in this process without a task, since workers may use all CPUs.
     """
     if not position.rows_read:
         return [], []
     keep_alive: list[object] = []
-    remaining_resources: list[Any] = split_unread(
+    datasets: list[Any] = split_unread(
         dataset,
         position.rows_read,
         world_size,
@@ -135,24 +135,23 @@ def _make_unread_iterators(
         exclude=partial(_exclude_read_rows, epoch=position.epoch, in_memory=in_memory),
         concat=_concat_datasets,
     )
-    return [
-        each.iterator() if hasattr(each, "iterator") else each for each in remaining_resources
-    ], keep_alive
+    iterators = [part.iterator() if hasattr(part, "iterator") else part for part in datasets]
+    return iterators, keep_alive
 
 
 def _split_and_keep_alive(dataset: Dataset, world_size: int, keep_alive: list[object]) -> list[Any]:
     parts = _split_stream(dataset, world_size)
-    keep_alive.append(parts)  # whose actor owns the rows
+    keep_alive.append(parts)  # Their actor owns the rows.
     return parts
 
 
 def _exclude_read_rows(
     parts: list[Any], read: RowsRead, epoch: int, *, in_memory: bool
 ) -> list[Any]:
-    """Compute what is left of each part; all are read at the same time."""
+    """Return the unread rows of each part. All parts are read at the same time."""
     with DaemonThreadPool(len(parts), "drawbar-split") as pool:
-        remaining_resources = partial(_drop_read_rows, read=read, epoch=epoch, in_memory=in_memory)
-        return list(pool.map(remaining_resources, range(len(parts)), parts))
+        drop_read_rows = partial(_drop_read_rows, read=read, epoch=epoch, in_memory=in_memory)
+        return list(pool.map(drop_read_rows, range(len(parts)), parts))
 
 
 def _drop_read_rows(
@@ -161,21 +160,19 @@ def _drop_read_rows(
     import ray.data
 
     if read.shuffle is None and not in_memory:
-        remaining_resources: Dataset = part.materialize().split_at_indices([read.rows_per_worker])[
-            1
-        ]
-        return remaining_resources
+        _, unread = part.materialize().split_at_indices([read.rows_per_worker])
+        return unread  # type: ignore[no-any-return]
     shuffle = read.shuffle
     options = (
         {"batch_size": None} if shuffle is None else shuffle.make_iterator_options(epoch, number)
     )
-    tables, seen = [], 0
+    tables, num_rows = [], 0
     source = part.iterator() if hasattr(part, "iterator") else part
     for table in source.iter_batches(**options, batch_format="pyarrow"):
-        tables.append(table.slice(max(read.rows_per_worker - seen, 0)))
-        seen += table.num_rows
-    rest_of_tables: Dataset = ray.data.from_blocks(tables)
-    return rest_of_tables
+        tables.append(table.slice(max(read.rows_per_worker - num_rows, 0)))
+        num_rows += table.num_rows
+    dataset: Dataset = ray.data.from_blocks(tables)
+    return dataset
 
 
 def _concat_datasets(parts: list[Any]) -> Dataset:
@@ -185,20 +182,20 @@ def _concat_datasets(parts: list[Any]) -> Dataset:
 
 
 def shut_down_streams(shards: Iterable[Mapping[str, DatasetShard]]) -> None:
-    """End the actors of Ray Data that hand out the rows of shards which nobody reads any more.
+    """Shut down the actors of Ray Data that distribute rows of shards that are no longer read.
 
-    One that Ray ends while it has rows left aborts, and the driver shows its C++ stack.
+    If Ray ends an actor that has rows left, the actor aborts, and the driver prints its C++ stack.
     """
     import ray
 
     actors = {
-        each
+        actor
         for by_name in shards
         for shard in by_name.values()
-        for each in shard.split_coordinators
+        for actor in shard.split_coordinators
     }
     if actors:
-        stopped = [each.shutdown_executor.remote() for each in actors]
-        ray.wait(stopped, num_returns=len(stopped), timeout=STREAM_SHUTDOWN_TIMEOUT_S)
-    for each in actors:
-        ray.kill(each)
+        shutdowns = [actor.shutdown_executor.remote() for actor in actors]
+        ray.wait(shutdowns, num_returns=len(shutdowns), timeout=STREAM_SHUTDOWN_TIMEOUT_S)
+    for actor in actors:
+        ray.kill(actor)

@@ -1,8 +1,8 @@
-"""Tables in memory, and Parquet files that fit into it: split by row numbers, without tasks.
+"""Shard in-memory tables and small Parquet files by row number.
 
-What a rank gets of a table lies in Ray's object store, once per node, as one block. Ray Data's
-iterators read it as they read anything else, but start no task and no actor for that, so a table
-needs no CPU beside the workers, and a restart inside an epoch reads nothing again.
+The rows of a rank are stored as one block in Ray's object store, once per node. Ray Data's
+iterators read this block without starting a task or an actor. Tables therefore need no CPUs in
+addition to the workers' CPUs, and a restart within an epoch reads no row again.
 """
 
 from __future__ import annotations
@@ -23,54 +23,55 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 MAX_OBJECT_STORE_FRACTION = 0.25
-"""How much of a node's object store Parquet files may fill; larger ones are streamed."""
+"""Fraction of a node's object store that Parquet files may fill; larger ones are streamed."""
 
 
-def is_table(given: object) -> bool:
-    """Whether something is a table: of Arrow, pandas, polars ..., or a Hugging Face dataset."""
-    return hasattr(given, "__arrow_c_stream__") or _is_hugging_face_dataset(given)
+def is_table(value: object) -> bool:
+    """Return whether a value is a table (Arrow, pandas, polars ...) or a Hugging Face dataset."""
+    return hasattr(value, "__arrow_c_stream__") or _is_hugging_face_dataset(value)
 
 
-def is_path_or_paths(given: object) -> bool:
-    """Whether something is a path, or a list of paths."""
-    if isinstance(given, list | tuple):
-        return bool(given) and all(isinstance(each, str | os.PathLike) for each in given)
-    return isinstance(given, str | os.PathLike)
+def is_path_or_paths(value: object) -> bool:
+    """Return whether a value is a path or a list of paths."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(path, str | os.PathLike) for path in value)
+    return isinstance(value, str | os.PathLike)
 
 
-def _is_hugging_face_dataset(given: object) -> bool:
-    return all(hasattr(given, each) for each in ("with_format", "features", "__len__"))
+def _is_hugging_face_dataset(value: object) -> bool:
+    return all(hasattr(value, name) for name in ("with_format", "features", "__len__"))
 
 
-def to_arrow_table(given: Any) -> pa.Table:
-    """Give the Arrow table that a table is, without its index if it has one."""
+def to_arrow_table(table: Any) -> pa.Table:
+    """Convert a table to an Arrow table, without its index."""
     import pyarrow as pa
 
-    if isinstance(given, pa.Table):
-        return given
-    if _is_hugging_face_dataset(given):
-        return given.with_format("arrow")[:]
-    if hasattr(given, "iloc"):
-        return pa.Table.from_pandas(given, preserve_index=False)
-    return pa.table(given)
+    if isinstance(table, pa.Table):
+        return table
+    if _is_hugging_face_dataset(table):
+        return table.with_format("arrow")[:]
+    if hasattr(table, "iloc"):
+        return pa.Table.from_pandas(table, preserve_index=False)
+    return pa.table(table)
 
 
-def read_parquet(given: Any) -> pa.Table | Dataset:
-    """Read Parquet files, or have Ray Data stream them if they are too large for that.
+def read_parquet(path_or_paths: Any) -> pa.Table | Dataset:
+    """Read Parquet files, or return a streamed Ray Data dataset if they are too large.
 
     Raises:
-        FileNotFoundError: There are none.
+        FileNotFoundError: There are no Parquet files in the paths.
     """
     import pyarrow.dataset
     import ray
     import ray.data
 
-    paths = [os.fspath(each) for each in given] if isinstance(given, list | tuple) else given
+    is_list = isinstance(path_or_paths, list | tuple)
+    paths = [os.fspath(path) for path in path_or_paths] if is_list else path_or_paths
     paths = os.fspath(paths) if isinstance(paths, os.PathLike) else paths
     files = pyarrow.dataset.dataset(paths, format="parquet")
     if not files.files:
         raise FileNotFoundError(f"there is no Parquet file in {paths}")
-    groups = (group for each in files.get_fragments() for group in each.row_groups)
+    groups = (group for fragment in files.get_fragments() for group in fragment.row_groups)
     nbytes = sum(group.total_byte_size for group in groups)
     stores = [node["Resources"].get("object_store_memory", 0) for node in _list_alive_nodes()]
     if nbytes <= MAX_OBJECT_STORE_FRACTION * min(stores, default=0):
@@ -95,18 +96,18 @@ def shard_table(
     Raises:
         ValueError: There is no column `DataConfig.group_column`.
     """
-    of = world_size if config.is_split(name) else 1
+    num_shards = world_size if config.is_split(name) else 1
     if config.shuffles(name):
         table = shuffle_table(table)
     grouped = None
-    # Also for one worker: the training function may need the rows of a group side by side.
+    # Also for a single worker: the training function may need consecutive rows for each group.
     if config.is_split(name) and config.group_column is not None:
-        table, grouped = split_by_group(name, table, config.group_column, of)
-        position = position.rewind_epoch()  # a split inside an epoch would separate groups
-    bounds = grouped or split_rows(table.num_rows, of, config.uneven_rows)
+        table, grouped = split_by_group(name, table, config.group_column, num_shards)
+        position = position.rewind_epoch()  # A split within an epoch would separate groups.
+    bounds = grouped or split_rows(table.num_rows, num_shards, config.uneven_rows)
     parts = [_put_tables([table.slice(low, high - low)]) for low, high in bounds]
     first = (
-        _make_unread_table_shards(table, of, config.uneven_rows, position)
+        _make_unread_table_shards(table, num_shards, config.uneven_rows, position)
         if position.rows_read
         else []
     )
@@ -116,7 +117,7 @@ def shard_table(
             ShardSpec(
                 dataset=name,
                 shard_index=number,
-                num_shards=of,
+                num_shards=num_shards,
                 num_rows=bounds[number][1] - bounds[number][0],
                 # Groups may have been sorted: row numbers of the user's table are unknown.
                 total_rows=None if grouped else table.num_rows,
@@ -125,31 +126,31 @@ def shard_table(
             position=position,
             unread_source=first[number] if first else None,
         )
-        for number in (range(of) if of == world_size else [0] * world_size)
+        for number in (range(num_shards) if num_shards == world_size else [0] * world_size)
     ]
 
 
-def _put_tables(pieces: list[pa.Table]) -> MaterializedShard:
-    """Put tables into the object store as the rows of a rank."""
+def _put_tables(tables: list[pa.Table]) -> MaterializedShard:
+    """Put the rows of a rank into the object store."""
     import ray.data
 
-    part = ray.data.from_blocks(pieces)
+    part = ray.data.from_blocks(tables)
     part.context.execution_options.preserve_order = True
     part.context.enable_progress_bars = False
     return MaterializedShard(part)
 
 
 def _make_unread_table_shards(
-    table: pa.Table, of: int, uneven_rows: UnevenRows, position: RowPosition
+    table: pa.Table, num_shards: int, uneven_rows: UnevenRows, position: RowPosition
 ) -> list[MaterializedShard]:
     """Put each rank's unread rows of the epoch that the position is in into the object store."""
-    if any(each.shuffle for each in position.rows_read):
-        table = table.combine_chunks()  # else each `take` copies all chunks
+    if any(reads.shuffle for reads in position.rows_read):
+        table = table.combine_chunks()  # Otherwise, each take() copies all chunks.
     order = partial(shuffled_rows, epoch=position.epoch)
-    rest = NumberedRows([table.num_rows], uneven_rows, order).split_unread(position.rows_read, of)
+    rows = NumberedRows([table.num_rows], uneven_rows, order)
     return [
         _put_tables([_slice_tables(table, segment) for segment in segments] or [table.slice(0, 0)])
-        for segments in rest
+        for segments in rows.split_unread(position.rows_read, num_shards)
     ]
 
 
