@@ -67,10 +67,23 @@ class OrderRandom:
                 self._activate()
                 yield
             finally:
-                self._state = self._capture()
-                self._restore(outer_state)
-                for sampler, _ in self._added:
-                    vars(sampler)["generator"] = None
+                try:
+                    self._state = self._capture()
+                finally:
+                    self._end_drawing(outer_state)
+
+    def _end_drawing(self, outer_state: Sequence[Any]) -> None:
+        """Restore the random state of the process, also if an interrupt is raised meanwhile."""
+        try:
+            self._reset(outer_state)
+        except BaseException:  # an interrupt is raised once
+            self._reset(outer_state)
+            raise
+
+    def _reset(self, outer_state: Sequence[Any]) -> None:
+        self._restore(outer_state)
+        for sampler, _ in self._added:
+            vars(sampler)["generator"] = None
 
     def _activate(self) -> None:
         if self._state is not None:
