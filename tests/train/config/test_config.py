@@ -109,7 +109,7 @@ WRONG_VALUES: list[tuple[type, str, Any, str]] = [
     (CheckpointConfig, "num_to_keep", 0, "must be at least 1, found 0"),
     (CheckpointConfig, "checkpoint_score_order", "lowest", "one of 'max', 'min', found 'lowest'"),
     (LoggingConfig, "log_level", "LOUD", "must be one of 'DEBUG', .* found 'LOUD'"),
-    (ScalingConfig, "resources_per_worker", {"cpu": 1}, "no resource of Ray's; write 'CPU'"),
+    (ScalingConfig, "resources_per_worker", {"cpu": 1}, "is not a Ray resource; write 'CPU'"),
     (ScalingConfig, "resources_per_worker", {"TPU": 4}, "use_tpu=False; set use_tpu=True"),
     (ScalingConfig, "trainer_resources", {"CPU": 1}, "must be None, found {'CPU': 1}"),
     (
