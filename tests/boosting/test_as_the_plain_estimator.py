@@ -51,7 +51,7 @@ def predictions(dataset: Any) -> Any:
 
 
 @pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
-def test_every_fit_begins_anew_also_in_a_named_run(
+def test_estimator_fit_in_named_run_starts_from_scratch(
     classifier: Any, rows: Any, tmp_path: Path
 ) -> None:
     x, y = rows
@@ -162,7 +162,7 @@ def test_categories_that_are_integers_in_a_ray_dataset(regressor: Any) -> None:
     ("classifier", "classes"),
     [(RayLGBMClassifier, 2), (RayXGBClassifier, 2), (RayXGBClassifier, 3)],
 )
-def test_a_ray_dataset_is_predicted_as_a_table_is(classifier: Any, classes: int) -> None:
+def test_estimator_predict_of_ray_dataset_matches_table(classifier: Any, classes: int) -> None:
     features, _ = load_breast_cancer(return_X_y=True, as_frame=True)  # with spaces in their names
     frame = features.iloc[:, :4]
     y = pd.qcut(frame["mean radius"], classes, labels=False)

@@ -58,7 +58,7 @@ def with_lightgbm(labels: Any, each_round: Callable[[int], None]) -> Predictions
         (drawbar.lightgbm.LightGBMTrainer, with_lightgbm, lightgbm_alone),
     ],
 )
-def test_none_goes_on_from_what_another_has_saved(
+def test_repeated_trainings_do_not_resume_from_each_other(
     trainer: Any,
     train: Callable[..., Predictions],
     train_alone: Callable[[Any], Predictions],

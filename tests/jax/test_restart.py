@@ -129,7 +129,7 @@ def losses(result: Result) -> list[float]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_killed_ranks_in_meshes_of_four_and_two_change_nothing(tmp_path: Path) -> None:
+def test_restart_with_fewer_workers_yields_same_losses(tmp_path: Path) -> None:
     undisturbed = fit(tmp_path, "undisturbed", num_workers=0, max_failures=0)  # in this process
     assert undisturbed.return_values[0]["processes"] == 1
     with pytest.raises(WorkerGroupError, match="SIGKILL"):

@@ -62,14 +62,14 @@ def shared(prepare: Callable[[], Any], config: RunConfig) -> list[list[list[int]
     return [list(each) for each in result.return_values]
 
 
-def test_arrays_are_shared_batch_by_batch(run_config: RunConfig) -> None:
+def test_prepare_dataset_shards_array_batches(run_config: RunConfig) -> None:
     x = np.arange(9)
     first, second = shared(lambda: prepare_dataset(x, x, batch_size=4), run_config)
     assert first == [[0, 2], [4, 6], [8]]
     assert second == [[1, 3], [5, 7], []]
 
 
-def test_an_order_is_that_of_all_ranks(run_config: RunConfig) -> None:
+def test_prepare_dataset_shuffle_is_equal_on_all_ranks(run_config: RunConfig) -> None:
     x = np.arange(12)
     ranks = shared(lambda: prepare_dataset(x, x, batch_size=4, shuffle=True), run_config)
     rows = [row for rank in ranks for batch in rank for row in batch]
@@ -77,14 +77,14 @@ def test_an_order_is_that_of_all_ranks(run_config: RunConfig) -> None:
     assert rows != list(range(12))
 
 
-def test_a_loaders_batches_are_shared(run_config: RunConfig) -> None:
+def test_prepare_dataset_shards_data_loader(run_config: RunConfig) -> None:
     rows = TensorDataset(torch.arange(9), torch.arange(9))
     first, second = shared(lambda: prepare_dataset(DataLoader(rows, batch_size=4)), run_config)
     assert first == [[0, 2], [4, 6], [8]]
     assert second == [[1, 3], [5, 7], []]
 
 
-def test_batches_of_tensorflow_are_shared(run_config: RunConfig) -> None:
+def test_prepare_dataset_shards_tf_dataset(run_config: RunConfig) -> None:
     import tensorflow as tf
 
     def prepare() -> Any:
@@ -96,13 +96,13 @@ def test_batches_of_tensorflow_are_shared(run_config: RunConfig) -> None:
     assert second == [[1, 3], [5, 7], []]
 
 
-def test_batches_of_a_dataset_of_keras_are_shared(run_config: RunConfig) -> None:
+def test_prepare_dataset_shards_py_dataset(run_config: RunConfig) -> None:
     x = np.arange(9)
     ranks = shared(lambda: prepare_dataset(batches_of(x, x, 4)), run_config)
     assert ranks == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], []]]
 
 
-def test_a_model_may_have_several_inputs(run_config: RunConfig) -> None:
+def test_prepare_dataset_supports_several_inputs(run_config: RunConfig) -> None:
     def function() -> list[float]:
         import keras
 
@@ -131,7 +131,7 @@ def batches_of(x: Any, y: Any, size: int) -> Any:
     return Batches()
 
 
-def test_what_does_not_fit_together_is_refused(run_config: RunConfig) -> None:
+def test_prepare_dataset_with_invalid_arguments_raises(run_config: RunConfig) -> None:
     x = np.arange(8)
     cases = (
         (lambda: prepare_dataset(x, x, batch_size=1), "less than one row for each of 2 workers"),
@@ -269,13 +269,15 @@ def losses(
 @pytest.mark.parametrize(
     "prepare", [of_arrays, of_keras, of_tensorflow, of_torch, of_torch_in_any_order]
 )
-def test_an_epoch_goes_on_in_its_middle(prepare: Callable[[], Any], tmp_path: Path) -> None:
+def test_fit_after_mid_epoch_checkpoint_resumes_mid_epoch(
+    prepare: Callable[[], Any], tmp_path: Path
+) -> None:
     undisturbed = losses(prepare, tmp_path)
     resumed = losses(prepare, tmp_path, IN_THE_MIDDLE)
     assert resumed == pytest.approx(undisturbed[1:], 1e-4)
 
 
-def test_the_next_epoch_has_its_own_order_after_a_failure_at_an_epochs_last_batch(
+def test_fit_resumed_after_last_batch_uses_next_epoch_order(
     tmp_path: Path,
 ) -> None:
     undisturbed = losses(of_arrays_in_any_order, tmp_path)
@@ -311,7 +313,7 @@ best: list[Any] = []
 """The best weights of an attempt that failed."""
 
 
-def test_training_that_was_stopped_is_not_gone_on_with_but_in_another_run(tmp_path: Path) -> None:
+def test_fit_after_early_stopping_trains_only_in_new_run(tmp_path: Path) -> None:
     def fit(name: str, checkpoint: Checkpoint | None = None) -> Result:
         failures = FailureConfig(max_failures=1)
         return KerasTrainer(
@@ -332,7 +334,7 @@ def test_training_that_was_stopped_is_not_gone_on_with_but_in_another_run(tmp_pa
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_shard_is_given_as_the_arrays_are(tmp_path: Path) -> None:
+def test_prepare_dataset_shard_matches_arrays(tmp_path: Path) -> None:
     expected = losses(of_arrays, tmp_path / "arrays")[:2]
     for prepare in OF_SHARDS:
         first, second = losses(prepare, tmp_path / prepare.__name__)

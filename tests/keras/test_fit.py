@@ -340,7 +340,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
-def test_workers_of_which_one_is_killed_train_as_one_process_does(
+def test_fit_with_killed_worker_matches_single_process(
     backend: KerasBackendName,
     alone: dict[str, Any],
     tmp_path: Path,

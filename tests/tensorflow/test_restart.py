@@ -135,7 +135,7 @@ def fit(path: Path, name: str, num_workers: int) -> Result:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_two_workers_of_which_one_is_killed_train_as_one_process_does(tmp_path: Path) -> None:
+def test_restart_after_sigkill_matches_single_process(tmp_path: Path) -> None:
     disturbed = fit(tmp_path, "disturbed", num_workers=2)
     alone = fit(tmp_path, "alone", num_workers=1).return_values[0]
     assert alone["replicas"] == 1

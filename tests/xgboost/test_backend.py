@@ -46,7 +46,7 @@ class Group:
         return []
 
 
-def test_twenty_trackers_started_at_once_have_ports_of_their_own() -> None:
+def test_concurrent_trackers_use_distinct_ports() -> None:
     def meet(number: int) -> list[float]:
         group, config = Group(), XGBoostConfig()
         backend: Any = config.backend_cls()
@@ -67,7 +67,7 @@ def test_twenty_trackers_started_at_once_have_ports_of_their_own() -> None:
     assert met == [[2.0 * number] * 2 for number in range(20)]
 
 
-def test_a_config_checks_itself() -> None:
+def test_config_with_invalid_arguments_raises() -> None:
     with pytest.raises(ValueError, match="'federated'"):
         XGBoostConfig(xgboost_communicator="federated")
     with pytest.raises(ValueError, match="must be positive and finite, found 0"):

@@ -162,7 +162,7 @@ def test_missing_values_weights_and_base_margins(
     np.testing.assert_allclose(booster.predict(train), expected, rtol=1e-5)
 
 
-def test_a_category_that_one_rank_alone_has_seen(
+def test_category_on_one_rank_is_merged(
     fit_in_threads: FitInThreads, diabetes: pd.DataFrame
 ) -> None:
     place = np.where(np.arange(len(diabetes)) < 100, "sea", "hill")

@@ -44,7 +44,7 @@ def train(
 
     Training resumes with the same round numbers, complete `evals_result`, and state of early
     stopping and learning rates, so that the booster equals the result of an uninterrupted run.
-    XGBoost does not save the state of its random generators. Set `seed_per_iteration=True` in `params`, so
+    XGBoost does not save the state of its random generators. Set `seed_per_iteration=True`, so
     that dart drops the same trees, and `subsample` and `colsample_*` do not repeat the draws from
     round 0; their draws still differ from an uninterrupted run.
 
