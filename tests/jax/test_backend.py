@@ -1,4 +1,4 @@
-"""How JAX's processes meet, on what they compute, and what is refused before they start."""
+"""JaxConfig: connection of the processes, platform, and validation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_multislice_env_with_two_slices_numbers_them_by_rank() -> None:
 
 
 def test_multislice_env_with_uneven_slices_raises() -> None:
-    with pytest.raises(RuntimeError, match="3 on 'a', 1 on 'b'. Assign each worker to a slice"):
+    with pytest.raises(RuntimeError, match=r"3 on 'a', 1 on 'b'. Assign each worker to a slice"):
         multislice_env(["a", "a", "a", "b"], 0, "10.0.0.1")
 
 

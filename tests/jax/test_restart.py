@@ -1,6 +1,6 @@
-"""A killed rank and another number of workers change nothing about what is trained.
+"""Killed ranks and a changed number of workers do not change the training result.
 
-One run was never disturbed. The other begins on four workers, of which one is killed, and goes on
+One run was never disturbed. The other begins on four workers, of which one is killed, and resumes
 with two; of these one is killed too, and replaced.
 """
 
@@ -105,7 +105,7 @@ def step(
 
 
 def die_on_rank_1() -> None:
-    """Rank 0 goes on to a collective, and stands there until rank 1's connection breaks."""
+    """Kill rank 1, while rank 0 is blocked in a collective until the connection breaks."""
     if train.get_context().get_world_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The network is up around the function, on ports that nobody else takes."""
+"""LightGBM's network during the training function, and its ports."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_reserve_port_in_many_processes_is_unique() -> None:
         import os, sys
         from contextlib import ExitStack
         from drawbar._rendezvous import reserved_port
-        all(os.fork() for _ in range(5))  # a child goes on below, as the parent does in the end
+        all(os.fork() for _ in range(5))  # children and the parent continue below
         with ExitStack() as stack:
             found = range(20000, 20400)
             ports = [str(stack.enter_context(reserved_port(found))) for _ in range(40)]

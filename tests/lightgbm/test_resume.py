@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if nothing had happened."""
+"""Restart after a kill yields the results of an uninterrupted run."""
 
 from __future__ import annotations
 

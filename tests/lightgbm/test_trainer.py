@@ -1,4 +1,4 @@
-"""Training without a training function: right whatever the rows, their split and their columns."""
+"""Training from parameters for all kinds of rows, splits, and columns."""
 
 from __future__ import annotations
 

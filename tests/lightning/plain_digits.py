@@ -1,4 +1,4 @@
-"""Plain Lightning on scikit-learn's digits, as a user has it: nothing here knows of Drawbar.
+"""Plain Lightning on scikit-learn's digits, without Drawbar.
 
 `torchrun --nproc-per-node=2 plain_digits.py 2 ddp model_parallel` prints the last loss of each
 strategy. So does `python plain_digits.py 1 auto`, in one process with the batches of two together.

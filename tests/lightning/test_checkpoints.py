@@ -37,7 +37,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero3": lambda: RayDeepSpeedStrategy(stage=3),
 }
 NUMBERS_OF_WORKERS = {"ddp": [0], "fsdp": [0, 3], "fsdp2": [0], "zero3": [0, 3]}
-"""On how many each goes on from two; 0 is one, in this process."""
+"""World sizes that resume checkpoints of two workers; 0 is this process."""
 
 
 def every_7_steps(pl: Any) -> list[Any]:
@@ -46,14 +46,14 @@ def every_7_steps(pl: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of three epochs on one worker, without a stop."""
+    """Return the losses of three uninterrupted epochs on one worker."""
     return losses(fit(tmp_path_factory.mktemp("whole"), every_7_steps, num_workers=0))
 
 
 class TestWorldSizes:
     @pytest.fixture(scope="class")
     def begun(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-        """Where each strategy was on two workers at step 14, in the middle of the second epoch."""
+        """Return the checkpoint of each strategy on two workers at step 14, in mid-epoch."""
         strategies = list(STRATEGIES.values())
         folder = tmp_path_factory.mktemp("begun")
         result = fit(folder, every_7_steps, strategies=strategies, max_steps=14)
@@ -100,7 +100,7 @@ class TestWorldSizes:
 class TestModelCheckpoint:
     @pytest.fixture(scope="class")
     def result(self, tmp_path_factory: pytest.TempPathFactory) -> Result:
-        """A run that keeps its two best, as ModelCheckpoint says."""
+        """Return a run whose ModelCheckpoint keeps the two best."""
 
         def callbacks(pl: Any) -> list[Any]:
             checkpoint = pl.callbacks.ModelCheckpoint(

@@ -1,4 +1,4 @@
-"""What only CUDA devices can show: every strategy over NCCL."""
+"""Strategies over NCCL, on CUDA devices."""
 
 from __future__ import annotations
 

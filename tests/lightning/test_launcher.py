@@ -1,4 +1,4 @@
-"""A Trainer in the driver starts its workers itself, and has in the end what came of it."""
+"""A Trainer in the driver starts workers and receives their results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_callbacks() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def fitted(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A Trainer that has fitted, and its module."""
+    """Return a fitted Trainer and its module."""
     from lightning.pytorch.loggers import CSVLogger
 
     folder = tmp_path_factory.mktemp("fitted")
@@ -253,7 +253,7 @@ class Ended:
     code: int
     before: str
     after: str
-    """What it said before Ctrl-C, and after that."""
+    """Output before and after Ctrl-C."""
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_with_pytorch_lightning_the_other_package_is_not_imported(ended: Ended) 
 
 
 def test_launcher_ctrl_c_stops_run_gracefully(ended: Ended) -> None:
-    assert ended.code == 1, ended.after  # Lightning's own answer to Ctrl-C
+    assert ended.code == 1, ended.after  # Lightning's exit code after Ctrl-C
     assert "goes on from its newest checkpoint" in ended.after
 
 

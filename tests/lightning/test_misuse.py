@@ -1,4 +1,4 @@
-"""Wrong use is answered by what to write instead."""
+"""Errors for wrong use name the replacement."""
 
 from __future__ import annotations
 

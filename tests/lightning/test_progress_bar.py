@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch
 
 
 class OwnBar(RichProgressBar):
-    """One of the user's."""
+    """User-defined progress bar."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""When RayTrainReportCallback and DrawbarLogger report, and what."""
+"""Reports of RayTrainReportCallback and DrawbarLogger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes on from its newest checkpoint by itself, and ends as one that was never stopped."""
+"""Resume from the newest checkpoint yields the results of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of Ray Data as Lightning's loaders."""
+"""Ray Data shards as data loaders of Lightning."""
 
 from __future__ import annotations
 

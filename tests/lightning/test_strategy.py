@@ -1,4 +1,4 @@
-"""Every strategy trains on two workers, and as plain Lightning does."""
+"""Strategies on two workers yield the results of plain Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How TensorFlow's workers are set up, and what is refused before they start."""
+"""TensorflowConfig: setup of the workers and validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How XGBoost's workers meet and part."""
+"""XGBoost's tracker and communicator."""
 
 from __future__ import annotations
 

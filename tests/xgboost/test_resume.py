@@ -1,4 +1,4 @@
-"""A training that failed on the way ends as if it had not."""
+"""Restart after a failure yields the results of an uninterrupted run."""
 
 from __future__ import annotations
 

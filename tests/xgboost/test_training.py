@@ -1,4 +1,4 @@
-"""Workers together train what one process of plain XGBoost trains on all rows.
+"""Several workers train the same model as one process of plain XGBoost.
 
 Features have few distinct values throughout: there all sketches agree on the bins, so that the
 trees must be the same to the last bit.
