@@ -1,4 +1,4 @@
-"""How workers import a boosting library: without scikit-learn where no code of the user runs."""
+"""Workers import a boosting library without scikit-learn if no user code runs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_training_function_without_pandas_hides_it(tmp_path: Path) -> None:
 
 
 def imported(trainer: Make, library: str, folder: Path, **options: Any) -> Any:
-    """Tell which libraries a boosting library has found in a worker."""
+    """Return the optional libraries that a boosting library found in a worker."""
 
     def function() -> None:
         compat = importlib.import_module(f"{library}.compat")
@@ -146,7 +146,7 @@ assert {library}.compat.SKLEARN_INSTALLED and sys.modules["sklearn"] is sklearn
 
 
 def test_both_libraries_have_the_same_names() -> None:
-    """LightGBM needs three more, as its package says."""
+    """LightGBM has three more names."""
     plain = [
         {name.replace("LGBM", "XGB").replace("LightGBM", "XGBoost") for name in library.__all__}
         for library in (drawbar.lightgbm, drawbar.xgboost)

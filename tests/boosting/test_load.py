@@ -1,4 +1,4 @@
-"""What workers agree on before they train, whatever each of them was given."""
+"""Loading shards: all ranks agree on one schema."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
         assert not list(folder.iterdir())  # not even now, so that a killed worker leaves none
         one_by_one = [block.to_numpy().tolist() for block in shards["train"]]
         (block,) = shards["train"].list_blocks()
-        shards.clear()  # the file is gone, the view stays
+        shards.clear()  # the file is deleted, the view stays valid
         assert [block.to_numpy().tolist()] == one_by_one
         assert not block.features[0].flags.writeable
         return block.features[0].tolist()

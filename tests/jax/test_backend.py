@@ -48,7 +48,7 @@ def test_worker_resources_match_slice_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"num_workers": 3}, "num_workers=3, but a slice of topology '2x2x2' has 2 workers"),
         ({"num_workers": (1, 2)}, r"num_workers=\(1, 2\), but a slice"),
@@ -59,8 +59,8 @@ def test_worker_resources_match_slice_host() -> None:
         ({"resources_per_worker": {"TPU": 3}}, r"not divisible by TPUs requested per worker \(3\)"),
     ],
 )
-def test_workers_that_do_not_fit_slice_raise(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_workers_that_do_not_fit_slice_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         slice_of(**{"num_workers": 2, **options})
 
 
@@ -98,7 +98,7 @@ def test_config_without_worker_accelerator_raises(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "told"),
+    ("arguments", "error", "message"),
     [
         ({"use_gpu": 1}, TypeError, "use_gpu must be a bool, found 1"),
         ({"timeout_s": 0}, ValueError, "at least 1 second, found 0"),
@@ -107,9 +107,9 @@ def test_config_without_worker_accelerator_raises(kind: str) -> None:
     ],
 )
 def test_wrong_arguments_are_refused(
-    arguments: dict[str, Any], error: type[Exception], told: str
+    arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         JaxConfig(**arguments)
 
 

@@ -70,7 +70,7 @@ def first_state(net: Net, optimizer: optax.GradientTransformation) -> dict[str, 
 
 
 def place(mesh: Mesh, state: dict[str, Any]) -> Any:
-    """Shard what has two dimensions by rows; every device has the rest as a whole."""
+    """Shard matrices by rows and replicate other arrays."""
 
     def put(leaf: jax.Array) -> jax.Array:
         spec = PartitionSpec("data") if leaf.ndim == 2 else PartitionSpec()

@@ -1,4 +1,4 @@
-"""What is refused before anything is trained."""
+"""Validation of KerasConfig, trainer, and model before training."""
 
 from __future__ import annotations
 
@@ -74,5 +74,7 @@ def test_tensorflow_with_other_backend_is_imported_lazily() -> None:
         import tensorflow
         print(tensorflow.compat.v1.get_seed(None)[0])
     """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["False", "3"]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "3"]

@@ -1,4 +1,4 @@
-"""Which rows each worker gets of a batch, and where a run goes on: in an epoch, or not at all."""
+"""Rows of each worker in a batch, and resume in mid-epoch or after early stopping."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def keras() -> Any:
 
 
 def shared(prepare: Callable[[], Any], config: RunConfig) -> list[list[list[int]]]:
-    """Give each rank's rows of each batch, of rows that are their own numbers."""
+    """Return each rank's rows of each batch; rows are their own numbers."""
 
     def function() -> list[list[int]]:
         data = prepare()
@@ -286,7 +286,7 @@ def test_fit_resumed_after_last_batch_uses_next_epoch_order(
 
 
 def stopped_loop() -> tuple[list[int], Any, bool]:
-    """Have training stopped after two epochs, and fail there once; give the epochs, and weights."""
+    """Stop training after two epochs and fail there once. Return the epochs and weights."""
     import keras
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -329,7 +329,7 @@ def test_fit_after_early_stopping_trains_only_in_new_run(tmp_path: Path) -> None
     assert (epochs, has_stopped) == ([], True)
     for found, expected in zip(weights, best.pop(), strict=True):
         np.testing.assert_array_equal(found, expected)
-    another = fit("another", first.checkpoint)  # which goes on with what the end had saved
+    another = fit("another", first.checkpoint)  # resumes from the last checkpoint
     assert another.metrics_dataframe["loss"].notna().sum() == 1
 
 

@@ -1,4 +1,4 @@
-"""What the callback reports and refuses, in a world without Ray and with a model that is told."""
+"""Reports and validation of the callback, without Ray and with a fake model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drawbar.train.testing import run_in_threads
 
 
 class Model:
-    """What the callback needs of one."""
+    """Attributes of a model that the callback uses."""
 
     def save(self, path: str) -> None:
         Path(path).write_text("model")
@@ -83,7 +83,7 @@ def test_report_callback_restores_stateful_callbacks(run_config: RunConfig) -> N
         if get_checkpoint() is None:
             other.wait = 2
             callback.on_epoch_end(0, {"loss": 1.0})
-            other.wait, other.patience = 0, 5  # made anew, with another setting
+            other.wait, other.patience = 0, 5  # created again with another setting
             callback.on_train_begin()
         return other.wait, other.patience
 
@@ -92,15 +92,15 @@ def test_report_callback_restores_stateful_callbacks(run_config: RunConfig) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"checkpoint_on": "epoch_stop"}, "unknown event 'epoch_stop'. Known events: epoch_begin"),
         ({"report_metrics_on": ["epochs"]}, "report_metrics_on has 'epochs'"),
         ({"checkpoint_on": {"epoch_end": 0}}, "must be a positive integer, found 0"),
     ],
 )
-def test_report_callback_with_unknown_event_raises(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_report_callback_with_unknown_event_raises(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ReportCheckpointCallback(**arguments)
 
 

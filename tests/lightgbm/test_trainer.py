@@ -227,7 +227,7 @@ def test_many_classes_weights_missing_values_and_margins(declare: Callable[..., 
 
 
 def test_ranking_keeps_groups_whole(declare_on_ray: Callable[..., Result], ndcg_at_3: Any) -> None:
-    """Groups in any order of rows; NDCG is that of one process on the same trees."""
+    """Groups in any order of rows; NDCG equals the value of one process on the same trees."""
     random = np.random.default_rng(0)
     query = np.sort(random.integers(0, 40, 600))
     x = random.normal(size=(600, 4)).astype(np.float32)
@@ -269,9 +269,9 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
     params = {"objective": "binary", "learning_rate": 0.5, "metric": ["auc", "binary_logloss"]}
     stops = {"n_estimators": 60, "early_stopping_round": 3}
     with pytest.warns(UserWarning, match=r"params\['n_estimators'\]=60 overrides num_"):
-        result = declare({**params, **stops}, data, valid)  # which says num_boost_round=15
-    said = declare(params, data, valid, num_boost_round=60, early_stopping_rounds=3)
-    assert trees(booster_of(result)) == trees(booster_of(said))
+        result = declare({**params, **stops}, data, valid)  # called with num_boost_round=15
+    by_argument = declare(params, data, valid, num_boost_round=60, early_stopping_rounds=3)
+    assert trees(booster_of(result)) == trees(booster_of(by_argument))
     assert booster_of(result).num_trees() < 60
     assert {"valid-auc", "valid-binary_logloss"} <= metrics_of(result).keys()
 

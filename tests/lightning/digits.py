@@ -2,7 +2,7 @@
 
 Nothing is random but the first weights and the order of the data, and both follow from a seed. The
 batches of all ranks together are the same on any number of workers. So any two runs have the same
-losses, whatever their strategy, if they have the right weights, optimizer state and data.
+losses with any strategy if they have the right weights, optimizer state and data.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class DigitsData(L.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         alone = self.batch_size == GLOBAL_BATCH
-        # Lightning shuffles for several processes by such a sampler, and for one not at all.
+        # Lightning shuffles for several processes with this sampler, and for one not at all.
         sampler: Any = DistributedSampler(self.train, 1, 0, seed=0) if alone else None
         return DataLoader(self.train, batch_size=self.batch_size, sampler=sampler)
 

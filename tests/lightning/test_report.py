@@ -45,7 +45,7 @@ def test_report_callback_reports_by_steps_and_epochs(tmp_path: Path) -> None:
         return [RayTrainReportCallback(every_n_train_steps=5)]
 
     result = fit(tmp_path, callbacks, num_workers=0, max_epochs=2)
-    assert steps_saved(result) == [5, STEPS, 15, 2 * STEPS]  # step 10 is that of the epoch's end
+    assert steps_saved(result) == [5, STEPS, 15, 2 * STEPS]  # step 10 is the end of the epoch
     last = result.metrics
     assert last is not None
     assert (last["epoch"], last["step"]) == (1, 2 * STEPS)
@@ -80,9 +80,9 @@ def read_step(checkpoint: Checkpoint) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Two epochs, whose checkpoints are stored and validated while the training goes on.
+    """Two epochs, whose checkpoints are stored and validated during training.
 
-    A `ModelCheckpoint` saves its own files beside it; the best is validated once more in the end.
+    A `ModelCheckpoint` saves its own files, too; the best is validated once more in the end.
     """
     folder = tmp_path_factory.mktemp("run")
 

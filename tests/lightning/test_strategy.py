@@ -98,7 +98,7 @@ def test_strategies_match_torchrun(trained: dict[str, float]) -> None:
 
 
 def with_arguments(plain: Any, path: Path) -> dict[str, Any]:
-    """Train with a strategy of many arguments; what has become of them on this rank."""
+    """Train with a strategy of many arguments and return their values on this rank."""
     import lightning as L
 
     strategy: Any = RayFSDPStrategy(
@@ -106,7 +106,7 @@ def with_arguments(plain: Any, path: Path) -> dict[str, Any]:
     )
     environment: Any = RayLightningEnvironment()
     trainer: Any = L.Trainer(
-        devices=7,  # what it was told in the plain script does not matter
+        devices=7,  # ignored by the strategy
         num_nodes=3,
         accelerator="cpu",
         strategy=strategy,

@@ -36,13 +36,13 @@ class Group:
     """Two workers, as the backend sees them."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Any] = {}
+        self.tracker_args: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return 2
 
     def execute(self, function: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
-        self.told = arguments
+        self.tracker_args = arguments
         return []
 
 
@@ -53,7 +53,7 @@ def test_concurrent_trackers_use_distinct_ports() -> None:
         backend.on_start(group, config)
 
         def join(rank: int) -> float:
-            with collective.CommunicatorContext(**group.told, dmlc_task_id=f"{rank:08d}"):
+            with collective.CommunicatorContext(**group.tracker_args, dmlc_task_id=f"{rank:08d}"):
                 own = np.array([float(number)])
                 return float(collective.allreduce(own, collective.Op.SUM)[0])
 

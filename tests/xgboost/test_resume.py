@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 FAILS_AFTER = 18
-"""The round after which a rank fails; the last checkpoint is that of round 17."""
+"""The round after which a rank fails; the last checkpoint is from round 17."""
 
 
 class FailOnce(TrainingCallback):

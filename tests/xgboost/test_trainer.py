@@ -1,4 +1,4 @@
-"""`XGBoostTrainer` on Ray, in both its forms, and what it refuses before it starts."""
+"""`XGBoostTrainer` on Ray, with parameters or a function, and its validation."""
 
 from __future__ import annotations
 

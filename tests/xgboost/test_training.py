@@ -25,7 +25,7 @@ LABEL = ColumnRoles(label="target")
 
 
 def coarse(frame: pd.DataFrame) -> pd.DataFrame:
-    """Give eight distinct values to each feature."""
+    """Reduce each feature to eight distinct values."""
     return frame.apply(lambda c: pd.qcut(c, 8, labels=False, duplicates="drop")).astype("float32")
 
 
@@ -271,7 +271,7 @@ def test_custom_objective_and_metric_are_of_all_rows(
 
 
 def test_continuous_features_lose_nothing_on_held_out_rows(fit_in_threads: FitInThreads) -> None:
-    """The sketches differ, and so the bins; what is learned is worth the same."""
+    """Sketches and bins differ, but the loss is about the same."""
     rng = np.random.default_rng(0)
     frame = pd.DataFrame(rng.normal(size=(6000, 6)), columns=list("abcdef")).astype("float32")
     odds = 2 * frame.a + frame.b * frame.c
