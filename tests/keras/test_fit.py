@@ -1,8 +1,8 @@
 """One script on every backend of Keras: replicas stay equal, a killed rank changes nothing.
 
 Some workers train, of which one is killed in the middle of an epoch, and three continue: with
-PyTorch in the same run, where two of the processes are kept, otherwise in a run that is resumed. One
-process trains too, on the same batches.
+PyTorch in the same run, where two of the processes are reused, otherwise in a resumed run. One
+process trains, too, on the same batches.
 """
 
 from __future__ import annotations
