@@ -1,4 +1,4 @@
-"""What users of the plain estimators rely on: ours give the same, or say why not."""
+"""Parity with the plain estimators: equal results or a clear error."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def predictions(dataset: Any) -> Any:
 
 
 @pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
-def test_every_fit_begins_anew_also_in_a_named_run(
+def test_estimator_fit_in_named_run_starts_from_scratch(
     classifier: Any, rows: Any, tmp_path: Path
 ) -> None:
     x, y = rows
@@ -162,7 +162,7 @@ def test_categories_that_are_integers_in_a_ray_dataset(regressor: Any) -> None:
     ("classifier", "classes"),
     [(RayLGBMClassifier, 2), (RayXGBClassifier, 2), (RayXGBClassifier, 3)],
 )
-def test_a_ray_dataset_is_predicted_as_a_table_is(classifier: Any, classes: int) -> None:
+def test_estimator_predict_of_ray_dataset_matches_table(classifier: Any, classes: int) -> None:
     features, _ = load_breast_cancer(return_X_y=True, as_frame=True)  # with spaces in their names
     frame = features.iloc[:, :4]
     y = pd.qcut(frame["mean radius"], classes, labels=False)
@@ -288,7 +288,7 @@ def test_xgboost_several_outputs_and_weights_of_features(ours: Any, plain: Any, 
     options: dict[str, Any] = {
         "feature_weights": [0.0, 1.0, 2.0, 3.0],
         "colsample_bynode": 0.5,
-        "seed_per_iteration": True,  # as a run has it, so that it goes on with the same draws
+        "seed_per_iteration": True,  # as in a run, so that a resume uses the same draws
     }
     fit: dict[str, Any] = {"base_margin": np.ones((600, 2)), "eval_set": [(frame, both)]}
     model = ours(**HERE, **options).fit(frame, both, **fit)
@@ -305,15 +305,15 @@ def test_xgboost_several_outputs_and_weights_of_features(ours: Any, plain: Any, 
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         (RayXGBRegressor, "y has 2 columns in the training rows, but 1 in the rows to evaluate"),
         (RayLGBMRegressor, "y must have one column, found 2"),
     ],
 )
-def test_outputs_that_do_not_fit(model: Any, told: str, rows: Any) -> None:
+def test_outputs_that_do_not_fit(model: Any, message: str, rows: Any) -> None:
     frame, y = pd.DataFrame(rows[0]), rows[1]
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         model(**HERE).fit(frame, np.stack([y, y], axis=1), eval_set=[(frame, y)])
 
 

@@ -1,4 +1,4 @@
-"""How workers import a boosting library: without scikit-learn where no code of the user runs."""
+"""Workers import a boosting library without scikit-learn if no user code runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _of_user(*args: Any, **options: Any) -> Any:
         (_lightgbm, {"lightgbm_config": LightGBMConfig(import_sklearn=True)}, True),
     ],
 )
-def test_only_code_of_the_user_has_scikit_learn_imported(
+def test_worker_imports_sklearn_only_for_user_code(
     make: Make, options: dict[str, Any], imports: bool
 ) -> None:
     left_out = make(**options).backend_config.skipped_imports
@@ -86,7 +86,7 @@ def test_only_code_of_the_user_has_scikit_learn_imported(
         (LightGBMConfig, "import_pandas"),
     ],
 )
-def test_anything_but_a_bool_is_refused(config: Make, option: str) -> None:
+def test_config_with_invalid_import_option_raises(config: Make, option: str) -> None:
     with pytest.raises(TypeError, match=rf"\.{option} must be True, False, or None, found 'no'"):
         config(**{option: "no"})
 
@@ -100,7 +100,7 @@ def test_anything_but_a_bool_is_refused(config: Make, option: str) -> None:
     ],
 )
 @pytest.mark.parametrize("given", [None, False])
-def test_a_training_function_finds_scikit_learn_unless_it_does_without(
+def test_training_function_imports_sklearn_unless_disabled(
     trainer: Make, option: str, config: Make, library: str, given: bool | None, tmp_path: Path
 ) -> None:
     found = imported(trainer, library, tmp_path, **{option: config(import_sklearn=given)})
@@ -110,14 +110,14 @@ def test_a_training_function_finds_scikit_learn_unless_it_does_without(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_function_that_does_without_pandas_too_has_none(tmp_path: Path) -> None:
+def test_training_function_without_pandas_hides_it(tmp_path: Path) -> None:
     config = LightGBMConfig(import_sklearn=False, import_pandas=False)
     found = imported(LightGBMTrainer, "lightgbm", tmp_path, lightgbm_config=config)
     assert found == {"imported": False, "known": False, "frames": False}
 
 
 def imported(trainer: Make, library: str, folder: Path, **options: Any) -> Any:
-    """Tell which libraries a boosting library has found in a worker."""
+    """Return the optional libraries that a boosting library found in a worker."""
 
     def function() -> None:
         compat = importlib.import_module(f"{library}.compat")
@@ -134,7 +134,7 @@ def imported(trainer: Make, library: str, folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
-def test_a_process_that_has_scikit_learn_keeps_it(library: str) -> None:
+def test_process_with_imported_sklearn_keeps_it(library: str) -> None:
     script = f"""
 import sys, sklearn
 from drawbar._boosting._backend import import_without
@@ -146,7 +146,7 @@ assert {library}.compat.SKLEARN_INSTALLED and sys.modules["sklearn"] is sklearn
 
 
 def test_both_libraries_have_the_same_names() -> None:
-    """LightGBM needs three more, as its package says."""
+    """LightGBM has three more names."""
     plain = [
         {name.replace("LGBM", "XGB").replace("LightGBM", "XGBoost") for name in library.__all__}
         for library in (drawbar.lightgbm, drawbar.xgboost)

@@ -20,12 +20,12 @@ from drawbar._boosting import ColumnRoles
         ({"label": "y", "group": 2}, "group_column must name columns, found 2"),
     ],
 )
-def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
+def test_column_roles_with_invalid_arguments_raise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         ColumnRoles(**arguments)
 
 
-def test_what_has_no_role_is_a_feature() -> None:
+def test_columns_without_role_are_features() -> None:
     columns = ColumnRoles(label="y", weight="w", group="g", base_margin="m")
     names = ["a", "y", "w", "__index_level_0__", "b", "g", "m"]
     assert columns.features(names) == ("a", "b")

@@ -78,7 +78,7 @@ def test_classifiers_on_two_workers(classifier: Any, book: str) -> None:
 
 
 @pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
-def test_all_kinds_of_data_give_one_model(classifier: Any) -> None:
+def test_estimator_with_any_data_type_fits_same_model(classifier: Any) -> None:
     x, y = load_breast_cancer(return_X_y=True)
     frame = pd.DataFrame(x, columns=[f"c{i}" for i in range(30)])
     dataset = ray.data.from_pandas(frame.assign(y=y))
@@ -107,7 +107,7 @@ def test_labels_by_name_in_a_ray_dataset() -> None:
 
 
 @pytest.mark.parametrize("regressor", [RayLGBMRegressor, RayXGBRegressor])
-def test_grid_search_and_going_on(regressor: Any) -> None:
+def test_estimator_grid_search_and_continued_fit(regressor: Any) -> None:
     x, y = load_diabetes(return_X_y=True)
     search = GridSearchCV(
         regressor(n_estimators=10, scaling_config=HERE), {"learning_rate": [0.001, 0.2]}, cv=2

@@ -1,4 +1,4 @@
-"""What workers agree on before they train, whatever each of them was given."""
+"""Loading shards: all ranks agree on one schema."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_columns_come_in_one_order_and_categories_get_one_code(run_config: RunCo
     assert first[0].to_numpy().dtype == np.float32
 
 
-def test_the_order_of_a_pandas_category_is_kept_where_all_agree(run_config: RunConfig) -> None:
+def test_load_shards_keeps_common_pandas_category_order(run_config: RunConfig) -> None:
     sizes = pd.CategoricalDtype(["small", "large"])
     rows = {"y": [0, 1], "size": pd.Categorical(["large", None], dtype=sizes)}
     (block,), _ = train_blocks(run_config, LABEL, rows, rows)
@@ -99,7 +99,7 @@ def test_integers_that_are_categories_are_their_own_codes(run_config: RunConfig)
     assert result.return_values == [tuple(range(8))] * 2
 
 
-def test_a_worker_without_rows_gets_one_that_counts_nothing(run_config: RunConfig) -> None:
+def test_load_shards_without_rows_yields_zero_weight_row(run_config: RunConfig) -> None:
     columns = ColumnRoles(label="y", base_margin=["m0", "m1"], group="g")
     some = {"train": [{"y": [3.0], "a": [1.0], "m0": [0.5], "m1": [0.25], "g": ["q"]}]}
     full, empty = load_on_ranks(run_config, columns, some, {"train": []})
@@ -154,7 +154,7 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
         assert not list(folder.iterdir())  # not even now, so that a killed worker leaves none
         one_by_one = [block.to_numpy().tolist() for block in shards["train"]]
         (block,) = shards["train"].list_blocks()
-        shards.clear()  # the file is gone, the view stays
+        shards.clear()  # the file is deleted, the view stays valid
         assert [block.to_numpy().tolist()] == one_by_one
         assert not block.features[0].flags.writeable
         return block.features[0].tolist()
@@ -163,7 +163,7 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
     assert result.return_values == [codes, codes[1:]]
 
 
-def test_errors_name_what_is_wrong(run_config: RunConfig, tmp_path: Path) -> None:
+def test_load_shards_with_invalid_data_raises(run_config: RunConfig, tmp_path: Path) -> None:
     def message(columns: ColumnRoles, train: Rows, **more: Rows) -> str:
         ranks = {"train": [train], **{name: [rows] for name, rows in more.items()}}
         config = RunConfig(storage_path=tmp_path)
@@ -194,7 +194,7 @@ def test_errors_name_what_is_wrong(run_config: RunConfig, tmp_path: Path) -> Non
     assert "datasets['train'] has no rows" in message(LABEL, {"y": [], "a": []})
 
 
-def test_workers_that_differ_all_get_the_error(run_config: RunConfig) -> None:
+def test_load_shards_with_different_columns_raises_on_all_ranks(run_config: RunConfig) -> None:
     text = error_of(
         run_config, LABEL, {"train": [{"y": [0], "a": [1]}]}, {"train": [{"y": [0], "b": [1]}]}
     )
@@ -202,7 +202,7 @@ def test_workers_that_differ_all_get_the_error(run_config: RunConfig) -> None:
     assert "missing ['a'], additional ['b']" in text
 
 
-def test_a_survivor_reads_nothing_again(tmp_path: Path) -> None:
+def test_load_shards_in_surviving_worker_uses_cache(tmp_path: Path) -> None:
     reads: list[tuple[int, int]] = []
 
     def function() -> int:

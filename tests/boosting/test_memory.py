@@ -1,4 +1,4 @@
-"""What a worker needs in memory, over the float32 bytes of its rows.
+"""Peak memory of a worker, relative to the float32 size of its rows.
 
 XGBoost's sketches take about 2 MB per feature however few the rows, so there must be many.
 """
@@ -45,7 +45,7 @@ def function():
     tables = (table(seed) for seed in range(ROWS // PIECE))
     fit.train(load(("train",), fit.columns, fit.reading, source=lambda _: tables, on_disk=True))
 
-table(0).to_pandas()  # what is imported and kept by then is not the rows'
+table(0).to_pandas()  # warm up imports and caches, which are not counted
 base, peak, over = private(), 0, threading.Event()
 
 def watch():

@@ -109,7 +109,7 @@ print("lightgbm", right(
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a script says that trains with both libraries, in a Ray with a small store."""
+    """Return the output of a script that trains with both libraries with a small object store."""
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("runs"))],
         check=True,

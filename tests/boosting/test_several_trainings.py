@@ -58,7 +58,7 @@ def with_lightgbm(labels: Any, each_round: Callable[[int], None]) -> Predictions
         (drawbar.lightgbm.LightGBMTrainer, with_lightgbm, lightgbm_alone),
     ],
 )
-def test_none_goes_on_from_what_another_has_saved(
+def test_repeated_trainings_do_not_resume_from_each_other(
     trainer: Any,
     train: Callable[..., Predictions],
     train_alone: Callable[[Any], Predictions],
@@ -88,5 +88,5 @@ def test_none_goes_on_from_what_another_has_saved(
         alone = train_alone(FEATURES[:, training])
         np.testing.assert_allclose(predictions[training], alone, atol=1e-6)
     assert rounds[-1] == (1, ROUNDS - 1)
-    # The first training goes on from its own rounds, and begins anew after those of the second.
+    # The first training resumes from its rounds, and starts from scratch after the second.
     assert (rounds[0] == (0, 0)) == (fails_in == 1)

@@ -1,4 +1,4 @@
-"""How JAX's processes meet, on what they compute, and what is refused before they start."""
+"""JaxConfig: connection of the processes, platform, and validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TestContract(BackendContract):
     backend_config = JaxConfig()
 
 
-def test_what_is_computed_on_is_that_of_the_scaling_config() -> None:
+def test_platform_follows_scaling_config() -> None:
     gpus = JaxTrainer(print, scaling_config=ScalingConfig(num_workers=2, use_gpu=True))
     tpus = JaxTrainer(print, scaling_config=slice_of(num_workers=2))
     cpus = JaxTrainer(print)
@@ -39,7 +39,7 @@ def slice_of(num_workers: int | tuple[int, int], **options: Any) -> ScalingConfi
     )
 
 
-def test_a_worker_has_a_host_of_its_slice() -> None:
+def test_worker_resources_match_slice_host() -> None:
     config = slice_of(num_workers=2, label_selector={"ray.io/tpu-slice-name": "a"})
     assert config.bundle == {"TPU": 4, "accelerator_type:TPU-V4": 0.001}
     labels = {"ray.io/tpu-topology": "2x2x2", "ray.io/tpu-slice-name": "a"}
@@ -48,7 +48,7 @@ def test_a_worker_has_a_host_of_its_slice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"num_workers": 3}, "num_workers=3, but a slice of topology '2x2x2' has 2 workers"),
         ({"num_workers": (1, 2)}, r"num_workers=\(1, 2\), but a slice"),
@@ -59,12 +59,12 @@ def test_a_worker_has_a_host_of_its_slice() -> None:
         ({"resources_per_worker": {"TPU": 3}}, r"not divisible by TPUs requested per worker \(3\)"),
     ],
 )
-def test_workers_that_share_no_slice_evenly_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_workers_that_do_not_fit_slice_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         slice_of(**{"num_workers": 2, **options})
 
 
-def test_a_host_is_one_of_the_slice_that_its_labels_name() -> None:
+def test_slice_name_is_read_from_node_labels() -> None:
     of_several, alone = {"ray.io/tpu-slice-name": "a"}, {"ray.io/tpu-topology": "2x4"}
     assert [slice_name(labels, "node") for labels in (of_several | alone, alone, {})] == [
         "a",
@@ -73,7 +73,7 @@ def test_a_host_is_one_of_the_slice_that_its_labels_name() -> None:
     ]
 
 
-def test_several_slices_are_joined_to_one_program() -> None:
+def test_multislice_env_with_two_slices_numbers_them_by_rank() -> None:
     by_rank = [multislice_env(["b", "b", "a", "a"], rank, "10.0.0.1") for rank in range(4)]
     assert [each["MEGASCALE_SLICE_ID"] for each in by_rank] == ["0", "0", "1", "1"]
     assert by_rank[3] == {
@@ -85,20 +85,20 @@ def test_several_slices_are_joined_to_one_program() -> None:
         assert multislice_env([one, one], 1, "10.0.0.1") == {}
 
 
-def test_slices_of_which_one_lacks_workers_are_refused() -> None:
+def test_multislice_env_with_uneven_slices_raises() -> None:
     with pytest.raises(RuntimeError, match=r"3 on 'a', 1 on 'b'. Assign each worker to a slice"):
         multislice_env(["a", "a", "a", "b"], 0, "10.0.0.1")
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
-def test_an_accelerator_that_the_workers_do_not_have_is_refused(kind: str) -> None:
+def test_config_without_worker_accelerator_raises(kind: str) -> None:
     config = JaxConfig(**{f"use_{kind}": True})
     with pytest.raises(ValueError, match=rf"Set ScalingConfig\(use_{kind}=True\)"):
         config.check_requirements(ScalingConfig(num_workers=2))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "told"),
+    ("arguments", "error", "message"),
     [
         ({"use_gpu": 1}, TypeError, "use_gpu must be a bool, found 1"),
         ({"timeout_s": 0}, ValueError, "at least 1 second, found 0"),
@@ -107,13 +107,13 @@ def test_an_accelerator_that_the_workers_do_not_have_is_refused(kind: str) -> No
     ],
 )
 def test_wrong_arguments_are_refused(
-    arguments: dict[str, Any], error: type[Exception], told: str
+    arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         JaxConfig(**arguments)
 
 
-def test_the_trainer_takes_only_a_jax_config() -> None:
+def test_trainer_with_other_config_raises() -> None:
     with pytest.raises(TypeError, match="jax_config must be a JaxConfig, found 'gpu'"):
         JaxTrainer(print, jax_config="gpu")  # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ def test_ranks_in_threads_are_refused(run_config: RunConfig) -> None:
         run_in_threads(print, backend_config=JaxConfig(), run_config=run_config)
 
 
-def test_a_script_that_joins_a_program_itself_is_told_to_leave_that_out(
+def test_error_of_repeated_initialize_has_advice(
     run_config: RunConfig,
 ) -> None:
     trainer = JaxTrainer(
@@ -135,7 +135,7 @@ def test_a_script_that_joins_a_program_itself_is_told_to_leave_that_out(
         trainer.fit()
 
 
-def test_the_settings_of_this_process_are_given_back(run_config: RunConfig) -> None:
+def test_jax_platforms_setting_is_restored(run_config: RunConfig) -> None:
     before = platforms()
 
     def function() -> tuple[str, int]:

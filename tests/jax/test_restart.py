@@ -1,6 +1,6 @@
-"""A killed rank and another number of workers change nothing about what is trained.
+"""Killed ranks and a changed number of workers do not change the training result.
 
-One run was never disturbed. The other begins on four workers, of which one is killed, and goes on
+One run was never disturbed. The other begins on four workers, of which one is killed, and resumes
 with two; of these one is killed too, and replaced.
 """
 
@@ -70,7 +70,7 @@ def first_state(net: Net, optimizer: optax.GradientTransformation) -> dict[str, 
 
 
 def place(mesh: Mesh, state: dict[str, Any]) -> Any:
-    """Shard what has two dimensions by rows; every device has the rest as a whole."""
+    """Shard matrices by rows and replicate other arrays."""
 
     def put(leaf: jax.Array) -> jax.Array:
         spec = PartitionSpec("data") if leaf.ndim == 2 else PartitionSpec()
@@ -105,7 +105,7 @@ def step(
 
 
 def die_on_rank_1() -> None:
-    """Rank 0 goes on to a collective, and stands there until rank 1's connection breaks."""
+    """Kill rank 1, while rank 0 is blocked in a collective until the connection breaks."""
     if train.get_context().get_world_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -129,7 +129,7 @@ def losses(result: Result) -> list[float]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_killed_ranks_in_meshes_of_four_and_two_change_nothing(tmp_path: Path) -> None:
+def test_restart_with_fewer_workers_yields_same_losses(tmp_path: Path) -> None:
     undisturbed = fit(tmp_path, "undisturbed", num_workers=0, max_failures=0)  # in this process
     assert undisturbed.return_values[0]["processes"] == 1
     with pytest.raises(WorkerGroupError, match="SIGKILL"):

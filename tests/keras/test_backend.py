@@ -1,4 +1,4 @@
-"""What is refused before anything is trained."""
+"""Validation of KerasConfig, trainer, and model before training."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class TestContract(BackendContract):
         super().test_fit_with_zero_workers_restores_environment(tmp_path)
 
 
-def test_a_backend_that_does_not_exist_is_refused() -> None:
+def test_config_with_unknown_backend_raises() -> None:
     with pytest.raises(ValueError, match="'torch', 'jax', or 'tensorflow', found 'mx"):
         KerasTrainer(print, keras_backend="mxnet")  # type: ignore[arg-type]
 
 
-def test_a_backend_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_with_missing_backend_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "jax" else found(name)
@@ -47,21 +47,21 @@ def test_a_backend_that_is_not_installed_names_the_extra(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("keras")
-def test_keras_with_another_backend_in_this_process_is_refused(run_config: RunConfig) -> None:
+def test_trainer_with_imported_other_backend_raises(run_config: RunConfig) -> None:
     here = ScalingConfig(num_workers=0)
     trainer = KerasTrainer(print, keras_backend="jax", scaling_config=here, run_config=run_config)
     with pytest.raises(TrainingFailedError, match="Keras was already imported with"):
         trainer.fit()
 
 
-def test_a_model_must_be_compiled_and_built(keras: Any) -> None:
+def test_prepare_model_without_compile_or_build_raises(keras: Any) -> None:
     with pytest.raises(ValueError, match=r"is not built. Add a keras.Input"):
         prepare_model(keras.Sequential([keras.layers.Dense(1)]))
     with pytest.raises(ValueError, match="is not compiled"):
         prepare_model(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
 
 
-def test_tensorflow_beside_another_backend_is_imported_for_its_users_alone() -> None:
+def test_tensorflow_with_other_backend_is_imported_lazily() -> None:
     """Keras must not import TensorFlow, but set its seed when other code imports it."""
     code = """if True:
         import sys
@@ -74,5 +74,7 @@ def test_tensorflow_beside_another_backend_is_imported_for_its_users_alone() -> 
         import tensorflow
         print(tensorflow.compat.v1.get_seed(None)[0])
     """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["False", "3"]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "3"]

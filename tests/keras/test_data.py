@@ -1,4 +1,4 @@
-"""Which rows each worker gets of a batch, and where a run goes on: in an epoch, or not at all."""
+"""Rows of each worker in a batch, and resume in mid-epoch or after early stopping."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def keras() -> Any:
 
 
 def shared(prepare: Callable[[], Any], config: RunConfig) -> list[list[list[int]]]:
-    """Give each rank's rows of each batch, of rows that are their own numbers."""
+    """Return each rank's rows of each batch; rows are their own numbers."""
 
     def function() -> list[list[int]]:
         data = prepare()
@@ -62,14 +62,14 @@ def shared(prepare: Callable[[], Any], config: RunConfig) -> list[list[list[int]
     return [list(each) for each in result.return_values]
 
 
-def test_arrays_are_shared_batch_by_batch(run_config: RunConfig) -> None:
+def test_prepare_dataset_shards_array_batches(run_config: RunConfig) -> None:
     x = np.arange(9)
     first, second = shared(lambda: prepare_dataset(x, x, batch_size=4), run_config)
     assert first == [[0, 2], [4, 6], [8]]
     assert second == [[1, 3], [5, 7], []]
 
 
-def test_an_order_is_that_of_all_ranks(run_config: RunConfig) -> None:
+def test_prepare_dataset_shuffle_is_equal_on_all_ranks(run_config: RunConfig) -> None:
     x = np.arange(12)
     ranks = shared(lambda: prepare_dataset(x, x, batch_size=4, shuffle=True), run_config)
     rows = [row for rank in ranks for batch in rank for row in batch]
@@ -77,14 +77,14 @@ def test_an_order_is_that_of_all_ranks(run_config: RunConfig) -> None:
     assert rows != list(range(12))
 
 
-def test_a_loaders_batches_are_shared(run_config: RunConfig) -> None:
+def test_prepare_dataset_shards_data_loader(run_config: RunConfig) -> None:
     rows = TensorDataset(torch.arange(9), torch.arange(9))
     first, second = shared(lambda: prepare_dataset(DataLoader(rows, batch_size=4)), run_config)
     assert first == [[0, 2], [4, 6], [8]]
     assert second == [[1, 3], [5, 7], []]
 
 
-def test_batches_of_tensorflow_are_shared(run_config: RunConfig) -> None:
+def test_prepare_dataset_shards_tf_dataset(run_config: RunConfig) -> None:
     import tensorflow as tf
 
     def prepare() -> Any:
@@ -96,13 +96,13 @@ def test_batches_of_tensorflow_are_shared(run_config: RunConfig) -> None:
     assert second == [[1, 3], [5, 7], []]
 
 
-def test_batches_of_a_dataset_of_keras_are_shared(run_config: RunConfig) -> None:
+def test_prepare_dataset_shards_py_dataset(run_config: RunConfig) -> None:
     x = np.arange(9)
     ranks = shared(lambda: prepare_dataset(batches_of(x, x, 4)), run_config)
     assert ranks == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], []]]
 
 
-def test_a_model_may_have_several_inputs(run_config: RunConfig) -> None:
+def test_prepare_dataset_supports_several_inputs(run_config: RunConfig) -> None:
     def function() -> list[float]:
         import keras
 
@@ -131,7 +131,7 @@ def batches_of(x: Any, y: Any, size: int) -> Any:
     return Batches()
 
 
-def test_what_does_not_fit_together_is_refused(run_config: RunConfig) -> None:
+def test_prepare_dataset_with_invalid_arguments_raises(run_config: RunConfig) -> None:
     x = np.arange(8)
     cases = (
         (lambda: prepare_dataset(x, x, batch_size=1), "less than one row for each of 2 workers"),
@@ -269,13 +269,15 @@ def losses(
 @pytest.mark.parametrize(
     "prepare", [of_arrays, of_keras, of_tensorflow, of_torch, of_torch_in_any_order]
 )
-def test_an_epoch_goes_on_in_its_middle(prepare: Callable[[], Any], tmp_path: Path) -> None:
+def test_fit_after_mid_epoch_checkpoint_resumes_mid_epoch(
+    prepare: Callable[[], Any], tmp_path: Path
+) -> None:
     undisturbed = losses(prepare, tmp_path)
     resumed = losses(prepare, tmp_path, IN_THE_MIDDLE)
     assert resumed == pytest.approx(undisturbed[1:], 1e-4)
 
 
-def test_the_next_epoch_has_its_own_order_after_a_failure_at_an_epochs_last_batch(
+def test_fit_resumed_after_last_batch_uses_next_epoch_order(
     tmp_path: Path,
 ) -> None:
     undisturbed = losses(of_arrays_in_any_order, tmp_path)
@@ -284,7 +286,7 @@ def test_the_next_epoch_has_its_own_order_after_a_failure_at_an_epochs_last_batc
 
 
 def stopped_loop() -> tuple[list[int], Any, bool]:
-    """Have training stopped after two epochs, and fail there once; give the epochs, and weights."""
+    """Stop training after two epochs and fail there once. Return the epochs and weights."""
     import keras
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -311,7 +313,7 @@ best: list[Any] = []
 """The best weights of an attempt that failed."""
 
 
-def test_training_that_was_stopped_is_not_gone_on_with_but_in_another_run(tmp_path: Path) -> None:
+def test_fit_after_early_stopping_trains_only_in_new_run(tmp_path: Path) -> None:
     def fit(name: str, checkpoint: Checkpoint | None = None) -> Result:
         failures = FailureConfig(max_failures=1)
         return KerasTrainer(
@@ -327,12 +329,12 @@ def test_training_that_was_stopped_is_not_gone_on_with_but_in_another_run(tmp_pa
     assert (epochs, has_stopped) == ([], True)
     for found, expected in zip(weights, best.pop(), strict=True):
         np.testing.assert_array_equal(found, expected)
-    another = fit("another", first.checkpoint)  # which goes on with what the end had saved
+    another = fit("another", first.checkpoint)  # resumes from the last checkpoint
     assert another.metrics_dataframe["loss"].notna().sum() == 1
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_shard_is_given_as_the_arrays_are(tmp_path: Path) -> None:
+def test_prepare_dataset_shard_matches_arrays(tmp_path: Path) -> None:
     expected = losses(of_arrays, tmp_path / "arrays")[:2]
     for prepare in OF_SHARDS:
         first, second = losses(prepare, tmp_path / prepare.__name__)

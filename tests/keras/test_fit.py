@@ -1,8 +1,8 @@
 """One script on every backend of Keras: replicas stay equal, a killed rank changes nothing.
 
-Some workers train, of which one is killed in the middle of an epoch, and three go on: with PyTorch
-in the same run, where two of the processes are kept, otherwise in a run that is resumed. One
-process trains too, on the same batches.
+Some workers train, of which one is killed in the middle of an epoch, and three continue: with
+PyTorch in the same run, where two of the processes are reused, otherwise in a resumed run. One
+process trains, too, on the same batches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BATCH = 96  # over all workers, five times in an epoch
 SAVED_EVERY = 3
 FATAL_EPOCH, FATAL_BATCH = 2, 3  # the twelfth batch was saved, which is the second of that epoch
 UNEVEN = 34  # rows, of which batches of 32 leave 2: for three workers
-TURNS = [3.0, 1.0, 2.0, 4.0]  # the best epoch lies before the kill
+TURNS = [3.0, 1.0, 2.0, 4.0]  # the best epoch is before the kill
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +125,7 @@ def train_loop(config: dict[str, Path]) -> dict[str, Any]:
 
 
 def turning() -> Any:
-    """Give the logs a value that is best in an epoch before the kill."""
+    """Add a value to the logs that is best in an epoch before the kill."""
     import keras
 
     def end(epoch: int, logs: dict[str, float]) -> None:
@@ -146,7 +146,7 @@ def killer(batches: list[int], begin: int) -> Any:
         batches.append(batch)
         is_fatal = get_context().get_world_rank() == 1 and begin == 0
         if is_fatal and (current[0], batch) == (FATAL_EPOCH, FATAL_BATCH):
-            os.kill(os.getpid(), signal.SIGKILL)  # the others go on into the next collective
+            os.kill(os.getpid(), signal.SIGKILL)  # the others continue to the next collective
 
     return keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch, on_train_batch_end=end_batch)
 
@@ -219,12 +219,12 @@ def told_of_a_sum() -> str:
 
 
 def weights_with_own_statistics(x: Any, y: Any) -> list[Any]:
-    """Train what has statistics of its own and draws numbers, from weights of each rank's own."""
+    """Train layers with statistics and random numbers, from different weights on each rank."""
     import keras
 
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(10)]
     model = prepare_model(compiled(layers))
-    model.compile(keras.optimizers.Adam(0.01), model.loss)  # anew, with another optimizer
+    model.compile(keras.optimizers.Adam(0.01), model.loss)  # again, with another optimizer
     model.fit(prepare_dataset(x, y, batch_size=BATCH + 2), epochs=1, verbose=0)
     return [each for each in model.get_weights() if each.dtype == np.float32]
 
@@ -340,7 +340,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
-def test_workers_of_which_one_is_killed_train_as_one_process_does(
+def test_fit_with_killed_worker_matches_single_process(
     backend: KerasBackendName,
     alone: dict[str, Any],
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""What the callback reports and refuses, in a world without Ray and with a model that is told."""
+"""Reports and validation of the callback, without Ray and with a fake model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drawbar.train.testing import run_in_threads
 
 
 class Model:
-    """What the callback needs of one."""
+    """Attributes of a model that the callback uses."""
 
     def save(self, path: str) -> None:
         Path(path).write_text("model")
@@ -51,7 +51,7 @@ def reported(result: Result) -> list[dict[str, Any]]:
     return [{name: row[name] for name in names} for _, row in rows.iterrows()]
 
 
-def test_each_epoch_is_reported_and_saved(run_config: RunConfig) -> None:
+def test_report_callback_reports_and_saves_epochs(run_config: RunConfig) -> None:
     result = run(ReportCheckpointCallback(save_weights=True), run_config)
     assert reported(result) == [{"loss": 1.0, "accuracy": 0.5}, {"loss": 0.0, "accuracy": 0.5}]
     assert result.checkpoint is not None
@@ -64,7 +64,7 @@ def test_each_epoch_is_reported_and_saved(run_config: RunConfig) -> None:
         assert json.loads(Path(folder, "progress.json").read_text())["epochs"] == 2
 
 
-def test_events_metrics_and_how_often_are_chosen(run_config: RunConfig) -> None:
+def test_report_callback_selects_events_metrics_and_interval(run_config: RunConfig) -> None:
     callback = ReportCheckpointCallback(
         checkpoint_on=[], report_metrics_on={"train_batch_end": 3}, metrics={"error": "loss"}
     )
@@ -73,7 +73,7 @@ def test_events_metrics_and_how_often_are_chosen(run_config: RunConfig) -> None:
     assert result.checkpoint is None
 
 
-def test_what_other_callbacks_have_come_to_is_kept(run_config: RunConfig) -> None:
+def test_report_callback_restores_stateful_callbacks(run_config: RunConfig) -> None:
     other = Counting(patience=3)
 
     def function() -> tuple[int, int]:
@@ -83,7 +83,7 @@ def test_what_other_callbacks_have_come_to_is_kept(run_config: RunConfig) -> Non
         if get_checkpoint() is None:
             other.wait = 2
             callback.on_epoch_end(0, {"loss": 1.0})
-            other.wait, other.patience = 0, 5  # made anew, with another setting
+            other.wait, other.patience = 0, 5  # created again with another setting
             callback.on_train_begin()
         return other.wait, other.patience
 
@@ -92,32 +92,32 @@ def test_what_other_callbacks_have_come_to_is_kept(run_config: RunConfig) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"checkpoint_on": "epoch_stop"}, "unknown event 'epoch_stop'. Known events: epoch_begin"),
         ({"report_metrics_on": ["epochs"]}, "report_metrics_on has 'epochs'"),
         ({"checkpoint_on": {"epoch_end": 0}}, "must be a positive integer, found 0"),
     ],
 )
-def test_an_event_that_does_not_exist_is_refused(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_report_callback_with_unknown_event_raises(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ReportCheckpointCallback(**arguments)
 
 
-def test_a_metric_that_is_not_in_the_logs_is_named(run_config: RunConfig) -> None:
+def test_report_callback_with_missing_metric_raises(run_config: RunConfig) -> None:
     callback = ReportCheckpointCallback(metrics=["val_loss"])
     with pytest.raises(TrainingFailedError, match=r"\['val_loss'\], which are not in the logs"):
         run(callback, run_config)
 
 
-def test_outside_a_run_it_warns_once() -> None:
+def test_report_callback_outside_run_warns_once() -> None:
     callback = ReportCheckpointCallback()
     with pytest.warns(UserWarning, match="outside a Drawbar trainer's run"):
         callback.on_epoch_end(0, {"loss": 1.0})
     callback.on_epoch_end(1, {"loss": 1.0})  # a second warning would be an error
 
 
-def test_a_checkpoint_of_something_else_is_refused(run_config: RunConfig) -> None:
+def test_load_state_of_other_checkpoint_raises(run_config: RunConfig) -> None:
     from drawbar import train
 
     def function() -> None:

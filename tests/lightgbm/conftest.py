@@ -82,7 +82,7 @@ def _unread() -> Any:
 
 @pytest.fixture
 def declare(tmp_path: Path) -> Callable[..., Result]:
-    """`declare(params, train, validation=None, **options)`: what the trainer does, in threads.
+    """`declare(params, train, validation=None, **options)`: train like the trainer, in threads.
 
     The frames are cut into consecutive parts that differ by one row, as the trainer cuts datasets.
     """
@@ -174,7 +174,7 @@ def table(frame: pd.DataFrame) -> pa.Table:
 
 @pytest.fixture(scope="session")
 def binary() -> tuple[Any, Any]:
-    """Give 2000 rows of 6 features with 21 values each, and noisy labels."""
+    """Create 2000 rows of 6 features with 21 values each, and noisy labels."""
     random = np.random.default_rng(0)
     x = random.integers(0, 21, (2000, 6)).astype(np.float32)
     y = (x[:, 0] + 2 * x[:, 1] + random.normal(0, 6, 2000) > 30).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The network is up around the function, on ports that nobody else takes."""
+"""LightGBM's network during the training function, and its ports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_all_ranks_train_one_model(fit_on_ray: Callable[..., Result], binary: An
     assert found[0].count("\nTree=") == 5
 
 
-def test_a_process_that_is_kept_trains_again(
+def test_network_in_reused_process_trains_again(
     fit_on_ray: Callable[..., Result], binary: Any
 ) -> None:
     """A peer dies in the middle of training; the other gets an error from C, and is kept."""
@@ -87,19 +87,19 @@ def test_one_worker_has_no_network(fit: Callable[..., Result]) -> None:
     assert set(fit(get_network_params, num_workers=1).return_value) == {"num_threads"}
 
 
-def test_outside_a_training_function_there_is_no_network() -> None:
+def test_get_network_params_outside_training_function_raises() -> None:
     with pytest.raises(RuntimeError, match="inside a training function"):
         get_network_params()
 
 
-def test_no_two_processes_reserve_one_port() -> None:
+def test_reserve_port_in_many_processes_is_unique() -> None:
     """Of 6 processes with 40 reservations each, all held at once, no two have the same."""
     code = textwrap.dedent(
         """
         import os, sys
         from contextlib import ExitStack
         from drawbar._rendezvous import reserved_port
-        all(os.fork() for _ in range(5))  # a child goes on below, as the parent does in the end
+        all(os.fork() for _ in range(5))  # children and the parent continue below
         with ExitStack() as stack:
             found = range(20000, 20400)
             ports = [str(stack.enter_context(reserved_port(found))) for _ in range(40)]
@@ -155,7 +155,7 @@ def steal_ports(loot: ExitStack, done: threading.Event) -> int:
     return taken
 
 
-def test_a_port_in_use_is_not_taken() -> None:
+def test_reserve_port_skips_port_in_use() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         taken = server.getsockname()[1]

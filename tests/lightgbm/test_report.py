@@ -28,7 +28,7 @@ def metrics_of(result: Result) -> dict[str, Any]:
 
 
 def share(*arrays: Any, uneven: bool = False) -> tuple[Any, ...]:
-    """This rank's rows of arrays: every so manieth, or the first rank only a tenth."""
+    """Return this rank's rows: every n-th row, or only a tenth for the first rank."""
     context = get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     rows = np.arange(rank, len(arrays[0]), size)

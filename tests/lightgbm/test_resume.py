@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if nothing had happened."""
+"""Restart after a kill yields the results of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_17_rounds_a_kill_and_23_are_40(
 
 
 @pytest.mark.parametrize("boosting", ["dart", "rf"])
-def test_other_boosters_go_on(
+def test_resume_with_other_boosters_continues(
     declare: Callable[..., Result], boosting: str, tmp_path: Path
 ) -> None:
     options = {"bagging_freq": 1, "bagging_fraction": 0.7} if boosting == "rf" else {}
@@ -113,7 +113,7 @@ def test_other_boosters_go_on(
 
 
 @pytest.mark.parametrize("margin", [None, "m"])
-def test_rates_that_change_and_margins_go_on(
+def test_resume_with_learning_rates_and_margins_continues(
     declare: Callable[..., Result], tmp_path: Path, margin: str | None
 ) -> None:
     def options() -> dict[str, Any]:
@@ -142,7 +142,7 @@ def test_rates_that_change_and_margins_go_on(
     assert np.array_equal(booster_of(resumed).predict(features[names]), expected)
 
 
-def test_a_function_goes_on_from_its_checkpoint(
+def test_training_function_resumes_from_checkpoint(
     fit_on_ray: Callable[..., Result], tmp_path: Path
 ) -> None:
     rows, unseen = declared()["train"], declared()["validation"]
@@ -186,7 +186,7 @@ def test_a_function_goes_on_from_its_checkpoint(
         assert one[1:] == other[1:]
 
 
-def test_what_is_done_already_is_not_trained_again(fit: Callable[..., Result]) -> None:
+def test_resume_after_last_round_trains_nothing(fit: Callable[..., Result]) -> None:
     """A worker is killed between the checkpoint of the last round and its end."""
     rows = declared()["train"]
 
@@ -200,7 +200,7 @@ def test_what_is_done_already_is_not_trained_again(fit: Callable[..., Result]) -
     assert fit(function, num_workers=1, max_failures=1).return_value == 5
 
 
-def test_an_init_score_is_not_replaced(fit: Callable[..., Result]) -> None:
+def test_resume_with_init_score_raises(fit: Callable[..., Result]) -> None:
     rows = declared()["train"]
 
     def function() -> None:

@@ -1,4 +1,4 @@
-"""Training without a training function: right whatever the rows, their split and their columns."""
+"""Training from parameters for all kinds of rows, splits, and columns."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_histograms_are_added_up_by_rows_where_bins_are_few(
     assert f"[force_row_wise: {by_rows}]" in booster_of(result).model_to_string()
 
 
-def test_a_parameter_that_is_none_is_not_set(declare: Callable[..., Result], binary: Any) -> None:
+def test_parameter_none_is_not_set(declare: Callable[..., Result], binary: Any) -> None:
     params = {"num_threads": None, "max_bin": None, "tree_learner": None, "force_row_wise": None}
     model = booster_of(declare(params, frame(*binary), num_boost_round=1)).model_to_string()
     for default in ("[max_bin: 255]", "[tree_learner: data]", "[force_row_wise: 1]"):
@@ -103,7 +103,7 @@ def test_a_parameter_that_is_none_is_not_set(declare: Callable[..., Result], bin
         ({"num_threads": "1", "max_bin": None, "device": None}, 10, {"force_row_wise": True}),
     ],
 )
-def test_the_layout_of_histograms(
+def test_choose_histogram_layout_depends_on_bins_and_threads(
     params: dict[str, Any], features: int, found: dict[str, bool]
 ) -> None:
     assert choose_histogram_layout(params, features) == found
@@ -126,7 +126,7 @@ def test_held_out_loss_is_that_of_one_process(declare_on_ray: Callable[..., Resu
     )
 
 
-def test_the_model_does_not_depend_on_how_rows_are_split(
+def test_model_is_independent_of_row_split(
     declare: Callable[..., Result],
 ) -> None:
     """Sorted by a continuous feature, or not: rank 0 has other values, and the trees are equal."""
@@ -150,7 +150,7 @@ def test_the_model_does_not_depend_on_how_rows_are_split(
     assert found[0] == found[1]
 
 
-def test_a_category_that_one_rank_alone_has(declare: Callable[..., Result]) -> None:
+def test_category_on_one_rank_is_merged(declare: Callable[..., Result]) -> None:
     """Sorted, so that each rank has seen other cities; strings, and NaN among them."""
     random = np.random.default_rng(0)
     cities = np.sort(random.choice(["Aachen", "Bonn", "Celle", "Dresden", "Essen"], 1000))
@@ -168,7 +168,9 @@ def test_a_category_that_one_rank_alone_has(declare: Callable[..., Result]) -> N
 
 
 @pytest.mark.parametrize("rows", [[0, 1], list(range(60))])
-def test_fewer_rows_than_workers(declare: Callable[..., Result], rows: list[int]) -> None:
+def test_training_with_fewer_rows_than_workers_matches_one_process(
+    declare: Callable[..., Result], rows: list[int]
+) -> None:
     x, y = load_breast_cancer(return_X_y=True)
     few = frame(x, y).iloc[rows]
     validation = frame(x, y).iloc[:2]
@@ -225,7 +227,7 @@ def test_many_classes_weights_missing_values_and_margins(declare: Callable[..., 
 
 
 def test_ranking_keeps_groups_whole(declare_on_ray: Callable[..., Result], ndcg_at_3: Any) -> None:
-    """Groups in any order of rows; NDCG is that of one process on the same trees."""
+    """Groups in any order of rows; NDCG equals the value of one process on the same trees."""
     random = np.random.default_rng(0)
     query = np.sort(random.integers(0, 40, 600))
     x = random.normal(size=(600, 4)).astype(np.float32)
@@ -267,9 +269,9 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
     params = {"objective": "binary", "learning_rate": 0.5, "metric": ["auc", "binary_logloss"]}
     stops = {"n_estimators": 60, "early_stopping_round": 3}
     with pytest.warns(UserWarning, match=r"params\['n_estimators'\]=60 overrides num_"):
-        result = declare({**params, **stops}, data, valid)  # which says num_boost_round=15
-    said = declare(params, data, valid, num_boost_round=60, early_stopping_rounds=3)
-    assert trees(booster_of(result)) == trees(booster_of(said))
+        result = declare({**params, **stops}, data, valid)  # called with num_boost_round=15
+    by_argument = declare(params, data, valid, num_boost_round=60, early_stopping_rounds=3)
+    assert trees(booster_of(result)) == trees(booster_of(by_argument))
     assert booster_of(result).num_trees() < 60
     assert {"valid-auc", "valid-binary_logloss"} <= metrics_of(result).keys()
 
@@ -321,7 +323,7 @@ def test_trees_of_lines_on_one_worker(declare: Callable[..., Result]) -> None:
     assert ours.predict(data[["x"]]) == pytest.approx(plain.predict(data[["x"]]), abs=1e-6)
 
 
-def test_the_share_of_variance_is_that_of_all_rows(declare: Callable[..., Result]) -> None:
+def test_r2_is_computed_over_all_rows(declare: Callable[..., Result]) -> None:
     x = np.arange(300.0)
     data = pd.DataFrame({"x": x, "y": x + 30 * np.sin(x)})  # each rank has other labels
     result = declare({"metric": "r2"}, data, data, num_workers=3)
@@ -329,7 +331,7 @@ def test_the_share_of_variance_is_that_of_all_rows(declare: Callable[..., Result
     assert metrics_of(result)["valid-r2"] == pytest.approx(r2_score(data["y"], predicted), abs=1e-6)
 
 
-def test_the_training_data_is_evaluated_if_asked_and_does_not_stop(
+def test_training_metric_does_not_trigger_early_stopping(
     declare: Callable[..., Result], binary: Any
 ) -> None:
     x, y = binary
@@ -360,7 +362,7 @@ def test_labels_of_two_classes_may_be_minus_one_and_one(
     assert np.array_equal(signs.predict(x), same.predict(x))
 
 
-def test_a_label_out_of_range(declare: Callable[..., Result]) -> None:
+def test_label_out_of_range_raises(declare: Callable[..., Result]) -> None:
     data = pd.DataFrame({"x": np.arange(20.0), "y": np.arange(20) % 4})
     with pytest.raises(Exception, match=r"num_class 3 needs labels that are integers"):
         declare({"objective": "multiclass", "num_class": 3}, data)

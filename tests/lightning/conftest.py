@@ -12,6 +12,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def plain() -> Any:
-    """The module `plain_digits`, which a function for the workers may name."""
+    """Return the module `plain_digits`, which training functions can import."""
     sys.path.append(str(Path(__file__).parent))
     return importlib.import_module("plain_digits")

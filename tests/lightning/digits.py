@@ -1,8 +1,8 @@
-"""Some images, a small Lightning module, and runs that train it on a group of workers.
+"""Images, a small Lightning module, and runs that train it on several workers.
 
 Nothing is random but the first weights and the order of the data, and both follow from a seed. The
 batches of all ranks together are the same on any number of workers. So any two runs have the same
-losses, whatever their strategy, if they have the right weights, optimizer state and data.
+losses with any strategy if they have the right weights, optimizer state and data.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def fit(
     """Train in a run.
 
     Args:
-        callbacks: Makes the Trainer's callbacks from a package.
-        strategies: Each trains a module of its own, one after the other.
+        callbacks: Creates the Trainer's callbacks from a package.
+        strategies: Strategies that train separate modules one after the other.
         die_at: Before which step rank 1 is killed in each attempt, until one has none.
-        begin: A checkpoint of another run to go on from.
-        validation: Validates checkpoints beside the run.
-        after: Makes what a rank returns from its last Trainer and module.
-        options: Of the Trainer.
+        begin: Checkpoint of another run to resume from.
+        validation: Validates checkpoints during the run.
+        after: Creates a rank's return value from its last Trainer and module.
+        options: Arguments of the Trainer.
     """
 
     def make_trainer(pl: Any, strategy: Any) -> Any:
@@ -155,10 +155,10 @@ def fit(
 
 
 def losses(result: Result) -> dict[int, float]:
-    """The loss of each step in a run's history: as logged, or as reported with a checkpoint.
+    """Return the loss of each step in a run's history, logged or reported with a checkpoint.
 
-    Lightning logs a step after it has saved in it, so that a run that goes on from there has that
-    step in the checkpoint's report alone, with the number of the next.
+    Lightning logs a step after it has saved in it, so that a resumed run has this
+    step only in the checkpoint's report, with the number of the next step.
     """
     manifests = [checkpoint.manifest for checkpoint, _ in result.best_checkpoints]
     saved = {each.index: each.metrics for each in manifests if each is not None}

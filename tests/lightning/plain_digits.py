@@ -1,4 +1,4 @@
-"""Plain Lightning on scikit-learn's digits, as a user has it: nothing here knows of Drawbar.
+"""Plain Lightning on scikit-learn's digits, without Drawbar.
 
 `torchrun --nproc-per-node=2 plain_digits.py 2 ddp model_parallel` prints the last loss of each
 strategy. So does `python plain_digits.py 1 auto`, in one process with the batches of two together.
@@ -85,7 +85,7 @@ class DigitsData(L.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         alone = self.batch_size == GLOBAL_BATCH
-        # Lightning shuffles for several processes by such a sampler, and for one not at all.
+        # Lightning shuffles for several processes with this sampler, and for one not at all.
         sampler: Any = DistributedSampler(self.train, 1, 0, seed=0) if alone else None
         return DataLoader(self.train, batch_size=self.batch_size, sampler=sampler)
 

@@ -37,7 +37,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero3": lambda: RayDeepSpeedStrategy(stage=3),
 }
 NUMBERS_OF_WORKERS = {"ddp": [0], "fsdp": [0, 3], "fsdp2": [0], "zero3": [0, 3]}
-"""On how many each goes on from two; 0 is one, in this process."""
+"""World sizes that resume checkpoints of two workers; 0 is this process."""
 
 
 def every_7_steps(pl: Any) -> list[Any]:
@@ -46,14 +46,14 @@ def every_7_steps(pl: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of three epochs on one worker, without a stop."""
+    """Return the losses of three uninterrupted epochs on one worker."""
     return losses(fit(tmp_path_factory.mktemp("whole"), every_7_steps, num_workers=0))
 
 
 class TestWorldSizes:
     @pytest.fixture(scope="class")
     def begun(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-        """Where each strategy was on two workers at step 14, in the middle of the second epoch."""
+        """Return the checkpoint of each strategy on two workers at step 14, in mid-epoch."""
         strategies = list(STRATEGIES.values())
         folder = tmp_path_factory.mktemp("begun")
         result = fit(folder, every_7_steps, strategies=strategies, max_steps=14)
@@ -61,7 +61,7 @@ class TestWorldSizes:
         return dict(zip(STRATEGIES, at_14, strict=True))
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_a_run_goes_on_with_weights_optimizer_and_data(
+    def test_resume_restores_weights_optimizer_and_data(
         self,
         strategy: str,
         begun: dict[str, Checkpoint],
@@ -83,7 +83,7 @@ class TestWorldSizes:
             assert {seen.count(each) for each in set(seen)} <= {1, 2}  # of one epoch and a part
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_every_rank_has_written_its_shards(
+    def test_sharded_checkpoint_has_files_of_all_ranks(
         self, strategy: str, begun: dict[str, Checkpoint]
     ) -> None:
         manifest = begun[strategy].manifest
@@ -100,7 +100,7 @@ class TestWorldSizes:
 class TestModelCheckpoint:
     @pytest.fixture(scope="class")
     def result(self, tmp_path_factory: pytest.TempPathFactory) -> Result:
-        """A run that keeps its two best, as ModelCheckpoint says."""
+        """Return a run whose ModelCheckpoint keeps the two best."""
 
         def callbacks(pl: Any) -> list[Any]:
             checkpoint = pl.callbacks.ModelCheckpoint(
@@ -116,7 +116,7 @@ class TestModelCheckpoint:
 
         return fit(tmp_path_factory.mktemp("run"), callbacks, max_epochs=4, after=after)
 
-    def test_its_paths_are_those_of_the_runs_checkpoints(self, result: Result) -> None:
+    def test_model_checkpoint_paths_equal_committed_checkpoints(self, result: Result) -> None:
         best, scores, _ = result.return_value
         kept = {f"{checkpoint.path}/checkpoint.ckpt" for checkpoint, _ in result.best_checkpoints}
         assert scores.keys() == kept
@@ -125,11 +125,11 @@ class TestModelCheckpoint:
         assert Path(best).parent.name.endswith(f"-step={4 * STEPS}")
         assert Path(best).parent.parent == Path(result.path)
 
-    def test_the_best_is_the_one_that_it_loads(self, result: Result) -> None:
+    def test_model_checkpoint_loads_best_checkpoint(self, result: Result) -> None:
         best, scores, found = result.return_value
         assert found == pytest.approx(scores[best])
 
-    def test_each_has_its_metrics(self, result: Result) -> None:
+    def test_model_checkpoint_commits_metrics(self, result: Result) -> None:
         _, scores, _ = result.return_value
         for checkpoint, metrics in result.best_checkpoints:
             found = scores[f"{checkpoint.path}/checkpoint.ckpt"]
@@ -146,13 +146,13 @@ class TestModelCheckpoint:
             ({"filename": "a/{epoch}", "auto_insert_metric_name": False}, "nested directories"),
         ],
     )
-    def test_what_cannot_be_committed_is_refused(
+    def test_model_checkpoint_with_unsupported_setting_raises(
         self, arguments: dict[str, Any], message: str, tmp_path: Path
     ) -> None:
         with pytest.raises(WorkerGroupError, match=message):
             fit(tmp_path, lambda pl: [pl.callbacks.ModelCheckpoint(**arguments)], num_workers=0)
 
-    def test_one_that_saves_on_an_exception_does_not_hide_it(self, tmp_path: Path) -> None:
+    def test_save_on_exception_keeps_original_error(self, tmp_path: Path) -> None:
         """One rank fails, the other waits for it in a collective of torch."""
 
         def callbacks(pl: Any) -> list[Any]:
@@ -169,7 +169,7 @@ class TestModelCheckpoint:
         assert "KeyError: 'behind it'" in str(raised.value)
         assert "because not all ranks called save_checkpoint() within 0.1 s" in str(raised.value)
 
-    def test_one_that_saves_the_last_too_goes_on_from_it(self, tmp_path: Path) -> None:
+    def test_resume_with_save_last_uses_last_checkpoint(self, tmp_path: Path) -> None:
         def callbacks(pl: Any) -> list[Any]:
             return [pl.callbacks.ModelCheckpoint(filename="best", save_last=True, save_top_k=0)]
 
@@ -179,7 +179,9 @@ class TestModelCheckpoint:
         names = [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
         assert names == [f"last-step={2 * STEPS}"]
 
-    def test_in_remote_storage_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_model_checkpoint_works_with_remote_storage(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
         def callbacks(pl: Any) -> list[Any]:
@@ -231,7 +233,7 @@ print("steps", trainer.global_step, "weights", tuple(weight.shape))
 """
 
 
-def test_lightning_goes_on_without_drawbar(tmp_path: Path) -> None:
+def test_checkpoint_resumes_in_plain_lightning(tmp_path: Path) -> None:
     result = fit(tmp_path, lambda pl: [RayTrainReportCallback()], num_workers=0, max_epochs=1)
     assert result.checkpoint is not None
     path = Path(result.checkpoint, "checkpoint.ckpt")

@@ -1,4 +1,4 @@
-"""What only CUDA devices can show: every strategy over NCCL."""
+"""Strategies over NCCL, on CUDA devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STRATEGIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_trains_over_nccl(plain: Any, run_config: RunConfig, name: str) -> None:
+def test_strategies_train_over_nccl(plain: Any, run_config: RunConfig, name: str) -> None:
     def function() -> tuple[str, str, float]:
         import lightning as L
 
@@ -57,7 +57,7 @@ def test_every_strategy_trains_over_nccl(plain: Any, run_config: RunConfig, name
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_weights_come_back_to_the_driver(
+def test_launcher_returns_weights_to_driver(
     plain: Any, run_config: RunConfig, name: str, precision: Any
 ) -> None:
     import lightning as L

@@ -1,4 +1,4 @@
-"""A Trainer in the driver starts its workers itself, and has in the end what came of it."""
+"""A Trainer in the driver starts workers and receives their results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_callbacks() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def fitted(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A Trainer that has fitted, and its module."""
+    """Return a fitted Trainer and its module."""
     from lightning.pytorch.loggers import CSVLogger
 
     folder = tmp_path_factory.mktemp("fitted")
@@ -81,7 +81,7 @@ def fitted(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, A
     return trainer, module
 
 
-def test_metrics_progress_and_states_are_here(fitted: tuple[Any, Any]) -> None:
+def test_launcher_returns_metrics_progress_and_state(fitted: tuple[Any, Any]) -> None:
     trainer, _ = fitted
     assert {"loss", "val_loss"} <= trainer.callback_metrics.keys()
     assert trainer.logged_metrics["val_loss"] == trainer.callback_metrics["val_loss"]
@@ -146,7 +146,7 @@ def test_validate_after_fit_keeps_the_checkpoints_of_fit(
     assert {name: vars(checkpoint)[name] for name in before} == before
 
 
-def test_a_checkpoint_can_be_saved_here(fitted: tuple[Any, Any], tmp_path: Path) -> None:
+def test_driver_trainer_saves_checkpoint_after_fit(fitted: tuple[Any, Any], tmp_path: Path) -> None:
     trainer, module = fitted
     trainer.save_checkpoint(tmp_path / "final.ckpt")
     saved = torch.load(tmp_path / "final.ckpt", weights_only=False)
@@ -154,7 +154,7 @@ def test_a_checkpoint_can_be_saved_here(fitted: tuple[Any, Any], tmp_path: Path)
     torch.testing.assert_close(saved["state_dict"], dict(module.state_dict()))
 
 
-def test_a_tuner_is_told_where_it_works(plain: Any, tmp_path: Path) -> None:
+def test_tuner_with_num_workers_raises(plain: Any, tmp_path: Path) -> None:
     from lightning.pytorch.tuner.tuning import Tuner
 
     tuner = Tuner(make_trainer(plain, tmp_path, RayDDPStrategy))
@@ -162,7 +162,7 @@ def test_a_tuner_is_told_where_it_works(plain: Any, tmp_path: Path) -> None:
         tuner.lr_find(plain.Digits(), plain.DigitsData(2))
 
 
-def test_the_modules_weights_are_those_of_the_last_checkpoint(fitted: tuple[Any, Any]) -> None:
+def test_launcher_weights_equal_last_checkpoint(fitted: tuple[Any, Any]) -> None:
     trainer, module = fitted
     saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
     assert saved["global_step"] == 40
@@ -192,7 +192,7 @@ def test_best_checkpoint_is_tested_and_predicted_with(plain: Any, fitted: tuple[
     ],
     ids=["fsdp", "model_parallel", "zero_3"],
 )
-def test_sharded_weights_come_back_whole(
+def test_launcher_returns_full_weights_of_sharded_model(
     plain: Any, tmp_path: Path, fitted: tuple[Any, Any], strategy: Callable[..., Any]
 ) -> None:
     trainer = make_trainer(plain, tmp_path, strategy, enable_checkpointing=False)
@@ -204,7 +204,7 @@ def test_sharded_weights_come_back_whole(
         torch.testing.assert_close(module.state_dict()[name], value, atol=1e-4, rtol=0)
 
 
-def test_a_failure_names_the_users_line(plain: Any, tmp_path: Path) -> None:
+def test_launcher_error_contains_user_line(plain: Any, tmp_path: Path) -> None:
     class Broken(plain.Digits):  # type: ignore[misc]  # a class of an untyped module
         def on_train_start(self) -> None:
             raise ArithmeticError("this very line")
@@ -253,7 +253,7 @@ class Ended:
     code: int
     before: str
     after: str
-    """What it said before Ctrl-C, and after that."""
+    """Output before and after Ctrl-C."""
 
 
 @pytest.fixture(scope="module")
@@ -283,12 +283,12 @@ def test_with_pytorch_lightning_the_other_package_is_not_imported(ended: Ended) 
     assert re.findall("imported: (.*)", ended.before) == ["pytorch_lightning"]
 
 
-def test_ctrl_c_stops_the_run_in_order(ended: Ended) -> None:
-    assert ended.code == 1, ended.after  # Lightning's own answer to Ctrl-C
+def test_launcher_ctrl_c_stops_run_gracefully(ended: Ended) -> None:
+    assert ended.code == 1, ended.after  # Lightning's exit code after Ctrl-C
     assert "To resume from the latest checkpoint" in ended.after
 
 
-def test_predictions_are_put_together_in_turn() -> None:
+def test_interleave_predictions_alternates_between_ranks() -> None:
     assert interleave_predictions([["a0", "a1"], ["b0"]], 1) == ["a0", "b0", "a1"]
     assert interleave_predictions([[["a0"], ["a1"]], [["b0"], ["b1"]]], 2) == [
         ["a0", "b0"],

@@ -1,4 +1,4 @@
-"""Wrong use is answered by what to write instead."""
+"""Errors for wrong use name the replacement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpoi
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])
-def test_a_strategy_of_lightnings_own(run_config: RunConfig, strategy: str) -> None:
+def test_prepare_trainer_with_lightning_strategy_raises(
+    run_config: RunConfig, strategy: str
+) -> None:
     def function() -> None:
         prepare_trainer(L.Trainer(strategy=strategy, devices=1, **QUIET))
 
@@ -37,7 +39,7 @@ def test_a_strategy_of_lightnings_own(run_config: RunConfig, strategy: str) -> N
         TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
 
 
-def test_a_foreign_environment(run_config: RunConfig) -> None:
+def test_prepare_trainer_with_other_cluster_environment_raises(run_config: RunConfig) -> None:
     def function() -> None:
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
@@ -50,13 +52,13 @@ def test_a_foreign_environment(run_config: RunConfig) -> None:
         TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
 
 
-def test_outside_a_training_function_without_num_workers() -> None:
+def test_strategy_in_driver_without_num_workers_raises() -> None:
     strategy: Any = RayDDPStrategy()
     with pytest.raises(RuntimeError, match=r"Use RayDDPStrategy\(num_workers=2\), or create the"):
         L.Trainer(strategy=strategy, **QUIET)
 
 
-def test_num_workers_inside_a_training_function(run_config: RunConfig) -> None:
+def test_strategy_in_worker_with_num_workers_raises(run_config: RunConfig) -> None:
     def function() -> None:
         strategy: Any = RayFSDPStrategy(num_workers=2)
         L.Trainer(strategy=strategy, **QUIET)
@@ -65,7 +67,7 @@ def test_num_workers_inside_a_training_function(run_config: RunConfig) -> None:
         TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
 
 
-def test_no_process_group(run_config: RunConfig) -> None:
+def test_strategy_without_process_group_raises(run_config: RunConfig) -> None:
     def function() -> None:
         strategy: Any = RayDDPStrategy()
         L.Trainer(strategy=strategy, **QUIET)
@@ -74,7 +76,7 @@ def test_no_process_group(run_config: RunConfig) -> None:
         DataParallelTrainer(function, scaling_config=HERE, run_config=run_config).fit()
 
 
-def test_a_process_group_unlike_the_runs(run_config: RunConfig) -> None:
+def test_strategy_with_other_process_group_options_raises(run_config: RunConfig) -> None:
     def function() -> None:
         strategy: Any = RayDDPStrategy(process_group_backend="nccl")
         L.Trainer(strategy=strategy, **QUIET)
@@ -84,7 +86,7 @@ def test_a_process_group_unlike_the_runs(run_config: RunConfig) -> None:
         TorchTrainer(function, scaling_config=HERE, run_config=run_config).fit()
 
 
-def test_workers_that_share_a_gpu_with_nccl() -> None:
+def test_nccl_with_shared_gpu_raises() -> None:
     scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
     strategy: Any = RayDDPStrategy(scaling_config=scaling)
     with pytest.raises(ValueError, match="does not support workers that share a GPU"):
@@ -100,12 +102,14 @@ def test_workers_that_share_a_gpu_with_nccl() -> None:
         ({"num_workers": -1}, "num_workers"),
     ],
 )
-def test_arguments_that_contradict_each_other(arguments: dict[str, Any], message: str) -> None:
+def test_strategy_with_conflicting_arguments_raises(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         RayDDPStrategy(**arguments)
 
 
-def test_the_environment_outside_a_training_function() -> None:
+def test_environment_outside_training_function_raises() -> None:
     with pytest.raises(RuntimeError, match="inside a training function"):
         RayLightningEnvironment().world_size()
 
@@ -116,13 +120,13 @@ def python(code: str) -> str:
     return process.stderr.strip().splitlines()[-1]
 
 
-def test_lightning_is_missing() -> None:
+def test_missing_lightning_raises_with_install_command() -> None:
     hide = "import sys; sys.modules |= {'lightning': None, 'pytorch_lightning': None}; "
     error = python(hide + "from drawbar.lightning import RayDDPStrategy as S; S(num_workers=2)")
     assert 'pip install "drawbar[lightning]"' in error
 
 
-def test_deepspeed_is_missing() -> None:
+def test_missing_deepspeed_raises_with_install_command() -> None:
     hide = "import sys; sys.modules['deepspeed'] = None; "
     error = python(hide + "from drawbar.lightning import RayDeepSpeedStrategy as S; S()")
     assert 'pip install "drawbar[deepspeed]"' in error
@@ -148,11 +152,11 @@ raise SystemExit("made")
 """
 
 
-def test_both_packages_are_imported() -> None:
+def test_set_lightning_package_resolves_ambiguity() -> None:
     assert python(BOTH_PACKAGES) == "made"
 
 
-def test_objects_are_of_their_class_and_of_lightnings() -> None:
+def test_late_bound_objects_are_instances_of_both_classes() -> None:
     class Mine(RayDDPStrategy):
         pass
 
@@ -165,7 +169,7 @@ def test_objects_are_of_their_class_and_of_lightnings() -> None:
     assert isinstance(environment, ClusterEnvironment)
 
 
-def test_the_driver_gives_torch_its_process_group_arguments() -> None:
+def test_process_group_options_are_passed_to_torch_config() -> None:
     strategy = RayDDPStrategy(
         num_workers=2, process_group_backend="gloo", timeout=timedelta(hours=1)
     )

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning and torch
 
 
 class OwnBar(RichProgressBar):
-    """One of the user's."""
+    """User-defined progress bar."""
 
 
 @pytest.mark.parametrize(
     ("bars", "shown"), [([], "TQDMProgressBar"), ([OwnBar], "OwnBar")], ids=["default", "own"]
 )
-def test_the_default_bar_is_one_that_is_redrawn_in_place(
+def test_default_progress_bar_is_replaced_by_tqdm(
     tmp_path: Path, bars: list[Any], shown: str
 ) -> None:
     result = fit(

@@ -1,4 +1,4 @@
-"""When RayTrainReportCallback and DrawbarLogger report, and what."""
+"""Reports of RayTrainReportCallback and DrawbarLogger."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ def steps_saved(result: Result) -> list[int]:
         ({"every_n_epochs": 1.5}, "every_n_epochs must be a positive integer"),
         ({"every_n_epochs": None}, "are both None"),
         ({"checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD}, "SYNC or ASYNC"),
-        ({"save_checkpoints": False, "validation": True}, "needs save_checkpoints=True"),
+        ({"save_checkpoints": False, "validation": True}, "Set save_checkpoints=True"),
     ],
 )
-def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> None:
+def test_report_callback_with_invalid_arguments_raises(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         RayTrainReportCallback(**arguments)
 
 
-def test_a_report_by_steps_and_one_at_the_end_of_each_epoch(tmp_path: Path) -> None:
+def test_report_callback_reports_by_steps_and_epochs(tmp_path: Path) -> None:
     def callbacks(pl: Any) -> list[Any]:
         return [RayTrainReportCallback(every_n_train_steps=5)]
 
     result = fit(tmp_path, callbacks, num_workers=0, max_epochs=2)
-    assert steps_saved(result) == [5, STEPS, 15, 2 * STEPS]  # step 10 is that of the epoch's end
+    assert steps_saved(result) == [5, STEPS, 15, 2 * STEPS]  # step 10 is the end of the epoch
     last = result.metrics
     assert last is not None
     assert (last["epoch"], last["step"]) == (1, 2 * STEPS)
@@ -54,7 +56,7 @@ def test_a_report_by_steps_and_one_at_the_end_of_each_epoch(tmp_path: Path) -> N
     assert not Path(result.path, ".staging").exists()
 
 
-def test_every_other_epoch_without_waiting(tmp_path: Path) -> None:
+def test_report_callback_async_reports_every_second_epoch(tmp_path: Path) -> None:
     def callbacks(pl: Any) -> list[Any]:
         asynchronous = CheckpointUploadMode.ASYNC
         return [RayTrainReportCallback(every_n_epochs=2, checkpoint_upload_mode=asynchronous)]
@@ -63,7 +65,7 @@ def test_every_other_epoch_without_waiting(tmp_path: Path) -> None:
     assert steps_saved(result) == [2 * STEPS, 4 * STEPS]
 
 
-def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+def test_report_callback_with_accumulation_counts_steps(tmp_path: Path) -> None:
     def callbacks(pl: Any) -> list[Any]:
         return [RayTrainReportCallback(every_n_train_steps=2, every_n_epochs=None)]
 
@@ -78,9 +80,9 @@ def read_step(checkpoint: Checkpoint) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Two epochs, whose checkpoints are stored and validated while the training goes on.
+    """Two epochs, whose checkpoints are stored and validated during training.
 
-    A `ModelCheckpoint` saves its own files beside it; the best is validated once more in the end.
+    A `ModelCheckpoint` saves its own files, too; the best is validated once more in the end.
     """
     folder = tmp_path_factory.mktemp("run")
 
@@ -107,13 +109,13 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return fit(folder, callbacks, max_epochs=2, validation=read_step, after=after)
 
 
-def test_each_checkpoint_is_validated(on_two_ranks: Result) -> None:
+def test_report_callback_validates_checkpoints(on_two_ranks: Result) -> None:
     assert steps_saved(on_two_ranks) == [STEPS, 2 * STEPS]
     found = [metrics["found_step"] for _, metrics in on_two_ranks.best_checkpoints]
     assert found == steps_saved(on_two_ranks)
 
 
-def test_the_logger_reports_each_step_of_each_rank_and_the_validation(on_two_ranks: Result) -> None:
+def test_logger_reports_steps_of_all_ranks_and_validation(on_two_ranks: Result) -> None:
     rows = on_two_ranks.metrics_dataframe
     logged = rows[rows["loss"].notna() & rows["val_loss"].isna()]
     for rank in range(2):
@@ -122,7 +124,7 @@ def test_the_logger_reports_each_step_of_each_rank_and_the_validation(on_two_ran
     assert list(validated["rank"].value_counts()) == [3, 3]  # of the epochs, and in the end
 
 
-def test_lightnings_own_model_checkpoint_gives_way(tmp_path: Path) -> None:
+def test_default_model_checkpoint_is_removed(tmp_path: Path) -> None:
     def after(trainer: Any, module: Any) -> Any:
         return trainer.checkpoint_callback
 
@@ -134,14 +136,14 @@ def test_lightnings_own_model_checkpoint_gives_way(tmp_path: Path) -> None:
     assert len(result.best_checkpoints) == 1
 
 
-def test_a_model_checkpoint_beside_it_saves_its_own_files(on_two_ranks: Result) -> None:
+def test_model_checkpoint_with_report_callback_saves_own_files(on_two_ranks: Result) -> None:
     (saved,) = (Path(on_two_ranks.path).parent / "mine").iterdir()
     assert on_two_ranks.return_values == [(str(saved), 2)] * 2
     assert len(on_two_ranks.best_checkpoints) == 2
     assert saved.name in {"epoch=0.ckpt", "epoch=1.ckpt"}
 
 
-def test_a_rank_that_saves_alone_is_an_error(tmp_path: Path) -> None:
+def test_save_checkpoint_on_one_rank_raises(tmp_path: Path) -> None:
     def callbacks(pl: Any) -> list[Any]:
         from drawbar.lightning import _checkpoint
 

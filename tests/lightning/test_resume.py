@@ -1,4 +1,4 @@
-"""A run goes on from its newest checkpoint by itself, and ends as one that was never stopped."""
+"""Resume from the newest checkpoint yields the results of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved(result: Result) -> list[tuple[int, int]]:
     return [(metrics["epoch"], metrics["step"]) for _, metrics in result.best_checkpoints]
 
 
-def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_restart_after_sigkill_yields_same_losses(tmp_path: Path) -> None:
     whole = fit(tmp_path, every_4_steps, run="whole", num_workers=0)
     die_at = (11, 18)  # after a checkpoint at an epoch's end, and after one in mid-epoch
     killed = fit(tmp_path, every_4_steps, run="killed", die_at=die_at, package="pytorch_lightning")
@@ -42,7 +42,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     assert set(killed.metrics_dataframe["attempt"]) == {0, 1, 2}
 
 
-def test_each_sample_of_an_interrupted_epoch_is_seen_once(tmp_path: Path) -> None:
+def test_resume_mid_epoch_reads_samples_once(tmp_path: Path) -> None:
     def no_epochs(pl: Any) -> list[Any]:
         return [RayTrainReportCallback(every_n_train_steps=4, every_n_epochs=None)]
 
@@ -51,7 +51,7 @@ def test_each_sample_of_an_interrupted_epoch_is_seen_once(tmp_path: Path) -> Non
     assert sorted(first + second) == list(range(SAMPLES))
 
 
-def test_an_explicit_path_wins(tmp_path: Path) -> None:
+def test_explicit_ckpt_path_takes_precedence(tmp_path: Path) -> None:
     first = fit(tmp_path, every_epoch, num_workers=0, max_epochs=2)
     checkpoint, metrics = first.best_checkpoints[0]
     assert metrics["step"] == STEPS
@@ -60,7 +60,7 @@ def test_an_explicit_path_wins(tmp_path: Path) -> None:
     assert len(second.return_value) == 2 * SAMPLES
 
 
-def test_a_resumed_trainer_tests_what_it_has_trained(tmp_path: Path) -> None:
+def test_resumed_trainer_tests_current_weights(tmp_path: Path) -> None:
     def after(trainer: Any, module: Any) -> Any:
         (found,) = trainer.validate(module, verbose=False)
         return trainer.ckpt_path, found["val_loss"]
@@ -82,7 +82,7 @@ def by_report_callback(pl: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("callbacks", [by_model_checkpoint, by_report_callback])
-def test_a_step_is_saved_once_while_gradients_are_accumulated(
+def test_resume_with_accumulation_saves_step_once(
     tmp_path: Path, callbacks: Callable[[Any], list[Any]]
 ) -> None:
     ends: list[dict[str, Any]] = [{"max_steps": 2}, {"max_epochs": 2}]
@@ -122,7 +122,7 @@ def tuned_before(pl: Any, make_trainer: Callable[..., Any]) -> list[Any]:
     ("trained", "seen_again"),
     [(two_folds, 2 * SAMPLES), (more_epochs_later, SAMPLES - 48), (tuned_before, SAMPLES - 48)],
 )
-def test_each_fit_goes_on_from_what_is_its_own(
+def test_several_fits_resume_from_their_own_checkpoints(
     tmp_path: Path, trained: Callable[..., list[Any]], seen_again: int
 ) -> None:
     """A failure at step 14 leaves a checkpoint of step 12; at the end all is as without it."""

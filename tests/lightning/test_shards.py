@@ -1,4 +1,4 @@
-"""Shards of Ray Data as Lightning's loaders."""
+"""Ray Data shards as data loaders of Lightning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def function() -> int:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.filterwarnings("ignore")  # Lightning's, of few workers and no logger
-def test_a_run_goes_on_with_the_epoch_that_follows(run_config: RunConfig) -> None:
+def test_resume_with_ray_data_continues_with_next_epoch(run_config: RunConfig) -> None:
     rows = ray.data.from_items([{"x": np.ones(1, np.float32)}] * 4).materialize()
     result = TorchTrainer(
         function,

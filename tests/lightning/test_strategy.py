@@ -1,4 +1,4 @@
-"""Every strategy trains on two workers, and as plain Lightning does."""
+"""Strategies on two workers yield the results of plain Lightning."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def plain_lightning(launcher: list[str], *arguments: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_trains_as_one_process(
+def test_strategies_match_single_process(
     trained: dict[str, float], alone: float, name: str
 ) -> None:
     assert trained[name] == pytest.approx(alone, abs=1e-5)
 
 
-def test_it_trains_as_under_torchrun(trained: dict[str, float]) -> None:
+def test_strategies_match_torchrun(trained: dict[str, float]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     plain = plain_lightning(torchrun, "2", "ddp", "model_parallel")
     found = {name: trained[name] for name in ("ddp", "model_parallel")}
@@ -98,7 +98,7 @@ def test_it_trains_as_under_torchrun(trained: dict[str, float]) -> None:
 
 
 def with_arguments(plain: Any, path: Path) -> dict[str, Any]:
-    """Train with a strategy of many arguments; what has become of them on this rank."""
+    """Train with a strategy of many arguments and return their values on this rank."""
     import lightning as L
 
     strategy: Any = RayFSDPStrategy(
@@ -106,7 +106,7 @@ def with_arguments(plain: Any, path: Path) -> dict[str, Any]:
     )
     environment: Any = RayLightningEnvironment()
     trainer: Any = L.Trainer(
-        devices=7,  # what it was told in the plain script does not matter
+        devices=7,  # ignored by the strategy
         num_nodes=3,
         accelerator="cpu",
         strategy=strategy,
@@ -128,7 +128,7 @@ def with_arguments(plain: Any, path: Path) -> dict[str, Any]:
     }
 
 
-def test_arguments_pass_through_and_the_rest_is_the_runs(run: Result) -> None:
+def test_strategy_passes_arguments_to_lightning(run: Result) -> None:
     expected = {
         "mesh": (1, 2),
         "wrapped": 3,  # the module and its two layers
@@ -141,7 +141,7 @@ def test_arguments_pass_through_and_the_rest_is_the_runs(run: Result) -> None:
 
 @pytest.mark.alone  # who needs more than some seconds to come to a stop is not kept
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_process_that_is_kept_trains_again_with_deepspeed(
+def test_deepspeed_in_reused_process_trains_again(
     plain: Any, run_config: RunConfig, alone: float
 ) -> None:
     def function() -> dict[str, Any]:
@@ -182,10 +182,12 @@ def test_a_process_that_is_kept_trains_again_with_deepspeed(
         ((2, 4), 8, 8, (2, 4)),
     ],
 )
-def test_auto_sizes_of_the_mesh(asked: Any, world: int, local: int, shape: tuple[int, int]) -> None:
+def test_resolve_mesh_shape_with_auto_fills_size(
+    asked: Any, world: int, local: int, shape: tuple[int, int]
+) -> None:
     assert resolve_mesh_shape(*asked, world_size=world, local_world_size=local) == shape
 
 
-def test_a_mesh_of_the_wrong_size() -> None:
+def test_resolve_mesh_shape_with_wrong_product_raises() -> None:
     with pytest.raises(ValueError, match=r"data_parallel_size=3 .* do not fit 8 workers"):
         resolve_mesh_shape(3, 2, world_size=8, local_world_size=8)

@@ -1,4 +1,4 @@
-"""How TensorFlow's workers are set up, and what is refused before they start."""
+"""TensorflowConfig: setup of the workers and validation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TestContract(BackendContract):
     backend_config = TensorflowConfig()
 
 
-def test_a_config_checks_itself() -> None:
+def test_config_with_invalid_arguments_raises() -> None:
     with pytest.raises(TypeError, match="use_legacy_keras must be a bool, found 'yes'"):
         TensorflowConfig(use_legacy_keras="yes")  # type: ignore[arg-type]
 
 
-def test_the_trainer_takes_only_a_tensorflow_config() -> None:
+def test_trainer_with_other_config_raises() -> None:
     with pytest.raises(TypeError, match="tensorflow_config must be a TensorflowConfig, found 2"):
         TensorflowTrainer(print, tensorflow_config=2)  # type: ignore[arg-type]
 
@@ -47,7 +47,7 @@ def test_models_become_checkpoints_and_back(tmp_path: Path) -> None:
         assert (found(np.ones((1, 2))).numpy() == model(np.ones((1, 2))).numpy()).all()
 
 
-def test_a_checkpoint_without_a_model_says_so(tmp_path: Path) -> None:
+def test_get_model_without_model_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not name its model file"):
         TensorflowCheckpoint(tmp_path).get_model()
     with pytest.raises(ValueError, match=r"ends in \.h5, found 'a'"):
@@ -56,7 +56,7 @@ def test_a_checkpoint_without_a_model_says_so(tmp_path: Path) -> None:
         TensorflowCheckpoint.from_saved_model("a")
 
 
-def test_nothing_is_printed_where_all_goes_well() -> None:
+def test_worker_startup_prints_nothing() -> None:
     code = (
         "from drawbar.tensorflow import TensorflowConfig; TensorflowConfig().process_setup_hook()"
     )

@@ -1,4 +1,4 @@
-"""A loop of one's own and a `fit` of Keras 2 under a strategy, with a rank that is killed between.
+"""A custom loop and a `fit` of Keras 2 under a strategy, with a rank killed in between.
 
 One run has two workers, of which one is killed once; the other has one process. They train alike.
 """
@@ -73,7 +73,7 @@ def own_loop(strategy: Any) -> list[float]:
     for number in range(begin, STEPS):
         metrics = {"step": number, "loss": step()}
         if number == FATAL_STEP and context.get_attempt() == 0 and context.get_world_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)  # rank 0 goes on into the next collective
+            os.kill(os.getpid(), signal.SIGKILL)  # rank 0 continues to the next collective
         if number != SAVED_AT or context.get_world_rank() > 0:
             train.report(metrics)
             continue
@@ -99,7 +99,7 @@ def keras_2_fit(strategy: Any) -> list[float]:
 
 
 def why_keras_3_fails(strategy: Any) -> str:
-    """Have it fail as the function fails; what comes of that is told by the trainer's context."""
+    """Raise the error of Keras 3 and return the advice that the trainer's context adds."""
     import keras
     import tensorflow as tf
 
@@ -135,7 +135,7 @@ def fit(path: Path, name: str, num_workers: int) -> Result:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_two_workers_of_which_one_is_killed_train_as_one_process_does(tmp_path: Path) -> None:
+def test_restart_after_sigkill_matches_single_process(tmp_path: Path) -> None:
     disturbed = fit(tmp_path, "disturbed", num_workers=2)
     alone = fit(tmp_path, "alone", num_workers=1).return_values[0]
     assert alone["replicas"] == 1

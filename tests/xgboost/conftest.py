@@ -27,7 +27,7 @@ class FitInThreads(Protocol):
     def __call__(
         self, parts: Parts, columns: ColumnRoles, params: dict[str, Any], **declared: Any
     ) -> tuple[Booster, Result]:
-        """Give the booster and the result."""
+        """Return the booster and the result."""
         ...
 
 

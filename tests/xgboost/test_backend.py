@@ -1,4 +1,4 @@
-"""How XGBoost's workers meet and part."""
+"""XGBoost's tracker and communicator."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ class Group:
     """Two workers, as the backend sees them."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Any] = {}
+        self.tracker_args: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return 2
 
     def execute(self, function: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
-        self.told = arguments
+        self.tracker_args = arguments
         return []
 
 
-def test_twenty_trackers_started_at_once_have_ports_of_their_own() -> None:
+def test_concurrent_trackers_use_distinct_ports() -> None:
     def meet(number: int) -> list[float]:
         group, config = Group(), XGBoostConfig()
         backend: Any = config.backend_cls()
         backend.on_start(group, config)
 
         def join(rank: int) -> float:
-            with collective.CommunicatorContext(**group.told, dmlc_task_id=f"{rank:08d}"):
+            with collective.CommunicatorContext(**group.tracker_args, dmlc_task_id=f"{rank:08d}"):
                 own = np.array([float(number)])
                 return float(collective.allreduce(own, collective.Op.SUM)[0])
 
@@ -67,7 +67,7 @@ def test_twenty_trackers_started_at_once_have_ports_of_their_own() -> None:
     assert met == [[2.0 * number] * 2 for number in range(20)]
 
 
-def test_a_config_checks_itself() -> None:
+def test_config_with_invalid_arguments_raises() -> None:
     with pytest.raises(ValueError, match="'federated'"):
         XGBoostConfig(xgboost_communicator="federated")
     with pytest.raises(ValueError, match="must be positive and finite, found 0"):

@@ -1,4 +1,4 @@
-"""A training that failed on the way ends as if it had not."""
+"""Restart after a failure yields the results of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 FAILS_AFTER = 18
-"""The round after which a rank fails; the last checkpoint is that of round 17."""
+"""The round after which a rank fails; the last checkpoint is from round 17."""
 
 
 class FailOnce(TrainingCallback):

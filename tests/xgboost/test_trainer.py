@@ -1,4 +1,4 @@
-"""`XGBoostTrainer` on Ray, in both its forms, and what it refuses before it starts."""
+"""`XGBoostTrainer` on Ray, with parameters or a function, and its validation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def queries() -> pd.DataFrame:
     return frame
 
 
-def test_a_declared_ranking_survives_a_killed_worker(tmp_path: Path) -> None:
+def test_ranking_with_killed_worker_completes(tmp_path: Path) -> None:
     frame = queries()
 
     def fit(name: str, *callbacks: TrainingCallback) -> Result:
@@ -117,7 +117,7 @@ def loop() -> tuple[float, int]:
     return history["train"]["logloss"][-1], booster.num_boosted_rounds()
 
 
-def test_a_training_function_reports_its_rounds(run_config: RunConfig) -> None:
+def test_training_function_reports_rounds(run_config: RunConfig) -> None:
     result = XGBoostTrainer(
         loop,
         scaling_config=ScalingConfig(num_workers=2),
@@ -161,7 +161,7 @@ LOGISTIC = {"objective": "binary:logistic"}
         ({"datasets": {"validation": None}}, r"datasets must have \"train\", found"),
     ],
 )
-def test_a_mistake_is_told_before_a_process_starts(arguments: Any, message: str) -> None:
+def test_trainer_with_invalid_arguments_raises(arguments: Any, message: str) -> None:
     given: dict[str, Any] = {
         "params": LOGISTIC,
         "label_column": "y",
@@ -183,7 +183,7 @@ def test_more_threads_than_cpus_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize("name", ["nthread", "n_jobs"])
-def test_a_worker_of_one_cpu_is_the_default(name: str) -> None:
+def test_oversubscribed_threads_with_default_cpu_warns(name: str) -> None:
     with pytest.warns(UserWarning, match="=64 is more than the 1 CPUs"):
         XGBoostTrainer(
             params={**LOGISTIC, name: 64, "tree_method": None},
@@ -194,7 +194,7 @@ def test_a_worker_of_one_cpu_is_the_default(name: str) -> None:
         )
 
 
-def test_it_goes_on_from_a_model_that_others_have_saved(tmp_path: Path) -> None:
+def test_resume_from_plain_model_continues(tmp_path: Path) -> None:
     frame = load_breast_cancer(as_frame=True).frame
     matrix = DMatrix(frame.drop(columns="target"), frame.target)
     booster = xgboost.train(LOGISTIC, matrix, 20)

@@ -1,4 +1,4 @@
-"""Workers together train what one process of plain XGBoost trains on all rows.
+"""Several workers train the same model as one process of plain XGBoost.
 
 Features have few distinct values throughout: there all sketches agree on the bins, so that the
 trees must be the same to the last bit.
@@ -25,7 +25,7 @@ LABEL = ColumnRoles(label="target")
 
 
 def coarse(frame: pd.DataFrame) -> pd.DataFrame:
-    """Give eight distinct values to each feature."""
+    """Reduce each feature to eight distinct values."""
     return frame.apply(lambda c: pd.qcut(c, 8, labels=False, duplicates="drop")).astype("float32")
 
 
@@ -162,7 +162,7 @@ def test_missing_values_weights_and_base_margins(
     np.testing.assert_allclose(booster.predict(train), expected, rtol=1e-5)
 
 
-def test_a_category_that_one_rank_alone_has_seen(
+def test_category_on_one_rank_is_merged(
     fit_in_threads: FitInThreads, diabetes: pd.DataFrame
 ) -> None:
     place = np.where(np.arange(len(diabetes)) < 100, "sea", "hill")
@@ -271,7 +271,7 @@ def test_custom_objective_and_metric_are_of_all_rows(
 
 
 def test_continuous_features_lose_nothing_on_held_out_rows(fit_in_threads: FitInThreads) -> None:
-    """The sketches differ, and so the bins; what is learned is worth the same."""
+    """Sketches and bins differ, but the loss is about the same."""
     rng = np.random.default_rng(0)
     frame = pd.DataFrame(rng.normal(size=(6000, 6)), columns=list("abcdef")).astype("float32")
     odds = 2 * frame.a + frame.b * frame.c

@@ -1,7 +1,7 @@
 """Base class of the scikit-learn estimators of both libraries.
 
 The estimators are subclasses of the library's estimators whose `fit` uses a trainer. Checks before
-it, and attributes and `predict` after it, are those of the base class.
+it, and attributes and `predict` after it, are inherited.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RayEstimator:
 
 
 def add_drawbar_parameters(estimator: T) -> T:
-    """Set the signature of an estimator to that of its base class plus `DRAWBAR_PARAMETERS`.
+    """Set the signature of an estimator to its base class's plus `DRAWBAR_PARAMETERS`.
 
     scikit-learn uses it to find the parameters for `get_params`, `clone`, and grid search.
     """

@@ -42,7 +42,7 @@ def train(
     random generators, so rows and features (`bagging_fraction`, `feature_fraction`) are drawn
     again, `dart` drops only new trees, and `rf` starts from scratch.
 
-    The arguments are those of `lightgbm.train`. Without a `RayTrainReportCallback`, one with
+    The arguments equal `lightgbm.train`'s. Without a `RayTrainReportCallback`, one with
     default settings is added, which saves at the end. Pass one with a `frequency` to save during
     training.
 

@@ -86,7 +86,7 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
             trainer.ckpt_path = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Tell `ModelCheckpoint` that the resumed step is already saved.
+        """Mark the resumed step as saved in `ModelCheckpoint`.
 
         It does not store this, and would save the same step again during gradient accumulation.
         """

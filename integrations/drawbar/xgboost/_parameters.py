@@ -43,7 +43,7 @@ def set_num_threads(params: Mapping[str, object]) -> dict[str, object]:
 
 
 def _threads(params: Mapping[str, Any]) -> int:
-    """Return the number of threads that is set; 0 or less stands for the worker's CPUs."""
+    """Return the number of threads that is set; 0 or less means the worker's CPUs."""
     return int(next((params[name] for name in _THREADS if params.get(name) is not None), 0))
 
 

@@ -48,7 +48,7 @@ def train(
     `params`, so that dart drops the same trees, and `subsample` and `colsample_*` do not repeat the
     draws from round 0; their draws still differ from an uninterrupted run.
 
-    The arguments are those of `xgboost.train`, except that `verbose_eval` is off by default.
+    The arguments are the same as in `xgboost.train`, except that `verbose_eval` is off by default.
     Without a `RayTrainReportCallback`, one with default settings is added, which saves at the end.
     Pass one with a `frequency` to save during training.
 
