@@ -29,14 +29,14 @@ def fit(name, loop, **options):
     try:
         result = TorchTrainer(loop, scaling_config=workers, run_config=run, **options).fit()
     except Exception as error:
-        tell(name, [type(error).__name__, str(error)])
+        write_results(name, [type(error).__name__, str(error)])
     else:
         seen = result.metrics_dataframe.to_dict("list")["seen"]
-        tell(name, [result.return_values, os.path.basename(result.checkpoint.path), seen])
+        write_results(name, [result.return_values, os.path.basename(result.checkpoint.path), seen])
 
-def tell(name, told):
-    with open(f"{folder}/{name}_told_{rank}.json", "w") as file:
-        json.dump(told, file)
+def write_results(name, values):
+    with open(f"{folder}/{name}_results_{rank}.json", "w") as file:
+        json.dump(values, file)
 """
 
 
@@ -48,9 +48,9 @@ def torchrun(folder: Path, source: str, *options: str) -> None:
     subprocess.run([*command, str(script), str(folder)], timeout=SECONDS, check=True)
 
 
-def told(folder: Path, name: str) -> list[Any]:
-    """Give what each rank has told of a run."""
-    files = [folder / f"{name}_told_{rank}.json" for rank in (0, 1)]
+def read_results(folder: Path, name: str) -> list[Any]:
+    """Return the results that each rank has written for a run."""
+    files = [folder / f"{name}_results_{rank}.json" for rank in (0, 1)]
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -73,32 +73,32 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 train.report({"seen": total.item()}, checkpoint=path)
             print("rank", rank, "was here")
             places = [rank, context.get_world_size(), context.get_local_rank()]
-            return [*places, context.get_experiment_name(), type(model).__name__, heard]
+            return [*places, context.get_experiment_name(), type(model).__name__, received]
 
-        heard = []
+        received = []
 
-        class Telling(Backend):
+        class RecordingBackend(Backend):
             def on_start(self, worker_group, backend_config):
                 ranks = worker_group.execute(lambda: int(os.environ["RANK"]))
-                worker_group.execute_single(1, hear, ranks)
+                worker_group.execute_single(1, receive, ranks)
                 try:
-                    worker_group.execute_single(1, hear)
+                    worker_group.execute_single(1, receive)
                 except RuntimeError as error:
-                    hear(str(error).splitlines()[-1])
+                    receive(str(error).splitlines()[-1])
 
-        def hear(what):
+        def receive(value):
             import __main__
-            __main__.heard.append(what)
+            __main__.received.append(value)
 
-        class TellingConfig(TorchConfig):
-            backend_cls = Telling
+        class RecordingConfig(TorchConfig):
+            backend_cls = RecordingBackend
 
         def failing():
             if train.get_context().get_world_rank() == 1:
                 raise ValueError("rank 1 does not like this")
             dist.barrier()
 
-        fit("together", together, torch_config=TellingConfig())
+        fit("together", together, torch_config=RecordingConfig())
         fit("split", print, datasets={"train": lambda: None})
         fit("closed", print)
         fit("failing", failing)
@@ -109,12 +109,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_torchrun_processes_form_one_run(runs: Path) -> None:
     values = [
-        [rank, 2, rank, "together", "DistributedDataParallel", heard]
-        for rank, heard in enumerate(
-            [["TypeError: hear() missing 1 required positional argument: 'what'"], [[0, 1]]]
+        [rank, 2, rank, "together", "DistributedDataParallel", received]
+        for rank, received in enumerate(
+            [["TypeError: receive() missing 1 required positional argument: 'value'"], [[0, 1]]]
         )
     ]
-    assert told(runs, "together") == [[values, "checkpoint_000000", [2.0, 2.0]]] * 2
+    assert read_results(runs, "together") == [[values, "checkpoint_000000", [2.0, 2.0]]] * 2
     run = runs / "together"
     files = {path.name for path in (run / "checkpoint_000000").iterdir()}
     assert {"rank_0", "rank_1"} <= files
@@ -123,7 +123,7 @@ def test_torchrun_processes_form_one_run(runs: Path) -> None:
 
 
 def test_torchrun_failure_of_one_rank_ends_all_ranks(runs: Path) -> None:
-    for kind, message in told(runs, "failing"):
+    for kind, message in read_results(runs, "failing"):
         assert kind == "WorkerGroupError"
         assert message.startswith("rank 1")
         assert "ValueError: rank 1 does not like this" in message
@@ -146,16 +146,16 @@ def test_torchrun_restart_resumes_from_latest_checkpoint(tmp_path: Path) -> None
         """,
         *("--max-restarts", "1"),
     )
-    assert told(tmp_path, "run") == [[[None, None], "checkpoint_000001", [0, 0, 1, 1]]] * 2
+    assert read_results(tmp_path, "run") == [[[None, None], "checkpoint_000001", [0, 0, 1, 1]]] * 2
 
 
 def test_torchrun_error_of_rank_0_is_raised_on_all_ranks(runs: Path) -> None:
-    (kind, message), other = told(runs, "closed")
+    (kind, message), other = read_results(runs, "closed")
     assert kind == "FileExistsError"
     assert other == ["ControllerError", f"rank 0 cannot open the run: {kind}: {message}"]
 
 
 def test_torchrun_with_datasets_raises(runs: Path) -> None:
-    for kind, message in told(runs, "split"):
+    for kind, message in read_results(runs, "split"):
         assert kind == "ValueError"
         assert "ScalingConfig(num_workers=2)" in message
