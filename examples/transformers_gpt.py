@@ -18,7 +18,7 @@ MODULES = ("argparse", "asyncio", "collections", "datetime", "json", "logging", 
 
 
 def windows():
-    """The help pages of some modules, cut into pieces; a byte is a token."""
+    """Cut the help pages of some modules into pieces, with one token per byte."""
     pages = [pydoc.plain(pydoc.render_doc(name)) for name in MODULES]
     text = "".join(pages).encode()
     pieces = (list(text[i : i + WINDOW]) for i in range(0, len(text) - WINDOW, WINDOW))

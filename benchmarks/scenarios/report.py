@@ -36,7 +36,6 @@ def _loop(library: Library, spaced: int, chunks: int, chunk: int) -> Callable[[]
 
 def _observer(library: Library, seen: Path) -> Any:
     """Make a callback that appends each report's latency, in seconds, to the file `seen`."""
-
     base: Any = library.train.UserCallback
 
     class Observer(base):  # type: ignore[misc]  # mypy cannot know which library's base it is

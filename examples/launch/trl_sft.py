@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 
 def byte_tokenizer():
-    """A tokenizer that needs no download: one token per byte."""
+    """Create a tokenizer that needs no download: one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

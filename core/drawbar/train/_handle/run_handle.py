@@ -87,6 +87,9 @@ class RunHandle:
     `DataParallelTrainer.start` and `attach` return handles. Methods and properties that query a
     detached run raise `TimeoutError` if its host does not reply within ten seconds.
 
+    Args:
+        run: View of the run. Drawbar passes it.
+
     Example:
         ```python
         run = trainer.start()

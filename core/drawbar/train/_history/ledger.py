@@ -30,6 +30,12 @@ class DatasetEpoch:
         total_rows: Number of rows of the dataset; None if row numbers are unknown.
         restarts: Number of times that the epoch restarted from its beginning, because its unread
             rows were unknown. Rows that are read again count again in `num_rows`.
+
+    Example:
+        Check that every row was read once::
+
+            for epoch in result.data_ledger:
+                assert epoch.is_complete and not epoch.repeated_rows and not epoch.unread_rows
     """
 
     dataset: str
@@ -70,6 +76,9 @@ class DataLedger:
     """Epochs of the datasets of a run, sorted by dataset and epoch.
 
     Contains iterations over `get_dataset_shard(...)` that have ended.
+
+    Args:
+        epochs: The epochs, sorted.
 
     Example:
         Print how many rows were read in each epoch::

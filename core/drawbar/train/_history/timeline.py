@@ -39,6 +39,12 @@ class AttemptTimes:
         outcome: "finished", "failed: ...", "stopped", or "unfinished".
         num_checkpoints: Number of committed checkpoints.
         checkpoint_seconds: Total duration of their commits in seconds.
+
+    Example:
+        Print how long each attempt took to start::
+
+            for attempt in result.timeline.attempts:
+                print(attempt.attempt, attempt.startup_seconds, attempt.outcome)
     """
 
     attempt: int

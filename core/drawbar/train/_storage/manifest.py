@@ -42,6 +42,10 @@ class ReportedCheckpointStatus(Enum):
         VALIDATED: The metrics include the validation metrics.
         VALIDATION_TIMEOUT: The validation took longer than its `timeout_s`.
         VALIDATION_FAILED: The validation raised an error, or its process died.
+
+    Example:
+        >>> reported.status is train.ReportedCheckpointStatus.VALIDATED
+        True
     """
 
     COMMITTED = "COMMITTED"

@@ -23,6 +23,9 @@ class StorageContext(os.PathLike[str]):
     `pathlib.Path`. For remote storage, the path is the work directory on this node, and the other
     attributes describe the storage. Names with a leading "." are reserved for Drawbar.
 
+    Args:
+        directory: Run directory. Drawbar passes it.
+
     Example:
         Write a file into the run directory on one worker::
 

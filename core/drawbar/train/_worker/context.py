@@ -196,6 +196,10 @@ class ReportedCheckpoint(NamedTuple):
         checkpoint: The checkpoint.
         metrics: Reported metrics, and metrics of its validation.
         status: Whether the checkpoint is committed, or its validation pending or done.
+
+    Example:
+        >>> for reported in train.get_all_reported_checkpoints():
+        ...     print(reported.checkpoint.path, reported.metrics, reported.status)
     """
 
     checkpoint: Checkpoint

@@ -13,6 +13,9 @@ from drawbar.train._worker.session import Session
 class TrainContext:
     """Ranks of this worker and properties of its run. Created by `get_context()`.
 
+    Args:
+        session: Session of the rank. Drawbar passes it.
+
     Example:
         >>> context = train.get_context()
         >>> if context.get_world_rank() == 0:
