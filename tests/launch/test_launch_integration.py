@@ -161,9 +161,9 @@ def test_launch_after_sighup_or_ctrl_c_cleans_up_and_a_second_ctrl_c_kills(
         """
     for endless, number, code in ((False, signal.SIGHUP, 129), (True, signal.SIGINT, 130)):
         with launch.start(source.format(endless=endless)) as process:
-            pids = [int(pipe.hear(process)[0]) for _ in range(2)]
+            pids = [int(pipe.receive(process)[0]) for _ in range(2)]
             os.kill(process.pid, number)
-            assert [pipe.hear(process) for _ in range(2)] == [["cleanup"]] * 2
+            assert [pipe.receive(process) for _ in range(2)] == [["cleanup"]] * 2
             if endless:
                 os.kill(process.pid, signal.SIGINT)
             assert launch.wait_for_end(process).code == code

@@ -19,7 +19,7 @@ from drawbar.torch import prepare_data_loader
 from drawbar.torch._sampler import EpochPosition, EpochSampler
 from drawbar.train import FailureConfig, Result, RunConfig, TrainingFailedError, collective
 from drawbar.train.testing import run_in_threads
-from tests.train.seen import save, saved
+from tests.train.rank_data_probe import save, saved
 
 SAMPLES = 1000
 

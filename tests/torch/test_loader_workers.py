@@ -22,7 +22,7 @@ from drawbar import train
 from drawbar.torch import prepare_data_loader
 from drawbar.train import FailureConfig, Result, RunConfig, collective
 from tests.torch.test_data_position import die, restarted
-from tests.train.seen import save, saved
+from tests.train.rank_data_probe import save, saved
 
 SAMPLES = 24
 

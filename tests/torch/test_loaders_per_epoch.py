@@ -16,7 +16,7 @@ from drawbar.torch._loader_registry import LoaderIdentity, describe_dataset, mat
 from drawbar.train import RunConfig, TrainingFailedError
 from drawbar.train.testing import run_in_threads
 from tests.torch.test_data_position import Ids, die, restarted
-from tests.train.seen import save, saved
+from tests.train.rank_data_probe import save, saved
 
 
 class Recorder:

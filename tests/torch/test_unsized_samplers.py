@@ -19,7 +19,7 @@ from drawbar.torch._sampler import EpochSampler
 from drawbar.train import RunConfig, TrainingFailedError
 from drawbar.train.testing import run_in_threads
 from tests.torch.test_data_position import Ids, everything, interrupted, restarted
-from tests.train.seen import save, saved
+from tests.train.rank_data_probe import save, saved
 
 
 class TokenBudgetBatches:

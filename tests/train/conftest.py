@@ -109,13 +109,13 @@ class Pipe:
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  # closed by the fixture
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Speaker, (self._path,)
+        return _PipeSender, (self._path,)
 
-    def say(self, *words: object) -> None:
+    def send(self, *words: object) -> None:
         """Send a line from another process."""
-        _Speaker(self._path).say(*words)
+        _PipeSender(self._path).send(*words)
 
-    def hear(self, process: subprocess.Popen[Any] | None = None) -> list[str]:
+    def receive(self, process: subprocess.Popen[Any] | None = None) -> list[str]:
         """Wait for the next line, and return its words.
 
         Args:
@@ -138,13 +138,13 @@ class Pipe:
         self._file.close()
 
 
-class _Speaker:
+class _PipeSender:
     """Sending end of a `Pipe` in another process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def say(self, *words: object) -> None:
+    def send(self, *words: object) -> None:
         self._path.write_text(" ".join(map(str, words)) + "\n")
 
 

@@ -21,7 +21,7 @@ from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import BytesWritten, LinePrinted, Notice, RunEnded, WorkersFailed
 from drawbar.train._messages import Printed
-from tests.train.told import attempt_started, committed, reported, workers_started
+from tests.train.event_factories import attempt_started, committed, reported, workers_started
 
 FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")
 
@@ -30,7 +30,7 @@ import logging
 from drawbar.train._console.console import Console
 from drawbar.train._console.displays import DisplayStatus
 from drawbar.train._messages import Printed
-from tests.train.told import *
+from tests.train.event_factories import *
 
 console = Console(logging.INFO, "/runs/mnist")
 console.on_event(workers_started(2))
@@ -301,7 +301,7 @@ def test_terminal_display_keeps_live_line_below_user_lines() -> None:
 NARROWED = """
 import os, termios, threading
 from drawbar.train._console.console import Console
-from tests.train.told import *
+from tests.train.event_factories import *
 
 drawn = threading.Semaphore(0)
 

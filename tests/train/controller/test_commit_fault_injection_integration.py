@@ -204,13 +204,13 @@ def test_driver_killed_takes_workers_children_and_sentinels_with_it(
 ) -> None:
     def wait_for_child() -> None:
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        pipe.say(os.getpid(), child.pid)
+        pipe.send(os.getpid(), child.pid)
         child.wait()
 
     with drivers(
         lambda: fit(make_train_func(tmp_path, after=wait_for_child), run_config, 2)
     ) as driver:
-        (worker_0, child_0), (worker_1, child_1) = pipe.hear(), pipe.hear()
+        (worker_0, child_0), (worker_1, child_1) = pipe.receive(), pipe.receive()
         sentinels = wait_for_sentinels({worker_0, worker_1})
         driver.kill()
         wait_until_gone([*map(int, (worker_0, worker_1, child_0, child_1)), *sentinels])

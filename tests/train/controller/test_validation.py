@@ -225,9 +225,9 @@ def test_validations_run_during_training_two_at_a_time(tmp_path: Path, pipe: Pip
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
         number = number_in(checkpoint)
-        pipe.say("begins", number)
+        pipe.send("begins", number)
         gates[number].wait()
-        pipe.say("ends", number)
+        pipe.send("ends", number)
         return {"accuracy": [0.1, 0.9, 0.5, 0.2][number], "pid": os.getpid()}
 
     def function() -> tuple[list[str], list[str], int]:
@@ -248,7 +248,7 @@ def test_validations_run_during_training_two_at_a_time(tmp_path: Path, pipe: Pip
     assert [metrics["number"] for _, metrics in result.best_checkpoints] == [3, 1]
     pids = {metrics["pid"] for _, metrics in result.best_checkpoints}
     assert not pids & {os.getpid(), *(value[2] for value in result.return_values)}
-    messages = [pipe.hear() for _ in range(8)]
+    messages = [pipe.receive() for _ in range(8)]
     running = [
         sum((word == "begins") - (word == "ends") for word, _ in messages[: i + 1])
         for i in range(8)
@@ -258,11 +258,11 @@ def test_validations_run_during_training_two_at_a_time(tmp_path: Path, pipe: Pip
 
 def test_validations_start_in_report_order(tmp_path: Path, pipe: Pipe) -> None:
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        pipe.say(number_in(checkpoint))
+        pipe.send(number_in(checkpoint))
         return {}
 
     fit(save_with(*[{}] * 5), tmp_path, ValidationConfig(validate, max_concurrent=1))
-    assert [pipe.hear() for _ in range(5)] == [list(number) for number in "01234"]
+    assert [pipe.receive() for _ in range(5)] == [list(number) for number in "01234"]
 
 
 def test_checkpoint_list_without_waiting_shows_pending_validation(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_validation_of_failed_run_is_cancelled_and_rerun_on_resume(
     gate = Gate(tmp_path / "gate")
 
     def validate(checkpoint: Checkpoint) -> NoReturn:
-        pipe.say(os.getpid())
+        pipe.send(os.getpid())
         gate.open()
         wait_forever()
 
@@ -445,7 +445,7 @@ def test_validation_of_failed_run_is_cancelled_and_rerun_on_resume(
 
     with pytest.raises(WorkerGroupError, match="boom"):
         fit(function, tmp_path, ValidationConfig(validate), num_workers=1)
-    wait_until_gone([int(*pipe.hear())])
+    wait_until_gone([int(*pipe.receive())])
     assert "The validation of checkpoint_000000 has not finished." in capsys.readouterr().err
     assert_resumes(tmp_path)
 
@@ -476,7 +476,7 @@ def make_waiting_program(
     """Return a program that waits for a validation after its training function has returned."""
 
     def validate(checkpoint: Checkpoint) -> NoReturn:
-        pipe.say(os.getpid())
+        pipe.send(os.getpid())
         wait_forever()
 
     def main() -> None:
@@ -520,13 +520,13 @@ def test_stop_while_waiting_for_validations_ends_the_run(
 ) -> None:
     def function() -> None:
         save(3)
-        pipe.say(os.getpid())
+        pipe.send(os.getpid())
 
     def validate(checkpoint: Checkpoint) -> NoReturn:
         wait_forever()
 
     run = start(function, validate, tmp_path, num_workers=1)
-    wait_until_gone([int(*pipe.hear())], seconds=60)  # the validation gets its resources
+    wait_until_gone([int(*pipe.receive())], seconds=60)  # the validation gets its resources
     run.stop()
     run.wait(timeout=60)
     assert run.status == "stopped"
@@ -543,11 +543,11 @@ def test_stop_with_function_returning_without_checkpoint_ends_the_run(
         gate.wait()
 
     def validate(checkpoint: Checkpoint) -> NoReturn:
-        pipe.say("validates")
+        pipe.send("validates")
         wait_forever()
 
     run = start(function, validate, tmp_path, num_workers=0)
-    pipe.hear()
+    pipe.receive()
     run.stop()
     gate.open()
     run.wait(timeout=60)
@@ -565,7 +565,7 @@ def test_validation_of_killed_driver_is_rerun_on_resume(
     num_workers: int,
 ) -> None:
     with drivers(make_waiting_program(tmp_path, pipe, num_workers)) as driver:
-        pid = int(*pipe.hear())
+        pid = int(*pipe.receive())
         driver.kill()
         driver.wait()
         wait_until_gone([pid])
@@ -576,7 +576,7 @@ def test_resume_without_validation_config_keeps_validation_pending(
     tmp_path: Path, drivers: Drivers, pipe: Pipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with drivers(make_waiting_program(tmp_path, pipe)) as driver:
-        pipe.hear()
+        pipe.receive()
         driver.kill()
         driver.wait()
     assert fit(lambda: statuses(), tmp_path, None).return_value == [PENDING]

@@ -37,7 +37,7 @@ from drawbar.train._data.shard import DatasetShard
 from drawbar.train._row_positions import UnevenRows
 from drawbar.train._worker_group import cluster
 from drawbar.train.backend import set_tune_trial
-from tests.train.seen import save
+from tests.train.rank_data_probe import save
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers

@@ -36,7 +36,7 @@ from drawbar.train._data.streams import shut_down_streams
 from drawbar.train._row_positions import RowPosition, RowsRead
 from drawbar.train.backend import register_data_position
 from drawbar.train.testing import run_in_threads
-from tests.train.seen import save, saved
+from tests.train.rank_data_probe import save, saved
 
 ROWS = 1000
 

@@ -75,7 +75,7 @@ def test_local_ray_is_shared_by_threads_and_ends_with_driver(
     wait_until_gone: Callable[..., None],
 ) -> None:
     def waiting() -> None:
-        pipe.say(os.getpid())
+        pipe.send(os.getpid())
         threading.Event().wait()
 
     def main() -> None:
@@ -99,7 +99,7 @@ def test_local_ray_is_shared_by_threads_and_ends_with_driver(
 
     env_vars = {"RAY_ADDRESS": None, "RAY_TMPDIR": short_directory, "RAY_AUTH_MODE": None}
     with drivers(main, **env_vars) as driver:
-        workers = [int(pipe.hear()[0]) for _ in range(2)]
+        workers = [int(pipe.receive()[0]) for _ in range(2)]
         assert driver.stderr is not None
         shown = driver.stderr.readline()
         assert os.listdir(short_directory) == ["ray"]

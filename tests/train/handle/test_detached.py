@@ -50,7 +50,7 @@ class SendsHostPid(UserCallback):
         self._pipe = pipe
 
     def after_report(self, *_: Any) -> None:
-        self._pipe.say("host", os.getpid())
+        self._pipe.send("host", os.getpid())
 
 
 class SendsPidWhenUnpickled:
@@ -62,7 +62,7 @@ class SendsPidWhenUnpickled:
 
     @staticmethod
     def _unpickle(pipe: Pipe) -> SendsPidWhenUnpickled:
-        pipe.say("unpickled", os.getpid())
+        pipe.send("unpickled", os.getpid())
         return SendsPidWhenUnpickled(pipe)
 
 
@@ -104,7 +104,7 @@ def train_until(finish_file: Path, pipe: Pipe, *, fails: bool = False) -> Callab
             with train.checkpoint_dir() as path:
                 (path / "step").write_text("0")
                 train.report({"step": 0}, checkpoint=path)
-        pipe.say("worker", os.getpid())
+        pipe.send("worker", os.getpid())
         while not finish_file.exists():
             threading.Event().wait(0.01)
         if fails:
@@ -134,7 +134,7 @@ def receive_pids(pipe: Pipe, **counts: int) -> dict[str, set[int]]:
     """Wait for a number of different PIDs of each kind and return all received ones."""
     pids: dict[str, set[int]] = {kind: set() for kind in counts}
     while any(len(pids[kind]) < count for kind, count in counts.items()):
-        kind, pid = pipe.hear()
+        kind, pid = pipe.receive()
         pids.setdefault(kind, set()).add(int(pid))
     return pids
 
@@ -224,7 +224,7 @@ def test_detached_run_with_waiting_callback_is_not_done(
 ) -> None:
     def function() -> str:
         train.report({"step": 0})
-        pipe.say("worker", os.getpid())
+        pipe.send("worker", os.getpid())
         return "returned"
 
     with drivers(lambda: trainer(function, tmp_path, WaitsForFile(finish_file)).fit()):
@@ -268,7 +268,7 @@ def test_detached_validation_after_driver_sigkill_completes(
             train.report({"step": 0}, checkpoint=path, validation=True)
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
-        pipe.say("validation", os.getpid())
+        pipe.send("validation", os.getpid())
         while not finish_file.exists():
             threading.Event().wait(0.01)
         return {"next": int((Path(checkpoint) / "step").read_text()) + 1}
@@ -413,7 +413,7 @@ def test_detached_run_after_host_sigkill_fails_and_resumes(
         with pytest.raises(ControllerError, match="hosts the run no longer replies"):
             run.wait()
         assert (run.status, run.metrics) == ("failed", {"step": 0})
-        pipe.say("raised", 0)
+        pipe.send("raised", 0)
 
     def again() -> None:
         result = trainer(function, tmp_path, num_workers=2).fit()

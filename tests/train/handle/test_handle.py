@@ -54,7 +54,7 @@ def train_until_requested(pipe: Pipe) -> Callable[[], int]:
         checkpoint = train.get_checkpoint()
         if checkpoint is not None:
             return int((Path(checkpoint) / "step").read_text())
-        pipe.say("trains")
+        pipe.send("trains")
         step = 0
         while True:
             step += 1
@@ -77,7 +77,7 @@ def test_handle_shows_running_and_finished_run(
         print("printed by", rank)
         train.report({"seen": rank * 10})
         train.collective.barrier()
-        pipe.say(rank)
+        pipe.send(rank)
         while not finish_file.exists():
             threading.Event().wait(0.01)
         return f"rank {rank}"
@@ -85,7 +85,7 @@ def test_handle_shows_running_and_finished_run(
     run = trainer(function, run_config).start()
     assert (run.name, run.path, run.is_done) == ("run", str(tmp_path / "run"), False)
     for _ in range(2):
-        pipe.hear()
+        pipe.receive()
     assert run.status == "running"
     assert run.metrics == {"seen": 0}
     assert run.metrics_by_rank == {0: {"seen": 0}, 1: {"seen": 10}}
@@ -114,7 +114,7 @@ def test_handle_shows_running_and_finished_run(
 def test_stop_saves_checkpoint_and_run_resumes(run_config: RunConfig, pipe: Pipe) -> None:
     run = trainer(train_until_requested(pipe), run_config).start()
     for _ in range(2):
-        pipe.hear()
+        pipe.receive()
     run.stop()
     result = run.wait()
     assert run.status == "stopped"
@@ -130,16 +130,16 @@ def test_stop_without_saving_interrupts_functions(
 ) -> None:
     def function() -> None:
         try:
-            pipe.say("trains", os.getpid())
+            pipe.send("trains", os.getpid())
             wait_forever()
         finally:
-            pipe.say("finally")
+            pipe.send("finally")
 
     run = trainer(function, run_config, num_workers).start()
-    pids = {int(pipe.hear()[1]) for _ in range(max(num_workers, 1))}
+    pids = {int(pipe.receive()[1]) for _ in range(max(num_workers, 1))}
     assert (os.getpid() in pids) == (num_workers == 0)
     run.stop(save=False)
-    assert [pipe.hear() for _ in range(max(num_workers, 1))] == [["finally"]] * len(pids)
+    assert [pipe.receive() for _ in range(max(num_workers, 1))] == [["finally"]] * len(pids)
     assert run.wait(timeout=60).checkpoint is None
     assert run.status == "stopped"
 
@@ -206,19 +206,19 @@ def test_program_exit_stops_run(
     ending: int,
 ) -> None:
     def function() -> None:
-        pipe.say(os.getpid())
+        pipe.send(os.getpid())
         wait_forever()
 
     def main() -> None:
         trainer(function, run_config).start()
-        pipe.say("started")
+        pipe.send("started")
         (tmp_path / "go").read_text()
         if ending:
             raise ArithmeticError("of the program itself")
 
     os.mkfifo(tmp_path / "go")
     with drivers(main) as driver:
-        received = {pipe.hear()[0] for _ in range(3)}
+        received = {pipe.receive()[0] for _ in range(3)}
         (tmp_path / "go").write_text("on")
         _, err = driver.communicate(timeout=60)
         wait_until_gone(int(pid) for pid in received - {"started"})
@@ -240,7 +240,7 @@ def test_handle_with_remote_filesystem_shows_run(
         print("there")
         train.report({"step": 1})
         train.collective.barrier()
-        pipe.say("trains")
+        pipe.send("trains")
         while not (tmp_path / "finish_file").exists():
             threading.Event().wait(0.01)
         return 7
@@ -252,7 +252,7 @@ def test_handle_with_remote_filesystem_shows_run(
     filesystem = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
     config = RunConfig(name="run", storage_path="runs", storage_filesystem=filesystem)
     run = trainer(function, config, num_workers=1).start()
-    pipe.hear()
+    pipe.receive()
     assert_seen(run)
     (tmp_path / "finish_file").touch()
     assert run.wait().return_values == [7]

@@ -77,11 +77,11 @@ def make_train_func(pipe: Pipe) -> Callable[[], int]:
 
 def run_forever(pipe: Pipe) -> None:
     try:
-        pipe.say("trains", os.getpid())
+        pipe.send("trains", os.getpid())
         while True:
             threading.Event().wait(0.01)
     finally:
-        pipe.say("finally", train.get_context().get_world_rank())
+        pipe.send("finally", train.get_context().get_world_rank())
 
 
 def assert_stopped(driver: subprocess.Popen[str], run: Path) -> None:
@@ -113,9 +113,9 @@ def test_ctrl_c_once_stops_gracefully_and_resumes(
 ) -> None:
     ranks = max(num_workers, 1)
     with drivers(main(make_train_func(pipe), run_config, num_workers)) as driver:
-        pids = [int(pipe.hear()[1]) for _ in range(ranks)]
+        pids = [int(pipe.receive()[1]) for _ in range(ranks)]
         driver.send_signal(signal.SIGINT)
-        assert sorted(pipe.hear() for _ in range(ranks)) == [
+        assert sorted(pipe.receive() for _ in range(ranks)) == [
             ["finally", str(rank)] for rank in range(ranks)
         ]
         assert_stopped(driver, tmp_path / "run")
@@ -138,9 +138,9 @@ def test_ctrl_c_twice_kills_workers(
             ctypes.CDLL(None).sleep(600)  # a long C call that cannot be interrupted
 
     with drivers(main(function, run_config, 2)) as driver:
-        pids = [int(pipe.hear()[1]) for _ in range(2)]
+        pids = [int(pipe.receive()[1]) for _ in range(2)]
         driver.send_signal(signal.SIGINT)
-        assert [pipe.hear()[0] for _ in range(2)] == ["finally"] * 2
+        assert [pipe.receive()[0] for _ in range(2)] == ["finally"] * 2
         driver.send_signal(signal.SIGINT)
         wait_until_gone(pids, seconds=3)  # sooner than the first Ctrl-C alone would kill them
         assert_stopped(driver, tmp_path / "run")
@@ -192,9 +192,9 @@ def test_ctrl_c_to_process_group_with_ray_stops(
     wait_until_gone: Callable[..., None],
 ) -> None:
     with drivers(main(make_train_func(pipe), run_config, 2), RAY_ADDRESS="local") as driver:
-        pids = [int(pipe.hear()[1]) for _ in range(2)]
+        pids = [int(pipe.receive()[1]) for _ in range(2)]
         os.killpg(driver.pid, signal.SIGINT)
-        assert [pipe.hear()[0] for _ in range(2)] == ["finally"] * 2
+        assert [pipe.receive()[0] for _ in range(2)] == ["finally"] * 2
         assert_stopped(driver, tmp_path / "run")
         wait_until_gone(pids)
 

@@ -72,7 +72,7 @@ class SendsHostPid(UserCallback):
         self._pipe = pipe
 
     def after_report(self, *_: Any) -> None:
-        self._pipe.say("host", os.getpid())
+        self._pipe.send("host", os.getpid())
 
 
 def trainer(
@@ -88,7 +88,7 @@ def trainer(
 def train_forever(pipe: Pipe) -> Callable[[], None]:
     def function() -> None:
         train.report({"step": 0})
-        pipe.say("worker", os.getpid())
+        pipe.send("worker", os.getpid())
         while True:
             threading.Event().wait(0.01)
 
@@ -179,7 +179,7 @@ def test_ray_client_ctrl_c_stops_run_but_not_detached_run(
         print(run.status)
 
     with drivers(main, **NO_TOKEN) as driver:
-        pids = [int(pipe.hear()[1]) for _ in range(2)]
+        pids = [int(pipe.receive()[1]) for _ in range(2)]
         driver.send_signal(signal.SIGINT)
         out, err = driver.communicate(timeout=30)
     assert driver.returncode == 0, err
@@ -202,6 +202,6 @@ def test_ray_client_sigkill_ends_run(
         trainer(function, tmp_path, "run", callbacks=[callback]).fit()
 
     with drivers(main, **NO_TOKEN) as driver:
-        pids = [int(pipe.hear()[1]) for _ in range(3)]
+        pids = [int(pipe.receive()[1]) for _ in range(3)]
         driver.kill()
         wait_until_gone(pids, seconds=15)  # Ray itself waits 30 s for a client

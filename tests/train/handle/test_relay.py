@@ -22,7 +22,7 @@ from drawbar.train._history.events import (
 from drawbar.train._messages import PreemptionInfo, Printed
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from tests.train.told import attempt_started, committed, reported, workers_started
+from tests.train.event_factories import attempt_started, committed, reported, workers_started
 
 START = Position(0, 0)
 FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")

@@ -40,7 +40,7 @@ def fit(
             (path / "model").write_text("m")
             train.report({}, checkpoint=path)
         if pipe is not None and others_failed is not None:
-            pipe.say("started")
+            pipe.send("started")
             with others_failed.open():
                 pass  # opening a FIFO waits for its other end
 
@@ -76,11 +76,11 @@ def test_concurrent_fits_start_exactly_one_run(
         try:
             fit(tmp_path, pipe, others_failed, **where)
         except RunInProgressError:
-            pipe.say("rejected")
+            pipe.send("rejected")
 
     with ExitStack() as stack:
         started = [stack.enter_context(drivers(main)) for _ in range(DRIVERS)]
-        messages = sorted(" ".join(pipe.hear()) for _ in started)
+        messages = sorted(" ".join(pipe.receive()) for _ in started)
         assert messages == ["rejected"] * (DRIVERS - 1) + ["started"]
         others_failed.write_text("")
         for driver in started:
@@ -143,17 +143,17 @@ def test_rejected_fit_changes_no_files(
         try:
             fit(tmp_path, pipe, others_failed, **where)
         except RunInProgressError as error:
-            pipe.say("rejected" if "in another process" in str(error) else error)
+            pipe.send("rejected" if "in another process" in str(error) else error)
 
     with drivers(first) as driver:
-        assert pipe.hear() == ["started"]
+        assert pipe.receive() == ["started"]
         (journal,) = tmp_path.glob("run/journal.jsonl" if not where else "cache/*/*/journal.jsonl")
         inode = journal.stat().st_ino
         (journal.parent / ".workers").rmdir()  # as the first driver may do during its start
         if where:
             (tmp_path / "run" / "journal.jsonl").unlink()  # as before its first upload
         with drivers(second) as other:
-            assert pipe.hear() == ["rejected"]
+            assert pipe.receive() == ["rejected"]
             _, err = other.communicate()
             assert other.returncode == 0, err
         assert journal.stat().st_ino == inode

@@ -12,7 +12,7 @@ from drawbar.train._history.event_stream import EventStream
 from drawbar.train._history.events import ControllerFailed, Event, Notice, RunEnded
 from drawbar.train._history.journal import Journal, replay
 from drawbar.train._history.timeline import RunState
-from tests.train.told import attempt_started, reported, workers_started
+from tests.train.event_factories import attempt_started, reported, workers_started
 
 
 class Recorder:

@@ -132,7 +132,7 @@ def test_console_shows_cleanup_output_of_rank_0_after_failure_or_stop(
             raise ValueError("boom")
         try:
             if train.get_context().get_world_rank() == 0:
-                pipe.say("here")
+                pipe.send("here")
             while True:
                 train.collective.barrier()
         finally:
@@ -143,7 +143,7 @@ def test_console_shows_cleanup_output_of_rank_0_after_failure_or_stop(
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(name="run", storage_path=tmp_path),
     ).start()
-    assert pipe.hear() == ["here"]
+    assert pipe.receive() == ["here"]
     if should_stop:
         run.stop(save=False)
     else:

@@ -53,11 +53,11 @@ def endless() -> None:
 def test_placement_group_of_killed_task_is_removed(tmp_path: Path, pipe: Pipe) -> None:
     def sweep() -> None:
         Trial().start(tmp_path)
-        pipe.say("computes")
+        pipe.send("computes")
         threading.Event().wait()
 
     task = ray.remote(num_cpus=0, max_retries=0)(sweep).remote()
-    pipe.hear()
+    pipe.receive()
     ray.cancel(task, force=True)
     with pytest.raises(RayError):
         ray.get(task)
