@@ -140,7 +140,7 @@ def test_prepare_dataset_with_invalid_arguments_raises(run_config: RunConfig) ->
             lambda: prepare_dataset(DataLoader(TensorDataset(torch.arange(8))), batch_size=4),
             "A DataLoader already defines targets",
         ),
-        (lambda: prepare_dataset(x, sample_weight=x), "sample_weight=...\) needs y"),
+        (lambda: prepare_dataset(x, sample_weight=x), r"sample_weight=...\) needs y"),
         (lambda: prepare_dataset(iter(x)), "data of known length, found .*iterator"),
         (lambda: prepare_dataset(DataLoader(Endless(), batch_size=2)), "dataset of known length"),
     )

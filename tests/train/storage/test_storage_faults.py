@@ -264,7 +264,7 @@ def test_restart_waits_for_uploads_of_previous_attempt(tmp_path: Path) -> None:
             os.write(writer, b"began")
         save("0", checkpoint_upload_mode=ASYNC)
         if not is_restart:
-            (tmp_path / "again").touch()
+            (tmp_path / "is_restart").touch()
             raise RuntimeError("on purpose")
 
     once_more = FailureConfig(max_failures=1)

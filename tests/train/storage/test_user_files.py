@@ -41,7 +41,7 @@ def write(directory: Path, **files: str) -> Path:
 
 def content(path: Any) -> dict[str, str]:
     files = [file.path for file in list_files(Path(path)) if file.path != METADATA_FILE]
-    return {path: (Path(path) / path).read_text(errors="replace") for path in files}
+    return {file: (Path(path) / file).read_text(errors="replace") for file in files}
 
 
 def find_links(directory: Any) -> list[Path]:
