@@ -100,7 +100,7 @@ def test_trainer_argument_of_wrong_type_raises(arguments: dict[str, Any], messag
     [
         (None, "the training function must be callable, found None"),
         (5, r"must be callable, found 5 \(int\)"),
-        (no_argument(), "pass the function itself, not what it returns"),  # type: ignore[func-returns-value]
+        (no_argument(), "pass the function itself, not its return value"),  # type: ignore[func-returns-value]
         (two_arguments, "requires config, extra, but a training function takes no argument or"),
     ],
 )

@@ -419,7 +419,7 @@ def statuses_and_squares(storage_path: Path) -> list[tuple[str, int | None]]:
 def assert_resumes(storage_path: Path) -> None:
     """Check that the validation is pending, and that a run without reports resumes it."""
     assert statuses_and_squares(storage_path) == [(PENDING, None)]
-    result = fit(lambda: None, storage_path, ValidationConfig(squared))
+    result = fit(lambda: None, storage_path, ValidationConfig(squared), resume="must")
     assert statuses_and_squares(storage_path) == [("VALIDATED", 9)]
     assert result.metrics == {"number": 3, "square": 9}
 
@@ -624,11 +624,11 @@ async def coroutine(checkpoint: Checkpoint) -> dict[str, Any]:
         ),
         (
             lambda: ValidationTaskConfig({"a": object()}),
-            "ValidationTaskConfig.fn_kwargs must be JSON-able",
+            "ValidationTaskConfig.fn_kwargs must be JSON-serializable",
         ),
         (
             lambda: ValidationTaskConfig({"a": float("nan")}),
-            "ValidationTaskConfig.fn_kwargs must be JSON-able",
+            "ValidationTaskConfig.fn_kwargs must be JSON-serializable",
         ),
         (
             lambda: ValidationTaskConfig([1]),  # type: ignore[arg-type]
@@ -688,7 +688,7 @@ def test_resolve_validation_merges_arguments_with_defaults(validation: Any, expe
         (
             {"validation": True, "checkpoint": "."},
             None,
-            "ValueError: report(validation=...) needs the",
+            "ValueError: report(validation=...) needs a validation function",
         ),
         (
             {"validation": "yes", "checkpoint": "."},
@@ -729,7 +729,7 @@ def test_validation_function_that_cannot_be_serialized_raises(tmp_path: Path) ->
 def test_validation_with_unavailable_resources_raises(tmp_path: Path) -> None:
     config = ValidationConfig(squared, ray_remote_kwargs={"num_gpus": 99, "resources": {"X": 1}})
     with pytest.raises(
-        InsufficientResourcesError, match="one validation needs GPU=99, X=1, and no"
+        InsufficientResourcesError, match="one validation needs GPU=99, X=1, which no"
     ):
         fit(save_with({}), tmp_path, config, num_workers=1)
     assert not (tmp_path / "run").exists()
@@ -737,5 +737,9 @@ def test_validation_with_unavailable_resources_raises(tmp_path: Path) -> None:
 
 def test_restored_trainer_runs_validations(tmp_path: Path) -> None:
     fit(lambda: save(3), tmp_path, ValidationConfig(squared))
-    trainer = DataParallelTrainer.restore(tmp_path / "run", train_loop_per_worker=save_with({}))
+    trainer = DataParallelTrainer.restore(
+        tmp_path / "run",
+        train_loop_per_worker=save_with({}),
+        run_config=RunConfig(name="run", storage_path=tmp_path, resume="must"),
+    )
     assert trainer.fit().return_value == ["VALIDATED", "VALIDATED"]

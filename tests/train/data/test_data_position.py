@@ -318,7 +318,9 @@ class TestSources:
     def test_registered_position_must_be_json(self, run_config: RunConfig) -> None:
         def function() -> None:
             register_data_position("rows", lambda: {"at": {1, 2}})
-            with pytest.raises(TypeError, match=r"source 'rows' goes into .* found \{'at': \{1, 2"):
+            with pytest.raises(
+                TypeError, match=r"source 'rows' must be JSON-serializable, found \{'at': \{1, 2"
+            ):
                 save()
 
         run_in_threads(function, num_workers=1, run_config=run_config)

@@ -94,7 +94,7 @@ def test_ledger_of_unsplit_dataset_counts_one_rank() -> None:
 def test_ledger_of_shuffled_epoch_is_known_only_when_complete() -> None:
     shuffled: dict[str, Any] = {
         "shuffled": True,
-        "before": [[2, 2, {"buffer": 4, "batch_size": 2, "seed": 1}]],
+        "before": [[2, 2, {"buffer_size": 4, "batch_size": 2, "seed": 1}]],
     }
     assert build_epoch(end_epoch(0, 3, **shuffled), end_epoch(1, 3, **shuffled)).unread_rows == ()
     incomplete = build_epoch(end_epoch(0, 2, ended=False, **shuffled), end_epoch(1, 3, **shuffled))

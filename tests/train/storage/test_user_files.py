@@ -316,7 +316,9 @@ def test_report_of_reserved_file_name_raises(tmp_path: Path, name: str) -> None:
             (path / name).write_text("mine")
             train.report({}, checkpoint=path)
 
-    with pytest.raises(WorkerGroupError, match=rf"rank 0: ValueError: the name of .*{name} is res"):
+    with pytest.raises(
+        WorkerGroupError, match=rf"rank 0: ValueError: .*{name}, because Drawbar reserves"
+    ):
         fit(function, tmp_path)
 
 
@@ -389,7 +391,9 @@ def test_report_of_moved_checkpoint_dir_raises(tmp_path: Path) -> None:
             train.report({}, checkpoint=path)
             train.report({}, checkpoint=path)
 
-    with pytest.raises(WorkerGroupError, match=r"checkpoint_dir\(\) is moved by its report"):
+    with pytest.raises(
+        WorkerGroupError, match=r"checkpoint_dir\(\) only once, because report\(\) moves it"
+    ):
         fit(function, tmp_path)
 
 

@@ -138,9 +138,11 @@ class LocalCheckpointStore(CheckpointStore):
             write_atomically(directory / file, data, durable=durable, temp_directory=temp_directory)
 
     def list_damaged(self) -> list[str]:
+        with os.scandir(self.run_path) as scan:
+            entries = list(scan)
         return [
             entry.name
-            for entry in os.scandir(self.run_path)
+            for entry in entries
             if is_directory(entry)
             and self._is_drawbar_checkpoint(entry.name)
             and not self.is_intact(entry.name)
@@ -156,7 +158,10 @@ class LocalCheckpointStore(CheckpointStore):
         return name in parse_committed_names(read_file_or_none(self.run_path, JOURNAL_FILE) or b"")
 
     def _list_directories(self) -> list[str]:
-        entries = os.scandir(self.run_path) if self.run_path.is_dir() else ()
+        if not self.run_path.is_dir():
+            return []
+        with os.scandir(self.run_path) as scan:
+            entries = list(scan)
         return [
             entry.name
             for entry in entries
