@@ -67,7 +67,7 @@ def run_script(tmp_path: Path) -> RunScript:
 def test_missing_checkpoint_prints_its_message_once(run_script: RunScript) -> None:
     done = run_script("missing", 2)
     assert done.stderr.count("report() received Checkpoint") == 2  # a short headline, a traceback
-    assert done.stderr.count("need CheckpointUploadMode.NO_UPLOAD") == 1
+    assert done.stderr.count("use CheckpointUploadMode.NO_UPLOAD") == 1
     assert ": the same FileNotFoundError (" in done.stderr
 
 
