@@ -257,7 +257,7 @@ def test_docs_quickstart_matches_the_example() -> None:
 def test_docs_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(open_run, "DEFAULT_STORAGE_PATH", str(tmp_path / "runs"))
-    monkeypatch.setattr(_package, "_told", None)  # the Lightning page selects a package
+    monkeypatch.setattr(_package, "_selected_package", None)  # the Lightning page selects a package
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     cloudpickle.register_pickle_by_value(module)

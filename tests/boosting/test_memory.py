@@ -13,7 +13,7 @@ import pytest
 SCRIPT = """
 import sys, threading
 import numpy as np, pyarrow as pa
-from drawbar._boosting import Columns, load
+from drawbar._boosting import ColumnRoles, load_shards
 from drawbar.train.testing import run_in_threads
 from drawbar.train import RunConfig
 
@@ -22,7 +22,7 @@ COLUMNS, PIECE = 40, 50_000
 
 if library == "xgboost":
     from drawbar.xgboost import XGBoostConfig as Config
-    from drawbar.xgboost._training_spec import XGBoostFit as Fit
+    from drawbar.xgboost._training_spec import XGBoostTrainingSpec as Fit
     objective = "binary:logistic"
 else:
     from drawbar.lightgbm import LightGBMConfig as Config
@@ -39,11 +39,13 @@ def table(seed):
 
 def function():
     fit = Fit(
-        params={"objective": objective, "nthread": 1}, columns=Columns(label="y"),
+        params={"objective": objective, "nthread": 1}, columns=ColumnRoles(label="y"),
         num_boost_round=2, external_memory=mode == "external",
     )
     tables = (table(seed) for seed in range(ROWS // PIECE))
-    fit.train(load(("train",), fit.columns, fit.reading, source=lambda _: tables, on_disk=True))
+    source = lambda _: tables
+    reading = fit.column_format
+    fit.train(load_shards(("train",), fit.columns, reading, source=source, on_disk=True))
 
 table(0).to_pandas()  # warm up imports and caches, which are not counted
 base, peak, over = private(), 0, threading.Event()

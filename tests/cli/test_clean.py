@@ -113,7 +113,7 @@ def test_clean_keep_ranks_checkpoints_by_run_config(cli: Command, storage: Path)
     assert [manifest.name for manifest in run.list_checkpoints()] == ["checkpoint_000002"]
     assert run.status == "finished"
     check_run(run.path)
-    with pytest.raises(ResumeError, match="holds a finished run"):
+    with pytest.raises(ResumeError, match="contains a finished run"):
         make_run(storage, "long", 3, resume="never")
 
 

@@ -165,7 +165,9 @@ def test_show_lists_unreadable_manifests_after_checkpoints(cli: Command, storage
     os.mkfifo(manifests[1])
     shown = cli("show", storage / "long")
     assert shown.code == 0
-    assert "checkpoint_000000  unreadable: it is not there, or has no .drawbar" in shown.out
+    assert (
+        "checkpoint_000000  unreadable: it does not exist, or has no readable .drawbar" in shown.out
+    )
     data = json.loads(cli("show", storage / "long", "--json").out)
     assert list(data["unreadable"]) == ["checkpoint_000000", "checkpoint_000001"]
     assert [checkpoint["name"] for checkpoint in data["checkpoints"]] == ["checkpoint_000002"]

@@ -138,7 +138,7 @@ def test_torch_checkpoint_round_trip_restores_model() -> None:
     weights = TorchCheckpoint.from_state_dict(model.state_dict())
     for loaded in (whole.get_model(), weights.get_model(nn.Linear(2, 1))):
         assert torch.equal(loaded.weight, model.weight)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has a state dict; give the model that it is for"):
+    with pytest.raises(ValueError, match="contains a state dict, not a model"):
         weights.get_model()
 
 
