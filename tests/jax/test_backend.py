@@ -54,8 +54,8 @@ def test_worker_resources_match_slice_host() -> None:
         ({"num_workers": (1, 2)}, r"num_workers=\(1, 2\), but a slice"),
         ({"topology": None}, "num_workers=2, so all TPUs must be in one slice. Set topology= and"),
         ({"accelerator_type": None}, "set accelerator_type= too"),
-        ({"topology": "2x"}, "topology='2x' and .*no slice of TPUs"),
-        ({"accelerator_type": "A100"}, "no slice .* Invalid accelerator_type: A100"),
+        ({"topology": "2x"}, "topology='2x' and .*no TPU slice that workers can divide"),
+        ({"accelerator_type": "A100"}, "no TPU slice .* Invalid accelerator_type: A100"),
         ({"resources_per_worker": {"TPU": 3}}, r"not divisible by TPUs requested per worker \(3\)"),
     ],
 )

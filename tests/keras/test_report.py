@@ -95,7 +95,7 @@ def test_report_callback_restores_stateful_callbacks(run_config: RunConfig) -> N
     ("arguments", "message"),
     [
         ({"checkpoint_on": "epoch_stop"}, "unknown event 'epoch_stop'. Known events: epoch_begin"),
-        ({"report_metrics_on": ["epochs"]}, "report_metrics_on has 'epochs'"),
+        ({"report_metrics_on": ["epochs"]}, "report_metrics_on has unknown event 'epochs'"),
         ({"checkpoint_on": {"epoch_end": 0}}, "must be a positive integer, found 0"),
     ],
 )
@@ -112,7 +112,7 @@ def test_report_callback_with_missing_metric_raises(run_config: RunConfig) -> No
 
 def test_report_callback_outside_run_warns_once() -> None:
     callback = ReportCheckpointCallback()
-    with pytest.warns(UserWarning, match="outside a Drawbar trainer's run"):
+    with pytest.warns(UserWarning, match="has no effect outside a Drawbar run"):
         callback.on_epoch_end(0, {"loss": 1.0})
     callback.on_epoch_end(1, {"loss": 1.0})  # a second warning would be an error
 

@@ -131,7 +131,7 @@ def test_launch_of_standard_input_is_rejected_with_a_remedy(tmp_path: Path) -> N
             check=False,
         )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("Save the script to a file and pass its path\n")
+    assert done.stderr.endswith("Save the script to a file and pass its path.\n")
     assert done.stderr.count("\n") == 1
 
 

@@ -241,7 +241,7 @@ def test_launch_with_closed_stdout_stops_the_run(
         process.stdout.close()
         err = process.stderr.read()
     assert process.returncode == 1
-    assert b"stopped, since nobody reads its standard output any more; --name run goes on" in err
+    assert b"Stopped because standard output was closed. Use --name run to resume" in err
 
 
 def test_standalone_launch_after_sigterm_to_process_group_cleans_up(
@@ -301,5 +301,5 @@ def test_launch_without_reachable_ray_prints_one_line_error(
     assert [process.returncode for process in processes] == [2, 2, 2]
     assert f"drawbar: error: No Ray cluster at {address}: " in errors[0]
     assert "AF_UNIX" in errors[1]
-    assert "--detach needs a Ray that stays" in errors[2]
+    assert "--detach needs a running Ray cluster" in errors[2]
     assert [error.count("\n") for error in errors] == [1, 1, 1], errors

@@ -92,6 +92,7 @@ def test_launcher_returns_metrics_progress_and_state(fitted: tuple[Any, Any]) ->
     assert (Path(trainer.logger.log_dir) / "metrics.csv").read_text().count("\n") > 40
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning uses a deprecated class of torch
 def test_callbacks_after_fit_have_the_public_attributes_of_plain_lightning(
     plain: Any, fitted: tuple[Any, Any], tmp_path: Path
 ) -> None:

@@ -50,7 +50,7 @@ def test_models_become_checkpoints_and_back(tmp_path: Path) -> None:
 def test_get_model_without_model_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not name its model file"):
         TensorflowCheckpoint(tmp_path).get_model()
-    with pytest.raises(ValueError, match=r"ends in \.h5, found 'a'"):
+    with pytest.raises(ValueError, match=r"needs the path of an existing \.h5 file, found 'a'"):
         TensorflowCheckpoint.from_h5("a")
     with pytest.raises(ValueError, match="needs the path of an existing directory, found 'a'"):
         TensorflowCheckpoint.from_saved_model("a")

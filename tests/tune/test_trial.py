@@ -168,7 +168,7 @@ def test_tune_checkpoint_registered_twice_is_not_deleted(tmp_path: Path) -> None
 def test_tune_report_callback_outside_trial_raises() -> None:
     with pytest.raises(
         RuntimeError,
-        match=r"outside a Tune trial\. .* pass \w+\.as_trainable\(trainer.as_trainable",
+        match=r"outside a Tune trial\. .* or pass trainer\.as_trainable\(\) to Tuner",
     ):
         TuneReportCallback()
 

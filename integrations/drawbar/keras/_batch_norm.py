@@ -94,7 +94,9 @@ def _sum_over_ranks(values: Any, rows: Any, totals: AllReduce) -> Any:
     @keras.ops.custom_gradient  # type: ignore[untyped-decorator]  # Keras has no types
     def sum_over_ranks(values: Any) -> tuple[Any, Callable[..., Any]]:
         def compute_gradient(*args: Any, upstream: Any = None) -> Any:
-            (total,) = totals([(args[-1] if upstream is None else upstream) * rows])
+            gradient = args[-1] if upstream is None else upstream
+            # A rank without rows contributes nothing, even where its gradient is NaN.
+            (total,) = totals([keras.ops.where(rows > 0, gradient * rows, 0)])
             return total / keras.ops.maximum(rows, 1)
 
         return totals([values])[0], compute_gradient

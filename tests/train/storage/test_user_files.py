@@ -317,7 +317,7 @@ def test_report_of_reserved_file_name_raises(tmp_path: Path, name: str) -> None:
             train.report({}, checkpoint=path)
 
     with pytest.raises(
-        WorkerGroupError, match=rf"rank 0: ValueError: .*{name}, because Drawbar reserves"
+        WorkerGroupError, match=rf"ValueError: A checkpoint cannot contain .*{name}, because"
     ):
         fit(function, tmp_path)
 
