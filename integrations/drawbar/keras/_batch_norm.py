@@ -61,8 +61,8 @@ def _synchronized_moments(layer: BatchNormLayer, model: Model, totals: AllReduce
         values, count = _masked(inputs, mask, axes)
         sums = [count, ops.sum(values, axes), ops.sum(ops.square(values), axes)]
         rows = ops.cast(rows, inputs.dtype)
-        # A rank without rows computes on a row of zeros, which must not count. It may even give NaN,
-        # for example the mean of a row in which every timestep is masked.
+        # A rank without rows computes on a row of zeros, which must not count. Its values can be
+        # NaN, for example the mean of a row in which every timestep is masked.
         local_sums = ops.where(rows > 0, ops.stack(sums), 0)
         total = _sum_over_ranks(local_sums, rows, totals)
         mean = total[1] / ops.maximum(total[0], 1)
