@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,6 +208,7 @@ def run_scenario(scenario: Scenario) -> list[Part]:
     with tempfile.TemporaryDirectory(prefix="drawbar-soak-") as folder:
         number = 0
         for attempts in scenario.fits():
+            _join_ranks()
             try:
                 return _fit(scenario, attempts, number, folder)
             except TrainingFailedError as error:
@@ -214,6 +216,13 @@ def run_scenario(scenario: Scenario) -> list[Part]:
                     raise
             number += len(attempts)
     raise AssertionError("the last attempt of a scenario must not have a planned stop")
+
+
+def _join_ranks() -> None:
+    """Wait for rank threads of a failed `fit()`, which restore the random state when they end."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank-"):
+            thread.join()
 
 
 def _fit(scenario: Scenario, attempts: list[Attempt], first: int, folder: str) -> list[Part]:
