@@ -222,7 +222,7 @@ def _join_ranks() -> None:
     """Wait for rank threads of a failed `fit()`, which restore the random state when they end."""
     for thread in threading.enumerate():
         if thread.name.startswith("rank-"):
-            thread.join()
+            thread.join(timeout=HANG_SECONDS)
 
 
 def _fit(scenario: Scenario, attempts: list[Attempt], first: int, folder: str) -> list[Part]:
