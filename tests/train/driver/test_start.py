@@ -31,11 +31,14 @@ from drawbar.train import (
     ScalingConfig,
 )
 from drawbar.train._worker.worker_env import count_available_cores
+from tests import ray_start
+from tests.ray_start import wait_for_started_nodes
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+cloudpickle.register_pickle_by_value(ray_start)
 
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # Ray's default depends on earlier clusters
 RANK_VARIABLES = {
@@ -79,6 +82,8 @@ def test_local_ray_is_shared_by_threads_and_ends_with_driver(
         threading.Event().wait()
 
     def main() -> None:
+        wait_for_started_nodes()
+
         def one_run(number: int) -> None:
             config = RunConfig(name=f"run_{number}", storage_path=str(tmp_path))
             is_local = number == 0  # needs Ray only for its table, and starts it for the split
@@ -260,6 +265,7 @@ def test_ranks_on_two_nodes_are_contiguous_and_trials_get_env(
         return node, *ranks
 
     def main() -> None:
+        wait_for_started_nodes()
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
         far = cluster.add_node(num_cpus=2, resources={"far": 1})
         ray.init(address=cluster.address)
