@@ -1,8 +1,8 @@
 """Compute shards, positions, and unread rows of a dataset from row numbers.
 
-All ranks read equally many rows of their shards, so the entry "each of 2 workers has read 500 rows"
-identifies the unread rows: split the dataset again and skip 500 rows of each shard. A position
-consists of these entries, one for each world size in the epoch.
+All ranks read the same number of rows of their shards. Therefore, the entry "each of 2 workers has
+read 500 rows" identifies the unread rows: split the dataset again and skip 500 rows of each shard.
+A position consists of these entries, one for each world size in the epoch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Hold or reserve TCP ports that a framework binds later.
+"""Reserve TCP ports that a framework binds later.
 
-JAX's gRPC binds with SO_REUSEPORT, and torch's store with SO_REUSEADDR, like most servers. Their
-port can be held by a bound socket that sets the same options and does not listen.
+- `held_port` keeps a socket bound to the port. This works for JAX, whose gRPC server sets
+  SO_REUSEPORT, and for torch's store, which sets SO_REUSEADDR like most servers. They can bind the
+  port too, because the socket sets both options and does not listen.
+- `reserved_port` is for LightGBM and TensorFlow, whose native code fails if the port is already
+  bound. Therefore, no socket stays bound to it. Instead, a lock keeps other Drawbar workers from
+  using the port. Other processes rarely choose it, because it is outside the ephemeral range, from
+  which the kernel assigns free ports.
 
-LightGBM and TensorFlow bind a given port number in C without SO_REUSEPORT. They fail if the port is
-already bound, and a port that was bound and closed may be taken by another process. Ports for them
-are therefore reserved by name, with an abstract Unix socket. Its name is local to the network
-namespace like the port, only one process can bind it, and the kernel releases it when that process
-ends. All Drawbar workers check the name first, and the ports are outside the kernel's range for
-automatically assigned ports.
+The lock is an abstract Unix socket whose name contains the port number. Only one process in a
+network namespace can bind it, and the kernel releases it when that process ends.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ from pathlib import Path
 
 _PREFERRED = range(20000, 30000)  # Ray's workers use 10002-19999, Kubernetes node ports 30000-32767
 _ALL = range(1024, 65536)
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_EPHEMERAL_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @contextmanager
 def held_port(host: str) -> Iterator[int]:
     """Yield a free port that stays bound, without listening, while the context lasts.
 
-    Only sockets that request this port and share it (SO_REUSEPORT) or reuse it (SO_REUSEADDR) can
-    bind it.
+    Other sockets can bind it only if they set SO_REUSEPORT or SO_REUSEADDR.
 
     Args:
         host: Address to bind.
@@ -48,21 +48,21 @@ def reserved_port(candidates: range | None = None) -> Iterator[int]:
     """Yield a TCP port that is free on all interfaces and reserved while the context lasts.
 
     Args:
-        candidates: Ports to choose from, for example those that a firewall allows. Default: 20000
-            to 29999, then all above 1023, without the kernel's range for automatically assigned
-            ports if possible.
+        candidates: Ports to choose from, such as ports that a firewall allows. Default: 20000 to
+            29999, then all above 1023, outside the ephemeral range if possible.
 
     Raises:
         OSError: None of the candidates is free.
     """
     for port in _shuffled(candidates):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
-            # Bind the name first: it decides between Drawbar's workers. The port itself is then
-            # checked against all other processes.
-            if _bind(name, f"\0drawbar-port-{port}") and _is_free(port):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
+            # Lock first, so that only one Drawbar worker checks whether other processes use it.
+            if _bind(lock, f"\0drawbar-port-{port}") and _is_free(port):
                 yield port
                 return
-    raise OSError(errno.EADDRINUSE, f"No port of {candidates or _ALL} is free on this node.")
+    ports = _ALL if candidates is None else candidates
+    text = f"No TCP port from {ports.start} to {ports.stop - 1} is free on this node."
+    raise OSError(errno.EADDRINUSE, text)
 
 
 def _shuffled(candidates: range | None) -> Iterator[int]:
@@ -70,17 +70,17 @@ def _shuffled(candidates: range | None) -> Iterator[int]:
     if candidates is not None:
         yield from random.SystemRandom().sample(candidates, len(candidates))
         return
-    # Do not use the global generator, which a training function may seed equally on all ranks.
-    ephemeral = _ephemeral()
+    # Do not use the global generator: a training function may set the same seed on all ranks.
+    ephemeral = _ephemeral_range()
     for ports in (_PREFERRED, _ALL):
-        chosen = [port for port in ports if port not in ephemeral] or list(ports)
-        yield from random.SystemRandom().sample(chosen, len(chosen))
+        stable = [port for port in ports if port not in ephemeral] or list(ports)
+        yield from random.SystemRandom().sample(stable, len(stable))
 
 
-def _ephemeral() -> range:
-    """Return the kernel's range for automatically assigned ports; empty if it is unknown."""
+def _ephemeral_range() -> range:
+    """Return the range of the kernel's ephemeral ports, which is empty if unknown."""
     try:
-        low, high = map(int, _EPHEMERAL.read_text().split())
+        low, high = map(int, _EPHEMERAL_FILE.read_text().split())
     except (OSError, ValueError):
         return range(0)
     return range(low, high + 1)

@@ -82,10 +82,14 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
 
 
 def _resumes_after_last_batch(model: Model, options: dict[str, Any]) -> bool:
-    """Return whether training resumes after an epoch's last batch, whose order is used up."""
+    """Return whether training resumes from a checkpoint that was saved after an epoch's last batch.
+
+    The checkpoint then contains the dataset's position from before `on_epoch_end`. Returns True
+    only once per loaded checkpoint.
+    """
     progress = model_state(model).loaded_progress
-    is_before_end, progress.is_before_end = progress.is_before_end, False
-    return is_before_end and bool(options.get("initial_epoch", 0) == progress.epochs)
+    should_call, progress.should_call_epoch_end = progress.should_call_epoch_end, False
+    return should_call and bool(options.get("initial_epoch", 0) == progress.epochs)
 
 
 def _was_stopped_early(model: Model, options: dict[str, Any]) -> bool:
@@ -94,7 +98,7 @@ def _was_stopped_early(model: Model, options: dict[str, Any]) -> bool:
     A different run that starts from this checkpoint continues training.
     """
     progress = model_state(model).loaded_progress
-    in_this_run = progress.stopped_in == get_context().get_run_id()
+    in_this_run = progress.stopped_run_id == get_context().get_run_id()
     return in_this_run and bool(options.get("initial_epoch", 0) == progress.epochs)
 
 

@@ -53,7 +53,7 @@ def prepare_model(model: Model, *, sync_batch_norm: bool = False) -> Model:
     from drawbar.keras._fit import make_distributed_predict, make_resumable_fit
     from drawbar.keras._replicas import broadcast_weights, require_mean_losses, synchronize_replicas
 
-    training, backend, size = (
+    state, backend, size = (
         model_state(model),
         current_keras_backend(),
         get_context().get_world_size(),
@@ -62,16 +62,16 @@ def prepare_model(model: Model, *, sync_batch_norm: bool = False) -> Model:
     if has_replicas:
         require_mean_losses(untyped_model)
         broadcast_weights(untyped_model, make_allreduce(backend))
-    if training.is_prepared:
+    if state.is_prepared:
         return model
-    training.is_prepared = True
+    state.is_prepared = True
     untyped_model.fit = make_resumable_fit(untyped_model, untyped_model.fit)
     if size > 1:
         untyped_model.predict = make_distributed_predict(untyped_model, untyped_model.predict)
     if has_replicas:
-        training.allreduce = make_allreduce(backend)
-        synchronize_replicas(untyped_model, training.allreduce)
-        synchronize_batch_norm(untyped_model, training.allreduce, all_layers=sync_batch_norm)
+        state.allreduce = make_allreduce(backend)
+        synchronize_replicas(untyped_model, state.allreduce)
+        synchronize_batch_norm(untyped_model, state.allreduce, all_layers=sync_batch_norm)
     return model
 
 

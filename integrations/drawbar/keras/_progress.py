@@ -18,7 +18,7 @@ from drawbar.keras._types import Model, Tensor, Variable
 from drawbar.train import collective, get_context
 
 VALUES_FILE = "progress.json"
-ARRAYS = "progress.npz"
+ARRAYS_FILE = "progress.npz"
 GENERATORS = "generators"
 
 
@@ -27,13 +27,14 @@ class FitProgress:
     """Progress of `fit`.
 
     Args:
-        epochs: Completed epochs.
-        batches: Completed batches of the following epoch.
-        events: Number of occurrences of each Keras event.
-        callbacks: Scalar state of other callbacks.
-        arrays: Lists of arrays by name: metrics, random seeds, and state of callbacks.
-        is_before_end: Whether the data has not yet received `on_epoch_end` of the last epoch.
-        stopped_in: ID of the run in which a callback stopped training here, or "".
+        epochs: Number of completed epochs.
+        batches: Number of completed batches in the next epoch.
+        events: Number of calls of each Keras callback method, by event name such as "epoch_end".
+        callbacks: Scalar attributes of each callback in `stateful_callbacks`.
+        arrays: Lists of arrays by name: metrics, random seeds, and attributes of callbacks.
+        should_call_epoch_end: Whether the checkpoint was saved after the last batch of an epoch but
+            before Keras called `on_epoch_end` of the dataset.
+        stopped_run_id: ID of the run whose training a callback stopped at this checkpoint, or "".
     """
 
     epochs: int = 0
@@ -41,8 +42,8 @@ class FitProgress:
     events: dict[str, int] = field(default_factory=dict)
     callbacks: list[dict[str, object]] = field(default_factory=list)
     arrays: dict[str, list[Any]] = field(default_factory=dict)
-    is_before_end: bool = False
-    stopped_in: str = ""
+    should_call_epoch_end: bool = False
+    stopped_run_id: str = ""
 
     def write(self, directory: Path) -> None:
         """Write the progress to a checkpoint directory."""
@@ -55,18 +56,18 @@ class FitProgress:
         if numbered:
             import numpy as np
 
-            np.savez(directory / ARRAYS, **numbered)
+            np.savez(directory / ARRAYS_FILE, **numbered)
 
     @classmethod
     def read(cls, directory: Path) -> FitProgress:
-        """Read the progress from a checkpoint directory; zero progress if it has none."""
+        """Read the progress from a checkpoint directory. Return the defaults if it has no file."""
         if not (directory / VALUES_FILE).exists():
             return cls()
         progress = cls(**json.loads((directory / VALUES_FILE).read_text()))
-        if (directory / ARRAYS).exists():
+        if (directory / ARRAYS_FILE).exists():
             import numpy as np
 
-            with np.load(directory / ARRAYS) as numbered:
+            with np.load(directory / ARRAYS_FILE) as numbered:
                 for name in numbered.files:  # in the order in which they were written
                     progress.arrays.setdefault(name.rpartition("/")[0], []).append(numbered[name])
         return progress
@@ -81,11 +82,12 @@ class ModelState:
     """State of a model in this process.
 
     Args:
-        allreduce: Sums tensors over the ranks. With JAX or one rank, it returns them unchanged.
+        allreduce: Sums tensors over the ranks. It returns them unchanged with one rank and with
+            JAX, which computes one model over all workers.
         loaded_progress: Progress of the loaded checkpoint, until a `fit` has resumed from it.
-        rows: Number of this worker's rows in the current batch, during a step.
-        last_rows: Variable with the number of this worker's rows in the last batch.
-        is_prepared: Whether all workers train the model together.
+        rows: Number of this worker's rows in the batch during a step, otherwise None.
+        last_rows: Keras variable that keeps `rows` of the latest step.
+        is_prepared: Whether `prepare_model` has wrapped the methods of the model.
     """
 
     allreduce: AllReduce = _identity_allreduce
@@ -95,16 +97,16 @@ class ModelState:
     is_prepared: bool = False
 
 
-_trainings: WeakKeyDictionary[object, ModelState] = WeakKeyDictionary()
+_states: WeakKeyDictionary[object, ModelState] = WeakKeyDictionary()
 
 
 def model_state(model: object) -> ModelState:
-    """Return the state of a model, which is created if necessary."""
-    return _trainings.setdefault(model, ModelState())
+    """Return the state of a model. The first call for a model creates it."""
+    return _states.setdefault(model, ModelState())
 
 
 def extra_state(model: Model) -> dict[str, list[Any]]:
-    """Return state that Keras does not save with a model. Collective for ranks with replicas."""
+    """Return state that Keras does not save with a model. All ranks must call this function."""
     if not hasattr(model, "metrics_variables"):  # Keras 2
         return {}
     metrics = model_state(model).allreduce([variable.value for variable in model.metrics_variables])
@@ -133,7 +135,11 @@ def restore_torch_rng(progress: FitProgress) -> None:
 
 
 def restore_metrics(model: Model, progress: FitProgress) -> None:
-    """Restore accumulated metrics; with replicas only on rank 0, since they are summed later."""
+    """Add the saved metrics to the metrics of a model.
+
+    If every rank has a replica of the model, only rank 0 adds them, because the metrics of all
+    ranks are summed when they are read.
+    """
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
     if model_state(model).allreduce is _identity_allreduce or get_context().get_world_rank() == 0:

@@ -89,20 +89,20 @@ def _find_optimizers(model: object) -> list[Optimizer]:
 
 def _track_batch_rows(model: Model) -> None:
     """Record in each step how many rows of the batch this worker has; it may have none."""
-    training = model_state(model)
-    training.last_rows = keras.Variable(1.0, trainable=False, name="last_rows")
+    state = model_state(model)
+    state.last_rows = keras.Variable(1.0, trainable=False, name="last_rows")
     read = model._get_metrics_result_or_logs
 
     def with_row_count(run: Step) -> Step:
         def step(data: object) -> object:
             parts = (part for part in keras.tree.flatten(data) if part is not None)
-            training.rows = rows = keras.ops.shape(next(parts))[0]
+            state.rows = rows = keras.ops.shape(next(parts))[0]
             has_rows = isinstance(rows, int) and rows > 0  # unknown in TensorFlow's graphs
             try:
                 logs = run(data) if has_rows else read(_run_on_empty_batch(model, run, data, rows))
             finally:
-                training.rows = None
-            training.last_rows.assign(keras.ops.cast(rows, "float32"))
+                state.rows = None
+            state.last_rows.assign(keras.ops.cast(rows, "float32"))
             return logs
 
         return step

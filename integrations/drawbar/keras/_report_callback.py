@@ -220,13 +220,13 @@ class ReportCheckpointCallback:
         epochs, batches = self._epochs, self._batches
         steps = self._batches_of_epoch or 0
         # If Keras executes several steps at once, it reports the last one, which may be > steps.
-        is_before_end = 0 < steps <= batches
-        if is_before_end:
+        is_epoch_complete = 0 < steps <= batches
+        if is_epoch_complete:
             epochs, batches = epochs + 1, 0
         progress = FitProgress(epochs, batches, self._event_counts, arrays=extra_state(self._model))
-        progress.is_before_end = is_before_end
+        progress.should_call_epoch_end = is_epoch_complete
         if getattr(self._model, "stop_training", False):
-            progress.stopped_in = get_context().get_run_id()
+            progress.stopped_run_id = get_context().get_run_id()
         for number, (callback, initial) in enumerate(
             zip(self._callbacks, self._initial_values, strict=True)
         ):

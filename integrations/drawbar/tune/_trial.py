@@ -51,8 +51,8 @@ def validate_param_space(kind: type[DataParallelTrainer], config: Mapping[str, o
     """
     if "run_config" in config:
         raise ValueError(
-            "param_space['run_config'] cannot be tuned, because runs are stored in the directory "
-            "of the trial. Pass a ray.tune.RunConfig to Tuner, or a RunConfig to the trainer."
+            "param_space['run_config'] cannot be tuned, because each trial stores its run in the "
+            "trial's directory. Pass a ray.tune.RunConfig to Tuner, or a RunConfig to the trainer."
         )
     known = inspect.signature(kind).parameters
     for name in config:

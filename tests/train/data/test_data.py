@@ -202,9 +202,7 @@ def test_data_config_subclass_with_uneven_shards_raises_without_keep() -> None:
         config, nodes = OddAndEven(uneven_rows=uneven_rows), ["node"] * 2
         return split.make_shards({"train": in_memory(5)}, config, nodes, {}, MaterializedSplits())
 
-    with pytest.raises(
-        ValueError, match=r"OddAndEven.configure\(\) gives \[3, 2\] rows of .*'train"
-    ):
+    with pytest.raises(ValueError, match=r"OddAndEven.configure\(\) gives .*'train'\]: \[3, 2\]"):
         shards("drop")
     uneven = shards("keep")
     assert [each["train"].materialize().count() for each in uneven] == [3, 2]
@@ -221,7 +219,7 @@ def test_stream_without_rows_for_any_rank_raises(run_config: RunConfig) -> None:
     )
 
     def read(by_name: dict[str, DatasetShard]) -> None:
-        with pytest.raises(ValueError, match="fewer rows than the 2 workers, which get"):
+        with pytest.raises(ValueError, match=r"fewer rows than there are workers \(2\)"):
             list(by_name["train"].iter_rows())
 
     with ThreadPoolExecutor(2) as ranks:

@@ -126,7 +126,7 @@ def test_map_style_worker_without_torch_import_creates_batches(run_config: RunCo
 
 def test_map_style_with_columns_option_raises() -> None:
     config = DataConfig(uneven_rows="keep", group_column="id")
-    with pytest.raises(ValueError, match=r"needs columns, and .* is a Squares, which has items"):
+    with pytest.raises(ValueError, match=r"with columns, but .* is a PyTorch dataset \(Squares\)"):
         split.make_shards({"train": Squares(3)}, config, ["node"], {}, MaterializedSplits())
 
 

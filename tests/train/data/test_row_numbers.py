@@ -23,7 +23,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._data.row_notices import max_left_out
+from drawbar.train._data.row_notices import max_left_out_rows
 from drawbar.train._row_positions import NumberedRows, RowsRead, UnevenRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
@@ -59,10 +59,10 @@ def test_rest_without_resize_continues_each_part(uneven_rows: UnevenRows) -> Non
     assert rest(11, [RowsRead(4, 2)], 4, uneven_rows) == [part[2:] for part in first]
 
 
-def test_max_left_out_adds_one_bound_for_each_world_size() -> None:
-    assert max_left_out([RowsRead(4, 1)], 3) == 3 + 2
-    assert max_left_out([RowsRead(4, 1), RowsRead(4, 2), RowsRead(3, 1)], 3) == 3 + 2
-    assert max_left_out([RowsRead(1, 5)], 1) == 0
+def test_max_left_out_rows_adds_one_bound_for_each_world_size() -> None:
+    assert max_left_out_rows([RowsRead(4, 1)], 3) == 3 + 2
+    assert max_left_out_rows([RowsRead(4, 1), RowsRead(4, 2), RowsRead(3, 1)], 3) == 3 + 2
+    assert max_left_out_rows([RowsRead(1, 5)], 1) == 0
 
 
 def read_and_fail_once(config: dict[str, Any]) -> list[int]:

@@ -181,7 +181,7 @@ def test_uneven_rows_error_names_rows_of_each_rank_before_start(
         run_config=run_config,
     )
     message = (
-        r"datasets\['train'\] has 8 rows, which 3 workers cannot share equally: "
+        r"datasets\['train'\] has 8 rows, which cannot be divided evenly between 3 workers: "
         r"3 on ranks 1, 2, 2 on rank 0"
     )
     with pytest.raises(ValueError, match=message):
@@ -201,7 +201,7 @@ def test_dataset_without_rows_for_workers_raises_before_start(
         (ray.data.from_arrow(pa.table(nothing)), r"datasets\['train'\] has no rows"),
         (frame(3)["id"], r"datasets\['train'\] cannot be read as a table: .*; AttributeError"),
         (pd.DataFrame(index=range(5)), r"datasets\['train'\] has no columns"),
-        (frame(1), r"datasets\['train'\] has 1 row for 2 workers, which get equally many rows"),
+        (frame(1), r"datasets\['train'\] has 1 row, but each of 2 workers needs at least one"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             DataParallelTrainer(

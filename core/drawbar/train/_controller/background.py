@@ -57,8 +57,8 @@ class BackgroundTasks:
 
 
 _CLOSE_NOTICE = (
-    "Training has ended. Waiting for checksums and deletions of its checkpoints, which takes as "
-    "long as reading them; call stop() or press Ctrl-C to skip the rest."
+    "Training has ended. Waiting for checksums and deletions of checkpoints. This takes as long as "
+    "reading the checkpoints. To skip it, call stop() or press Ctrl-C."
 )
 
 

@@ -66,9 +66,10 @@ class BatchCountCheck:
                     shard_epoch,
                     f"Rank {other_rank} read {other.batches} batches of "
                     f"{_format_dataset_epoch(shard_epoch)}, but rank {rank} read "
-                    f"{shard_epoch.batches}. Ranks that synchronize at every batch hang then: set "
-                    "the same batch_size on all ranks and give them equally many rows, or set "
-                    'DataConfig(uneven_rows="keep") if they may differ.',
+                    f"{shard_epoch.batches}. If the ranks synchronize at every batch, a rank with "
+                    "more batches waits forever. Set the same batch_size on all ranks and give "
+                    "them the same number of rows. If the numbers of batches may differ, set "
+                    'DataConfig(uneven_rows="keep").',
                 )
         return ""
 

@@ -67,13 +67,15 @@ class CheckpointQueries:
                 )
 
     def _is_ready(self, query: _Query) -> bool:
-        before = query.next_report
+        next_report = query.next_report
         if query.consistency_mode is None:
             return True
-        if self._progress.has_missing_reports(before) or self._commits.has_uncommitted(before):
+        if self._progress.has_missing_reports(next_report):
+            return False
+        if self._commits.has_uncommitted(next_report):
             return False
         must_be_validated = query.consistency_mode is CheckpointConsistencyMode.VALIDATED
-        return not (must_be_validated and self._validations.has_pending(before))
+        return not (must_be_validated and self._validations.has_pending(next_report))
 
     @property
     def is_waiting_for_validation(self) -> bool:

@@ -225,9 +225,9 @@ class CheckpointCommitter:
         remove_tree(trash)
         self._directory.run_files.upload_journal()
 
-    def has_uncommitted(self, before: int) -> bool:
-        """Return whether a complete round before this index has an uncommitted checkpoint."""
-        return any(index < before for index in self._committing)
+    def has_uncommitted(self, next_report: int) -> bool:
+        """Return whether a complete round before `next_report` has an uncommitted checkpoint."""
+        return any(index < next_report for index in self._committing)
 
     def make_committed_command(self, manifest: Manifest) -> Committed:
         """Return the command that notifies a rank of this commit."""

@@ -145,12 +145,12 @@ def describe_hang(seconds: float, difference: str, directory: Path) -> WorkerFai
 
 
 def describe_interruption(rank: int) -> WorkerFailure:
-    """Describe a rank whose function raised the interrupt exception without being interrupted."""
+    """Describe a rank whose function raised `AttemptInterrupted` without an interrupt."""
     return WorkerFailure(
         rank=rank,
         kind="exception",
         type_name="AttemptInterrupted",
-        message="the training function was interrupted, but not by the controller",
+        message="the training function raised AttemptInterrupted, but Drawbar did not interrupt it",
         time=time.time(),
     )
 

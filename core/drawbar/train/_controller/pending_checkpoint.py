@@ -45,7 +45,7 @@ class PendingCheckpoint:
                 f"{name!r} (rank {rank})" for rank, name in self.uploaded_names.items()
             )
             raise ValueError(
-                "checkpoint_upload_fn must return the same path on all ranks, because they write "
-                f"to one checkpoint; found {names}"
+                f"checkpoint_upload_fn must return the same path on all ranks, found {names}. "
+                "Upload the files of all ranks to one directory"
             )
         return next(iter(self.uploaded_names.values()), self.name)

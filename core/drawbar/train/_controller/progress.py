@@ -188,10 +188,10 @@ class AttemptProgress:
         """Record that a rank has received the list of checkpoints."""
         self.ranks[rank].awaited_checkpoints = None
 
-    def has_missing_reports(self, before: int) -> bool:
-        """Return whether a running rank has yet to make a report before this index."""
+    def has_missing_reports(self, next_report: int) -> bool:
+        """Return whether a running rank has not made all reports before `next_report`."""
         return any(
-            not progress.is_finished and progress.reports < before
+            not progress.is_finished and progress.reports < next_report
             for progress in self.ranks.values()
         )
 

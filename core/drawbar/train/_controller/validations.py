@@ -1,10 +1,12 @@
 """Schedule the validations of committed checkpoints.
 
-A bounded number of validations runs concurrently with training. Each is a Ray task, or a thread of
-this process with `num_workers=0` and in `testing.run_in_threads`. Validations belong to the run and
-not to an attempt, so a restart of the workers does not affect them. A run that finishes waits for
-them. A run that fails or is stopped cancels them; their manifests still mark them as pending, so
-that they are rerun on resume.
+At most `ValidationConfig(max_concurrent=)` validations run at the same time, concurrently with
+training. A validation is a Ray task. With `num_workers=0` and in `testing.run_in_threads`, it is a
+thread of this process.
+
+Validations belong to the run and not to an attempt, so a restart of the workers does not affect
+them. A run that finishes waits for them. A run that fails or is stopped cancels them. The manifests
+of their checkpoints still mark them as pending, so they are rerun on resume.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from drawbar.train._history.events import Notice, ValidationsPending
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 from drawbar.train._worker_group.validators import Validator
 
-_SHOWN = 3
+_MAX_SHOWN_NAMES = 3
 
 
 class ValidationScheduler:
-    """Validations of a run that have not finished. Must be created on the event loop.
+    """Start the validations of a run and track them until they finish.
+
+    Create and use it on the controller's event loop.
 
     Args:
         validator: Runs validations; None if the trainer has no `validation_config`.
@@ -49,7 +53,7 @@ class ValidationScheduler:
         self._on_ended = on_ended
         self._semaphore = asyncio.Semaphore(validator.max_concurrent if validator else 1)
         self._running: dict[int, _RunningValidation] = {}
-        self._is_waiting = False
+        self._should_emit_status = False
         self._warned_metrics: set[str] = set()
 
     def resume_pending(self) -> None:
@@ -72,9 +76,9 @@ class ValidationScheduler:
             task = asyncio.create_task(self._validate(self._validator, manifest))
             self._running[manifest.index] = _RunningValidation(manifest.name, task)
 
-    def has_pending(self, before: int) -> bool:
-        """Return whether a checkpoint of a report before this index is not validated yet."""
-        return any(index < before for index in self._running)
+    def has_pending(self, next_report: int) -> bool:
+        """Return whether validations of reports before `next_report` have not finished."""
+        return any(index < next_report for index in self._running)
 
     def has_running(self) -> bool:
         """Return whether any validation has not finished."""
@@ -82,7 +86,7 @@ class ValidationScheduler:
 
     async def wait_for_all(self) -> None:
         """Wait for all validations, and emit their status."""
-        self._is_waiting = True
+        self._should_emit_status = True
         while self._running:
             self._emit_status()
             tasks = [running.task for running in self._running.values()]
@@ -90,7 +94,7 @@ class ValidationScheduler:
 
     async def cancel(self) -> None:
         """Cancel the running validations, and wait for those that already have a result."""
-        self._is_waiting = False
+        self._should_emit_status = False
         all_running = list(self._running.values())
         unfinished = [running for running in all_running if not running.has_result]
         for running in unfinished:
@@ -139,15 +143,15 @@ class ValidationScheduler:
             self._emit(Notice(f"The validation result of {manifest.name} was not saved: {error}"))
 
     def _warn_of_replaced_metrics(self, names: set[str]) -> None:
-        """Emit a notice for each name of a reported metric that a validation replaces, once."""
+        """Warn of reported metrics that a validation replaces, once for each name."""
         new_names = sorted(names - self._warned_metrics)
         self._warned_metrics.update(new_names)
         if new_names:
             self._emit(
                 Notice(
-                    f"The validation function returns {', '.join(map(repr, new_names))}, which "
-                    "replaces the metric of the same name that report() received. Rename one of "
-                    "them to keep both."
+                    "The validation replaces reported metrics of the same name: "
+                    f"{', '.join(map(repr, new_names))}. To keep both, rename the metrics that "
+                    "the validation function returns."
                 )
             )
 
@@ -156,7 +160,7 @@ class ValidationScheduler:
         self._emit_status()
 
     def _emit_status(self) -> None:
-        if self._is_waiting:
+        if self._should_emit_status:
             statuses = [f"{running.name} ({running.status})" for running in self._running.values()]
             self._emit(ValidationsPending(_join_names(statuses)))
 
@@ -183,5 +187,5 @@ def _is_pending(manifest: Manifest) -> bool:
 
 
 def _join_names(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_SHOWN_NAMES
+    return ", ".join(names[:_MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -153,8 +153,8 @@ def shard_map_style(
 
     if config.is_split(name) and config.group_column is not None:
         raise ValueError(
-            f"DataConfig.group_column={config.group_column!r} needs columns, and "
-            f"datasets[{name!r}] is a {type(dataset).__name__}, which has items"
+            f"DataConfig.group_column={config.group_column!r} needs a dataset with columns, but "
+            f"datasets[{name!r}] is a PyTorch dataset ({type(dataset).__name__}), which has none"
         )
     num_shards = world_size if config.is_split(name) else 1
     num_items = len(dataset)

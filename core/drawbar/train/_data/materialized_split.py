@@ -1,8 +1,8 @@
 """Split materialized datasets by row number, without dropping rows.
 
-A streamed split gives equally many rows to readers that all read at the same time. If no row may be
-dropped, if rows belong together, or if one worker reads its shard again while the others continue,
-a dataset is materialized once and split by row number instead.
+A streamed split gives the same number of rows to readers that all read at the same time. If no row
+may be dropped, if rows belong together, or if one worker reads its shard again while the others
+continue, a dataset is materialized once and split by row number instead.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def check_has_rows(name: str, rows: int, num_workers: int) -> None:
     Args:
         name: Name of the dataset.
         rows: Number of its rows.
-        num_workers: Number of workers that get equally many rows; 1 if they need not.
+        num_workers: Number of workers that need at least one row.
 
     Raises:
         ValueError: The dataset has fewer rows than that, or none.
@@ -268,8 +268,9 @@ def check_has_rows(name: str, rows: int, num_workers: int) -> None:
         raise ValueError(f"datasets[{name!r}] has no rows")
     if rows < num_workers:
         raise ValueError(
-            f"datasets[{name!r}] has {rows} row{'s' * (rows > 1)} for {num_workers} workers, which "
-            "get equally many rows. Start fewer workers, or set DataConfig.uneven_rows"
+            f"datasets[{name!r}] has {rows} row{'s' * (rows > 1)}, but each of {num_workers} "
+            "workers needs at least one. Start fewer workers, or set DataConfig.uneven_rows to "
+            '"pad" or "keep"'
         )
 
 
@@ -289,10 +290,10 @@ def check_even_rows(name: str, rows: int, world_size: int, uneven_rows: UnevenRo
         if (ranks := [rank for rank, rank_rows in enumerate(counts) if rank_rows == count])
     ]
     raise ValueError(
-        f"DataConfig.uneven_rows='error', but datasets[{name!r}] has {rows} rows, which "
-        f"{world_size} workers cannot share equally: {', '.join(groups)}. Workers that wait for "
-        "each other at each batch could hang. Give the dataset a multiple of that many rows, or "
-        'set uneven_rows="drop", "pad", or "keep" if the function supports uneven shards'
+        f"datasets[{name!r}] has {rows} rows, which cannot be divided evenly between {world_size} "
+        f"workers: {', '.join(groups)}. DataConfig.uneven_rows='error' forbids this. Change the "
+        f'number of rows to a multiple of {world_size}, or set uneven_rows to "drop" or "pad". '
+        'If the training function supports uneven shards, set uneven_rows="keep"'
     )
 
 

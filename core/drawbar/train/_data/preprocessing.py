@@ -35,8 +35,9 @@ def fit_preprocessor(preprocessor: Preprocessor, datasets: Mapping[str, object])
         return preprocessor
     if TRAIN_DATASET_KEY not in datasets:
         raise ValueError(
-            f"DataConfig.preprocessor is fitted on datasets[{TRAIN_DATASET_KEY!r}], but the "
-            f"datasets are {', '.join(map(repr, datasets)) or 'none'}; fit it beforehand"
+            f"DataConfig.preprocessor must be fitted on datasets[{TRAIN_DATASET_KEY!r}], but the "
+            f"trainer's datasets are {', '.join(map(repr, datasets)) or 'none'}. Pass a dataset "
+            f"{TRAIN_DATASET_KEY!r}, or fit the preprocessor before you pass it"
         )
     train = {TRAIN_DATASET_KEY: datasets[TRAIN_DATASET_KEY]}
     dataset = split.to_ray_datasets(split.make_datasets(train))[TRAIN_DATASET_KEY]
@@ -65,8 +66,9 @@ def _transform(preprocessor: Preprocessor, dataset: Any) -> Dataset | pa.Table:
         return preprocessor.transform(dataset)
     if is_map_style(dataset):
         raise TypeError(
-            "DataConfig.preprocessor transforms columns, but a PyTorch dataset "
-            f"({type(dataset).__name__}) has items; convert it with ray.data.from_torch(...)"
+            "DataConfig.preprocessor needs a dataset with columns, but "
+            f"{type(dataset).__name__} is a PyTorch dataset, which has none. Convert it with "
+            "ray.data.from_torch(...)"
         )
     from ray.data.block import BlockAccessor
 

@@ -10,7 +10,7 @@ from drawbar.train._data.streams import count_rows_or_none
 from drawbar.train._row_positions import RowPosition, RowsRead
 
 
-def describe_left_out(
+def describe_left_out_rows(
     datasets: Mapping[str, object], config: DataConfig, world_size: int
 ) -> list[str]:
     """Return a line for each dataset whose rows are left out, as far as known before the start."""
@@ -23,7 +23,8 @@ def describe_left_out(
         if rows is not None and rows % world_size:
             lines.append(
                 f"datasets[{name!r}]: {rows % world_size} of {rows} rows are left out, so that "
-                f"{world_size} workers get equally many. Set DataConfig.uneven_rows to change that"
+                f"all {world_size} workers get the same number of rows. Set "
+                "DataConfig.uneven_rows to change this"
             )
     return lines
 
@@ -53,16 +54,17 @@ def describe_resume(
                 f"{rows} rows that were read before are read again. {_cause(config)}"
             )
         elif part.has_equal_shards and config.is_split(name) and config.uneven_rows == "drop":
-            bound = max_left_out(position.rows_read, part.num_shards)
+            bound = max_left_out_rows(position.rows_read, part.num_shards)
             if position.rows_read[-1].num_workers != part.num_shards and bound:
                 lines.append(
                     f"datasets[{name!r}]: up to {bound} rows of epoch {position.epoch} are left "
-                    "out, so that workers get equally many rows at each number of workers"
+                    "out, because the number of workers has changed and each worker must get the "
+                    "same number of rows"
                 )
     return lines
 
 
-def max_left_out(read: Sequence[RowsRead], world_size: int) -> int:
+def max_left_out_rows(read: Sequence[RowsRead], world_size: int) -> int:
     """Return how many rows of a streamed epoch `uneven_rows="drop"` may leave out.
 
     At each number of workers, it is one less than that number.
@@ -74,5 +76,5 @@ def max_left_out(read: Sequence[RowsRead], world_size: int) -> int:
 
 def _cause(config: DataConfig) -> str:
     if config.group_column is not None:
-        return f"DataConfig.group_column={config.group_column!r} keeps no position in an epoch"
-    return "DataConfig has changed so that the order of its rows is not fixed"
+        return f"With DataConfig.group_column={config.group_column!r}, epochs cannot be resumed"
+    return "With the changed DataConfig, the order of rows is not fixed"

@@ -33,8 +33,8 @@ class ShardSpec:
         uneven_rows: How the dataset is split by row number.
         is_ordered: Whether the order of the rows is always the same. If not, only complete epochs
             are counted.
-        has_equal_shards: Whether all shards have equally many rows, so that either all or none are
-            empty.
+        has_equal_shards: Whether all shards have the same number of rows, so that either all or
+            none are empty.
     """
 
     dataset: str
@@ -56,7 +56,7 @@ class DatasetShard:
 
     With a `local_shuffle_seed`, each epoch and each rank has a different order that depends on the
     seed. A shuffle buffer holds at least two batches: with a smaller one, Ray Data returns short
-    batches in between, so that ranks with equally many rows get different numbers of batches
+    batches in between, so that ranks with the same number of rows get different numbers of batches
     (ray-project/ray#66085).
 
     Args:
@@ -276,16 +276,16 @@ def _describe_no_rows(part: ShardSpec) -> str:
     if part.num_shards == 1:
         return f"datasets[{part.dataset!r}] has no rows"
     return (
-        f"datasets[{part.dataset!r}] has fewer rows than the {part.num_shards} workers, which get "
-        "equally many rows. Start fewer workers, or set DataConfig.uneven_rows"
+        f"datasets[{part.dataset!r}] has fewer rows than there are workers ({part.num_shards}). "
+        'Start fewer workers, or set DataConfig.uneven_rows to "pad" or "keep"'
     )
 
 
 def _require_length(length: int | None) -> int:
     if length is None:
         raise TypeError(
-            "the length of this shard is unknown before it has been read; pass a dataset to the "
-            "trainer that is materialized with ray.data.Dataset.materialize()"
+            "the length of this shard is unknown before it has been read. If you need it earlier, "
+            "pass dataset.materialize() to the trainer instead of the dataset"
         )
     return length
 

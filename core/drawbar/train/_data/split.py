@@ -114,14 +114,13 @@ def _open_dataset(name: str, dataset: object) -> object:
 
 
 def list_streamed(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
-    """Return the names of opened datasets that Ray Data computes while they are read."""
-    return [
-        name for name in list_computed(datasets, config) if not config.is_materialized_split(name)
-    ]
+    """Return the names of opened datasets that Ray Data executes while they are read."""
+    names = list_datasets_to_execute(datasets, config)
+    return [name for name in names if not config.is_materialized_split(name)]
 
 
-def list_computed(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
-    """Return the names of the datasets that Ray Data has to compute.
+def list_datasets_to_execute(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
+    """Return the names of the datasets that Ray Data has to execute.
 
     Dataset factories are left out, since they are called later.
     """
@@ -288,10 +287,10 @@ def _check_custom_shards(name: str, config: DataConfig, rows: Sequence[int | Non
     check_has_rows(name, sum(known), 1)
     if config.is_split(name) and config.uneven_rows != "keep" and len(set(known)) > 1:
         raise ValueError(
-            f"{type(config).__name__}.configure() gives {known} rows of datasets[{name!r}] to "
-            f"ranks 0 to {len(known) - 1}: workers that wait for each other at each batch could "
-            'hang. Give them equally many rows, or set uneven_rows="keep" if the function supports '
-            "uneven shards"
+            f"{type(config).__name__}.configure() gives the ranks different numbers of rows of "
+            f"datasets[{name!r}]: {known}. Workers that wait for each other at each batch could "
+            "hang. Give each rank the same number of rows. If the training function supports "
+            'uneven shards, set uneven_rows="keep"'
         )
 
 

@@ -34,9 +34,9 @@ class RunAssignmentPlanner:
         # With `num_workers=0`, Ray may not be running.
         self._is_on_ray = ray.is_initialized()
 
-    def describe_left_out(self) -> list[str]:
-        """Return a console line for each dataset whose rows are left out."""
-        return [] if self._datasets is None else self._datasets.describe_left_out()
+    def describe_left_out_rows(self) -> list[str]:
+        """Return a console line for each dataset that has rows which no rank receives."""
+        return [] if self._datasets is None else self._datasets.describe_left_out_rows()
 
     @property
     def notices(self) -> list[str]:

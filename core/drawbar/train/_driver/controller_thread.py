@@ -122,7 +122,7 @@ class ControllerThread:
                 self._events.emit(Notice(self._open_run.warning))
             self._check_initial_checkpoint()
             self._plan = RunAssignmentPlanner(self._open_run)
-            for text in self._plan.describe_left_out():
+            for text in self._plan.describe_left_out_rows():
                 self._events.emit(Notice(text))
         except BaseException:
             self._close()

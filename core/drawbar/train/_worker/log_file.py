@@ -1,9 +1,9 @@
-"""Append to a rank's log and forward output of C code and child processes.
+"""Append Python's text to a rank's log and forward the text that C code and child processes append.
 
-Descriptors 1 and 2 of the process write to the log, so output is saved even if the process dies.
-Python writes through a separate descriptor, whose position shows where its text was appended. Text
-in between was written by C code or a child process. It is forwarded before Python's next text, or
-after 0.25 s.
+File descriptors 1 and 2 of the process are redirected to the log, so output is saved even if the
+process dies. Python's text is written through a third descriptor, whose position is then the end of
+that text. All other bytes in the log are from C code or child processes. `LogFile` passes them to a
+callback before Python's next text, or after at most 0.25 s.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_FORWARDED_BYTES = 16 * 1024
 
 
 class LogFile:
-    """Log that forwards text of C code and child processes.
+    """Log of a rank, to which Python, C code, and child processes append.
 
-    Use it as a context manager: a thread polls the log until the end of the block, and the rest is
-    forwarded then.
+    Use it as a context manager. In the `with` block, a thread polls the log for text of C code and
+    child processes. At the end of the block, the remaining text is forwarded.
 
     Args:
-        path: Log that other writers append to.
-        on_text: Receives the text of other writers in chunks.
+        path: Log file. It must exist.
+        on_text: Receives the text of C code and child processes in chunks.
     """
 
     def __init__(self, path: Path, on_text: Callable[[str], None]) -> None:
@@ -40,8 +40,8 @@ class LogFile:
         self._on_text = on_text
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         self._fork_count = fork_counter.count
-        self._forwarded_size = os.fstat(self._fd).st_size  # earlier text is not forwarded
-        self._lock = threading.RLock()  # a signal handler may print while this prints
+        self._forwarded_size = os.fstat(self._fd).st_size  # text from before is not forwarded
+        self._lock = threading.RLock()  # a signal handler may print while its thread prints
         self._decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
         self._remaining_bytes = MAX_FORWARDED_BYTES
         self._skipped_bytes = 0
@@ -54,11 +54,11 @@ class LogFile:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # A forked child does not have the thread, and shares the position of the descriptor.
+        # In a forked child, the thread does not run, and the lock may be held forever.
         if fork_counter.count != self._fork_count:
             return
         self._ended.set()
@@ -70,19 +70,20 @@ class LogFile:
             self._fd = -1
 
     def write(self, data: bytes) -> bool:
-        """Append Python's text, after forwarding earlier text of other writers.
+        """Append Python's text, and forward the text of C code and child processes before it.
 
         Returns:
-            False in a forked child, which is another writer, and after the end of the block.
+            False if nothing was written: in a forked child, or after the end of the `with` block.
         """
+        # A forked child shares the position of the descriptor with its parent.
         if fork_counter.count != self._fork_count:
             return False
         with self._lock:
             if self._fd < 0:
                 return False
             written = os.write(self._fd, data)
-            # With O_APPEND, the position is the end of this text, even if others have written
-            # concurrently.
+            # With O_APPEND, the position is the end of this text, even if other processes have
+            # appended text concurrently.
             end = os.lseek(self._fd, 0, os.SEEK_CUR)
             if end - written != self._forwarded_size:
                 self._forward_until(end - written)
@@ -105,7 +106,7 @@ class LogFile:
             self._remaining_bytes, self._skipped_bytes = MAX_FORWARDED_BYTES, 0
 
     def _forward_until(self, end: int) -> None:
-        """Forward the text up to `end`."""
+        """Forward the text before position `end` that has not been forwarded."""
         length = max(end - self._forwarded_size, 0)  # negative if the log was truncated
         shown = min(length, self._remaining_bytes)
         self._remaining_bytes -= shown
@@ -115,7 +116,7 @@ class LogFile:
 
 
 def flush_c_stdout() -> None:
-    """Flush C's stdout: when it writes to a file, the C library only writes full blocks."""
+    """Flush C's stdout, which the C library fully buffers if it is redirected to a file."""
     libc = ctypes.CDLL(None)
-    with suppress(ValueError):  # a C library with another symbol for stdout
+    with suppress(ValueError):  # macOS calls this symbol __stdoutp
         libc.fflush(ctypes.c_void_p.in_dll(libc, "stdout"))

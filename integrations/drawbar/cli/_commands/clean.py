@@ -1,4 +1,4 @@
-"""drawbar clean: delete files that runs no longer need."""
+"""drawbar clean: list or delete files that runs no longer need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def clean(
     keep: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Keep the N best checkpoints of each run, and the newest."
+            metavar="N",
+            min=1,
+            help="Delete all checkpoints of each run except the N best and the newest.",
         ),
     ] = None,
     older_than: Annotated[
@@ -32,7 +34,7 @@ def clean(
         typer.Option(
             metavar="DAYS",
             min=0,
-            help="Minimum age of cached copies and work directories on this machine.",
+            help="Delete cached copies and work directories only if they are older.",
         ),
     ] = 7,
     yes: Annotated[
@@ -40,11 +42,12 @@ def clean(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete files that runs no longer need.
+    """List or delete files that runs no longer need.
 
-    Lists the files unless --yes is given. Includes uncommitted files of runs that have ended,
-    checkpoints beyond --keep, and on this machine cached copies of remote checkpoints, stale
-    sockets, and old work directories of runs on remote storage. Running runs are never touched.
+    Without --yes, only lists the files. Deletes uncommitted files of runs that have ended and, with
+    --keep, checkpoints of these runs. On this machine, also deletes cached copies of remote
+    checkpoints, stale sockets, and old work directories of runs on remote storage. Never deletes
+    files of an active run.
     """
     with command_errors():
         files = [file for run in _find_runs(storage) for file in run.find_unused_files(keep)]

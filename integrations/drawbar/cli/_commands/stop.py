@@ -1,4 +1,4 @@
-"""drawbar stop: stop a run gracefully."""
+"""drawbar stop: stop a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ def stop(
     run: RunName,
     save: Annotated[
         bool,
-        typer.Option("--save/--now", help="Stop after the next checkpoint, or immediately."),
+        typer.Option(
+            "--save/--now", help="Request a checkpoint and stop after it, or stop immediately."
+        ),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run gracefully.
+    """Stop a run.
 
     The run can be resumed later. Works for detached runs on this machine's Ray cluster and for
     your other runs on this machine.

@@ -11,7 +11,8 @@ from drawbar.cli._output import escape_control_chars, write_json
 def verify(run: RunName, as_json: AsJson = False) -> None:
     """Verify the checkpoints of a run.
 
-    Compares every checkpoint with its manifest and checksums. Exits with code 1 if one is damaged.
+    Compares the files of every checkpoint with their recorded sizes and checksums. Exits with code
+    1 if a checkpoint or the run's journal is damaged.
     """
     record = open_record(run)
     damage_by_name: dict[str, str] = {}
