@@ -5,8 +5,8 @@ and process group from Drawbar. It does not need this package.
 """
 
 from drawbar.accelerate._launcher import launch
-from drawbar.accelerate._prepare import check_accelerator, load_state
-from drawbar.accelerate._report import report_state
+from drawbar.accelerate._prepare import check_accelerator
+from drawbar.accelerate._state import load_state, report_state
 from drawbar.train.backend import set_public_module
 
 __all__ = ["check_accelerator", "launch", "load_state", "report_state"]

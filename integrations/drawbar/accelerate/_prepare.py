@@ -1,13 +1,12 @@
-"""check_accelerator and load_state: use an Accelerator in a training function."""
+"""check_accelerator: use an Accelerator in a training function."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from drawbar.train.backend import get_agreed_checkpoint, make_import_error, require_package
+from drawbar.train.backend import make_import_error, require_package
 
 try:
     from accelerate import Accelerator
@@ -86,38 +85,6 @@ def require_matching_ranks(world_size: int, rank: int, name: str) -> None:
         "function of drawbar.torch.TorchTrainer and do not set ACCELERATE_* variables; on CPUs, "
         "use PartialState(cpu=True)."
     )
-
-
-def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | None:
-    """Load the latest reported state into an Accelerator.
-
-    Collective: call it on all ranks after `accelerator.prepare()`. The state is that of the run's
-    latest checkpoint, also after a restart.
-
-    Args:
-        accelerator: Accelerator that has prepared model, optimizer, and scheduler.
-        kwargs: Further arguments of `Accelerator.load_state()`.
-
-    Returns:
-        The metrics that were reported with the checkpoint; None if the run has no checkpoint yet.
-
-    Raises:
-        RuntimeError: Called outside a training function, or the Accelerator does not match the
-            worker. See `check_accelerator()`.
-
-    Example:
-        ```python
-        metrics = load_state(accelerator)
-        start_epoch = 0 if metrics is None else metrics["epoch"] + 1
-        ```
-    """
-    check_accelerator(accelerator)
-    checkpoint = get_agreed_checkpoint()
-    if checkpoint is None:
-        return None
-    with checkpoint.as_directory() as path:
-        accelerator.load_state(path, **kwargs)
-    return dict(checkpoint.manifest.metrics) if checkpoint.manifest else {}
 
 
 @contextmanager

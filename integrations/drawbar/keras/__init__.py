@@ -5,8 +5,9 @@ Importing this package imports neither Keras nor a backend. The trainer selects 
 
 from drawbar.keras._backend import KerasConfig
 from drawbar.keras._data import prepare_dataset
-from drawbar.keras._prepare import load_state, prepare_model
+from drawbar.keras._prepare import prepare_model
 from drawbar.keras._report_callback import ReportCheckpointCallback
+from drawbar.keras._state import load_state
 from drawbar.keras._trainer import KerasTrainer
 from drawbar.train.backend import set_public_module
 

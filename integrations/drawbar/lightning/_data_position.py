@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from drawbar.torch.sampling import EpochPosition, EpochSampler, num_rank_items
+from drawbar.torch.integration import EpochPosition, EpochSampler, num_rank_items
 from drawbar.train import Checkpoint
 from drawbar.train.backend import register_data_position
 

@@ -17,7 +17,7 @@ except ImportError as error:
     raise make_import_error("transformers", extra="transformers") from error
 
 from drawbar.accelerate.integration import allow_sharding_on_cpu, require_matching_ranks
-from drawbar.torch.deepspeed import disable_deepspeed_shm
+from drawbar.torch.integration import disable_deepspeed_shm
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_context
 from drawbar.transformers._data import (
     EpochFromStepsCallback,

@@ -7,16 +7,16 @@ import threading
 
 import pytest
 
-from drawbar.train._controller import stall_detector
-from drawbar.train._controller.stall_detector import NodeWatcher
+from drawbar.train._controller import node_watcher
+from drawbar.train._controller.node_watcher import NodeWatcher
 from drawbar.train._history.events import Event, Notice
 
 
 def test_node_watcher_reports_unresponsive_and_recovered_gcs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stall_detector, "DRAIN_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(stall_detector, "GCS_NOTICE_S", 0.05)
+    monkeypatch.setattr(node_watcher, "DRAIN_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(node_watcher, "GCS_NOTICE_S", 0.05)
     is_responding, notices = threading.Event(), list[str]()
 
     def get_draining_nodes() -> dict[str, int]:

@@ -19,9 +19,10 @@ from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.decisions import GiveUp
 from drawbar.train._controller.diagnosis import DiagnosisWriter
 from drawbar.train._controller.failures import classify_startup_error, describe_delay, describe_hang
+from drawbar.train._controller.node_watcher import NodeWatcher
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.run import AssignmentPlanner, ControllerOutcome, OpenRun
-from drawbar.train._controller.stall_detector import NodeWatcher, StallDetector
+from drawbar.train._controller.stall_detector import StallDetector
 from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import AttemptStarted, Notice, RunEnded, WorkersStarted

@@ -13,7 +13,7 @@ from drawbar.lightning._package import import_lightning_class
 from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
 from drawbar.lightning._strategies.universal_checkpoint import open_for_world_size
 from drawbar.torch import get_device, on_attempt_end
-from drawbar.torch.deepspeed import disable_deepspeed_shm
+from drawbar.torch.integration import disable_deepspeed_shm
 from drawbar.train.backend import require_package
 
 if TYPE_CHECKING:

@@ -1,10 +1,6 @@
-"""API for integrations that run DeepSpeed on CPU workers."""
+"""DeepSpeed on CPU workers."""
 
 from __future__ import annotations
-
-from drawbar.train.backend import set_public_module
-
-__all__ = ["disable_deepspeed_shm"]
 
 
 def disable_deepspeed_shm() -> None:
@@ -23,6 +19,3 @@ def disable_deepspeed_shm() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-set_public_module(globals())

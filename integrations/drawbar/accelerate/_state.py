@@ -1,13 +1,15 @@
-"""report_state: save and report the state of an Accelerator."""
+"""report_state and load_state: save and resume the state of an Accelerator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from accelerate import Accelerator
 
 from drawbar.accelerate._prepare import check_accelerator
 from drawbar.train import CheckpointUploadMode, ValidationTaskConfig, checkpoint_dir, report
+from drawbar.train.backend import get_agreed_checkpoint
 
 
 def report_state(
@@ -45,3 +47,35 @@ def report_state(
     with checkpoint_dir() as path:
         accelerator.save_state(str(path), **kwargs)
         report(metrics, path, checkpoint_upload_mode=checkpoint_upload_mode, validation=validation)
+
+
+def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | None:
+    """Load the latest reported state into an Accelerator.
+
+    Collective: call it on all ranks after `accelerator.prepare()`. The state is that of the run's
+    latest checkpoint, also after a restart.
+
+    Args:
+        accelerator: Accelerator that has prepared model, optimizer, and scheduler.
+        kwargs: Further arguments of `Accelerator.load_state()`.
+
+    Returns:
+        The metrics that were reported with the checkpoint; None if the run has no checkpoint yet.
+
+    Raises:
+        RuntimeError: Called outside a training function, or the Accelerator does not match the
+            worker. See `check_accelerator()`.
+
+    Example:
+        ```python
+        metrics = load_state(accelerator)
+        start_epoch = 0 if metrics is None else metrics["epoch"] + 1
+        ```
+    """
+    check_accelerator(accelerator)
+    checkpoint = get_agreed_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as path:
+        accelerator.load_state(path, **kwargs)
+    return dict(checkpoint.manifest.metrics) if checkpoint.manifest else {}
