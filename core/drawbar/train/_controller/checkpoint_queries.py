@@ -71,14 +71,14 @@ class CheckpointQueries:
                 )
 
     def _is_ready(self, query: _Query) -> bool:
-        mode, next_report = query.consistency_mode, query.next_report
-        if mode is None:
+        next_report = query.next_report
+        if query.consistency_mode is None:
             return True
         if self._progress.has_missing_reports(next_report):
             return False
         if self._commits.has_uncommitted(next_report):
             return False
-        must_be_validated = mode is CheckpointConsistencyMode.VALIDATED
+        must_be_validated = query.consistency_mode is CheckpointConsistencyMode.VALIDATED
         return not (must_be_validated and self._validations.has_pending(next_report))
 
     @property
