@@ -1,4 +1,4 @@
-"""Drawbar at a glance: a classifier of handwritten digits, trained on two workers."""
+"""Train a classifier of handwritten digits on two workers."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -26,6 +26,10 @@ def train_digits(config):
 
 
 if __name__ == "__main__":
-    config, workers = {"epochs": 8, "lr": 0.01}, ScalingConfig(num_workers=2)
-    result = TorchTrainer(train_digits, train_loop_config=config, scaling_config=workers).fit()
+    trainer = TorchTrainer(
+        train_digits,
+        train_loop_config={"epochs": 8, "lr": 0.01},
+        scaling_config=ScalingConfig(num_workers=2),
+    )
+    result = trainer.fit()
     print(result.metrics, "in", result.path)

@@ -61,7 +61,7 @@ def test_script_trainer_finds_the_modules_that_python_finds(
     [
         ("died", "killed by SIGKILL, from outside", 137),
         ("died", "killed by SIGSEGV: Fatal Python error", 139),
-        ("died", "vanished without a trace", 1),
+        ("died", "for an unknown reason", 1),
         ("hang", "no rank made progress", 1),
     ],
 )

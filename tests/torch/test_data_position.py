@@ -262,7 +262,7 @@ def test_data_loader_resume_with_other_data_restarts_epoch(run_config: RunConfig
         first = train.get_checkpoint() is None
         loader = prepare_data_loader(DataLoader(Ids(100 if first else 90), 10, collate_fn=list))
         if not first:
-            with pytest.warns(UserWarning, match="10 of its 100 items, .* now it has 90 items"):
+            with pytest.warns(UserWarning, match="10 of its 100 items, .* it now has 90 items"):
                 return list(chain(*loader))
         for _ in loader:
             save()

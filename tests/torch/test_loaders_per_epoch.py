@@ -279,7 +279,7 @@ def test_loader_of_edited_program_resumes_with_a_warning(run_config: RunConfig) 
                 die()
         return len(list(prepare_data_loader(make_loader(12))))
 
-    with pytest.warns(UserWarning, match="prepared elsewhere in the program"):
+    with pytest.warns(UserWarning, match=r"another prepare_data_loader\(\) call"):
         assert restarted(function, run_config) == 5
 
 

@@ -128,7 +128,7 @@ def test_epoch_sampler_resumed_with_other_order_warns_and_starts_the_epoch_again
         if rest == 60:
             assert len(list(second)) == rest
         else:
-            with pytest.warns(UserWarning, match="after 60 items, and now it has fewer items, or"):
+            with pytest.warns(UserWarning, match="after 60 items, because it now has fewer items"):
                 assert len(list(second)) == rest
 
 

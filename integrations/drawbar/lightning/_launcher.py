@@ -65,9 +65,11 @@ class WorkerLaunchConfig:
                 )
             return cls(scaling_config, run_config or RunConfig())
         if use_gpu or run_config is not None:
+            argument = "use_gpu" if use_gpu else "run_config"
             raise ValueError(
-                "use_gpu and run_config need num_workers. Set num_workers=N, or pass them to "
-                "TorchTrainer if this code runs in its training function."
+                f"{argument} cannot be used without num_workers. Set num_workers=N, or, if this "
+                "code runs in a training function of TorchTrainer, set scaling_config= and "
+                "run_config= of that trainer."
             )
         return None
 
@@ -261,8 +263,8 @@ def load_weights(weights: Mapping[str, object], module: torch.nn.Module) -> None
     if missing or unexpected:
         warnings.warn(
             f"Not all weights were returned: {type(module).__name__} has different parameters in "
-            f"this process (only here: {missing}; only in the workers: {unexpected}). Load modules "
-            "that configure_model() creates from a checkpoint.",
+            f"this process (only here: {missing}; only in the workers: {unexpected}). If "
+            "configure_model() creates these layers, load their weights from a checkpoint.",
             stacklevel=2,
         )
 

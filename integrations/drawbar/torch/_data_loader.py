@@ -106,11 +106,11 @@ def prepare_data_loader(
     sampler = None
     if add_dist_sampler and not isinstance(loader.dataset, IterableDataset):
         sampler = _replace_sampler(loader)
-    counter = _make_counter(loader, sampler)
-    tracked = get_registry().add(counter, name, loader.dataset, is_recorded=resume)
+    tracker = _make_tracker(loader, sampler)
+    tracked = get_registry().add(tracker, name, loader.dataset, is_recorded=resume)
     device = get_device() if move_to_device else torch.device("cpu")
     # With prefetching, the dataset's state would include a batch before it is used.
-    prefetch = auto_transfer and not isinstance(counter, DatasetStateTracker)
+    prefetch = auto_transfer and not isinstance(tracker, DatasetStateTracker)
     return PreparedDataLoader(
         loader, device, prefetch=prefetch, tracked=tracked, worker_seed=_replace_generator(loader)
     )
@@ -140,9 +140,9 @@ class PreparedDataLoader(DataLoader[T]):
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # wraps the loader's iterator
         self._tracked.begin()
-        seed = derive_seed(self._worker_seed, *self._tracked.counter.epoch_start)
+        seed = derive_seed(self._worker_seed, *self._tracked.tracker.epoch_start)
         self._loader.generator.manual_seed(seed)
-        return self._tracked.count(self._batches())
+        return self._tracked.track(self._batches())
 
     def _batches(self) -> Iterator[T]:
         if self._device.type == "cpu":  # batches are already there
@@ -191,7 +191,7 @@ def _replace_sampler(loader: DataLoader[object]) -> EpochSampler[object] | None:
     return sampler
 
 
-def _make_counter(
+def _make_tracker(
     loader: DataLoader[object], sampler: EpochSampler[object] | None
 ) -> PositionTracker:
     """Return the most precise tracker for a loader: by samples, dataset state, or epochs."""

@@ -1,9 +1,11 @@
-"""Identify data loaders, within an attempt and in the next one.
+"""Find the position in a checkpoint that belongs to a data loader.
 
-Training functions prepare loaders once, or once per epoch. A loader that is prepared where another
-one was prepared and iterated before continues its epochs. Loaders with a name are identified by the
-name. Other loaders are identified by the call location that prepares them, their dataset,
-and their number among the loaders that are prepared there before one of them is iterated.
+A training function may prepare a loader once, or a new loader in each epoch. If the same line
+prepares several loaders one after another, each of them continues with the next epoch.
+
+Loaders are identified by their name. A loader without a name is identified by the call that
+prepares it, by its dataset, and by an ordinal. The ordinal distinguishes loaders that one line
+prepares before any of them is iterated, for example in a list comprehension.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ class LoaderIdentity:
     """Identity of a loader without a name.
 
     Args:
-        location: Checksum of the calls that lead to `prepare_data_loader`.
+        location: Checksum of the call of `prepare_data_loader` and its callers.
         dataset: Type and length of the dataset.
-        ordinal: Number among the loaders that are prepared at that location for a dataset of that
-            type and length, before one of them is iterated.
+        ordinal: 0, 1, 2, ... for loaders of the same location and dataset that are prepared before
+            any of them is iterated.
     """
 
     location: str
@@ -44,11 +46,11 @@ class LoaderIdentity:
 
 
 class TrackedLoader:
-    """A prepared loader whose epochs are tracked; its position belongs to a slot once it is used.
+    """A prepared loader. It joins an `EpochSequence` at its first iteration.
 
     Args:
         registry: The registry of this rank.
-        counter: Counts the batches of the loader.
+        tracker: Tracks the position of the loader.
         name: Name of the loader; None to identify it by `identity`.
         identity: Identity of the loader.
         is_recorded: Whether checkpoints contain the position.
@@ -57,163 +59,186 @@ class TrackedLoader:
     def __init__(
         self,
         registry: LoaderRegistry,
-        counter: PositionTracker,
+        tracker: PositionTracker,
         name: str | None,
         identity: LoaderIdentity,
         *,
         is_recorded: bool,
     ) -> None:
-        self.counter = counter
+        self.tracker = tracker
         self.name = name
         self.identity = identity
         self.is_recorded = is_recorded
-        self.prepared_at = registry.tick()
+        self.prepared_at = registry.next_event_number()
         self._registry = registry
-        self._slot: Slot | None = None
+        self._sequence: EpochSequence | None = None
 
     def begin(self) -> None:
-        """Begin an iteration where the slot's newest iteration or the checkpoint ends.
+        """Begin an iteration.
+
+        It continues after the previous iteration of the loader's sequence. The first iteration of a
+        sequence resumes from the checkpoint.
 
         Raises:
             ValueError: Several positions in the checkpoint may belong to this loader.
         """
-        slot = self._slot or self._registry.find_slot(self)
-        if slot.counter is None:
-            if slot.recorded is not None:
-                self.counter.resume_from(slot.recorded)
-        elif slot.counter is not self.counter:
-            self.counter.follow(slot.counter)
-        slot.counter, slot.begun_at = self.counter, self._registry.tick()
-        self._slot = slot
-        self.counter.start_epoch()
+        sequence = self._sequence or self._registry.find_sequence(self)
+        if sequence.tracker is None:
+            if sequence.recorded is not None:
+                self.tracker.resume_from(sequence.recorded)
+        elif sequence.tracker is not self.tracker:
+            self.tracker.follow(sequence.tracker)
+        sequence.tracker, sequence.begun_at = self.tracker, self._registry.next_event_number()
+        self._sequence = sequence
+        self.tracker.start_epoch()
 
-    def count(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches of the iteration."""
-        return self.counter.track(batches)
+    def track(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches of the iteration, and track the position."""
+        return self.tracker.track(batches)
 
 
 @dataclass
-class Slot:
-    """A sequence of epochs, of one loader or of several that replace each other.
+class EpochSequence:
+    """Consecutive epochs of one loader, or of several loaders that are prepared one by one.
 
     Args:
         key: Key in the checkpoint; None if checkpoints do not contain the position.
         name: Name of the loaders, if they have one.
         identity: Identity of the loaders.
         recorded: State in the checkpoint that this attempt resumes from.
-        counter: Counter of the newest loader that was iterated.
-        begun_at: Time of the newest iteration's begin, in ticks of the registry.
+        tracker: Tracker of the loader that began the latest iteration.
+        begun_at: Event number of the beginning of the latest iteration.
     """
 
     key: str | None
     name: str | None
     identity: LoaderIdentity
     recorded: object = None
-    counter: PositionTracker | None = None
+    tracker: PositionTracker | None = None
     begun_at: int = 0
 
     def matches(self, loader: TrackedLoader, *, by_ordinal: bool) -> bool:
-        """Return whether a loader may take over this slot."""
+        """Return whether a loader may continue this sequence.
+
+        Args:
+            loader: Loader that is iterated for the first time.
+            by_ordinal: Whether the ordinals of loaders without a name must be equal too.
+        """
         if self.name is not None or loader.name is not None:
             return self.name == loader.name
-        ours, theirs = self.identity, loader.identity
+        identity, other = self.identity, loader.identity
         is_later = self.begun_at < loader.prepared_at
-        is_same = ours.location == theirs.location and ours.dataset == theirs.dataset
-        return is_later and is_same and (not by_ordinal or ours.ordinal == theirs.ordinal)
+        is_same = identity.location == other.location and identity.dataset == other.dataset
+        return is_later and is_same and (not by_ordinal or identity.ordinal == other.ordinal)
 
 
 class LoaderRegistry:
-    """The loaders of one rank in one attempt. Use `attempt_local(LoaderRegistry)`."""
+    """The loaders of one rank in one attempt. `get_registry` returns it."""
 
     def __init__(self) -> None:
         self._rank = get_context().get_world_rank()
-        self._time = 0
-        self._slots: list[Slot] = []
+        self._num_events = 0
+        self._sequences: list[EpochSequence] = []
         self._prepared: set[LoaderIdentity] = set()
-        # Loaders of one place and dataset, since the last one of them was iterated.
-        self._waiting = defaultdict[LoaderIdentity, list[weakref.ref[TrackedLoader]]](list)
+        # Prepared loaders of one location and dataset. The list is removed as soon as one of them
+        # is iterated. The key has ordinal 0.
+        self._not_iterated = defaultdict[LoaderIdentity, list[weakref.ref[TrackedLoader]]](list)
         recorded = register_data_position("data_loaders", self.record)
         # A copy, since ranks in threads of one process get the same object.
         self._unclaimed: dict[str, dict[str, Any]] = dict(recorded or {})
 
-    def tick(self) -> int:
-        """Advance the registry's clock, which orders preparations and iterations."""
-        self._time += 1
-        return self._time
+    def next_event_number(self) -> int:
+        """Return the next number, which orders the preparations and iterations of all loaders."""
+        self._num_events += 1
+        return self._num_events
 
     def add(
-        self, counter: PositionTracker, name: str | None, dataset: object, *, is_recorded: bool
+        self, tracker: PositionTracker, name: str | None, dataset: object, *, is_recorded: bool
     ) -> TrackedLoader:
-        """Track a loader that is being prepared by the caller's caller."""
-        kind = LoaderIdentity(get_location(sys._getframe(2)), describe_dataset(dataset))
-        identity = replace(kind, ordinal=len(self._waiting[kind]))
-        loader = TrackedLoader(self, counter, name, identity, is_recorded=is_recorded)
+        """Track a loader. Only `prepare_data_loader` may call this method."""
+        user_frame = sys._getframe(2)  # the caller of prepare_data_loader()
+        first = LoaderIdentity(get_location(user_frame), describe_dataset(dataset))
+        identity = replace(first, ordinal=len(self._not_iterated[first]))
+        loader = TrackedLoader(self, tracker, name, identity, is_recorded=is_recorded)
         if name is None:
-            self._waiting[kind].append(weakref.ref(loader))
+            self._not_iterated[first].append(weakref.ref(loader))
             self._prepared.add(identity)
         return loader
 
-    def find_slot(self, loader: TrackedLoader) -> Slot:
-        """Return the slot of a loader that is iterated for the first time."""
+    def find_sequence(self, loader: TrackedLoader) -> EpochSequence:
+        """Return the sequence of a loader that is iterated for the first time."""
         if loader.name is None:
             loader.identity = self._resolve_identity(loader.identity)
+        # Without an equal ordinal, a sequence is used only if there is no other candidate.
         for by_ordinal in (True, False):
-            slots = [
-                slot
-                for slot in self._slots
-                if (slot.key is not None) == loader.is_recorded
-                and slot.matches(loader, by_ordinal=by_ordinal)
+            candidates = [
+                sequence
+                for sequence in self._sequences
+                if (sequence.key is not None) == loader.is_recorded
+                and sequence.matches(loader, by_ordinal=by_ordinal)
             ]
-            if len(slots) == 1:
-                return slots[0]
-        slot = self._open_slot(loader)
-        self._slots.append(slot)
-        return slot
+            if len(candidates) == 1:
+                return candidates[0]
+        sequence = self._start_sequence(loader)
+        self._sequences.append(sequence)
+        return sequence
 
     def _resolve_identity(self, identity: LoaderIdentity) -> LoaderIdentity:
-        """Return the identity without the loaders that were dropped before they were iterated.
+        """Return the identity with an ordinal that ignores deleted loaders.
 
-        A resumed attempt may skip the loader of the interrupted epoch: the one of the next epoch
-        then takes its place.
+        A resumed training function may prepare a loader for an epoch that it then skips. The loader
+        is deleted without an iteration. The loader of the next epoch must have the same ordinal as
+        in a run that does not skip.
         """
-        waiting = self._waiting.pop(replace(identity, ordinal=0), [])
-        dropped = sum(other() is None for other in waiting[: identity.ordinal])
-        return replace(identity, ordinal=identity.ordinal - dropped)
+        prepared = self._not_iterated.pop(replace(identity, ordinal=0), [])
+        num_deleted = sum(other() is None for other in prepared[: identity.ordinal])
+        return replace(identity, ordinal=identity.ordinal - num_deleted)
 
-    def _open_slot(self, loader: TrackedLoader) -> Slot:
+    def _start_sequence(self, loader: TrackedLoader) -> EpochSequence:
         if not loader.is_recorded:
-            return Slot(None, loader.name, loader.identity)
-        used = {slot.key for slot in self._slots}
-        number = 1 + sum(slot.key is not None and slot.name is None for slot in self._slots)
-        key = f"name:{loader.name}"
-        if loader.name is None:
-            match = match_recorded(loader.identity, number, self._unclaimed, self._prepared)
-            while match is None and f"number:{number}" in used | self._unclaimed.keys():
-                number += 1
-            key = match or f"number:{number}"
+            return EpochSequence(None, loader.name, loader.identity)
+        key = self._choose_key(loader)
         recorded = self._unclaimed.pop(key, {})
         state = recorded.get("state")
         if loader.name is None and is_inside_epoch(state):
             self._check_location(loader.identity, LoaderIdentity(**recorded["loader"]))
-        return Slot(key, loader.name, loader.identity, state)
+        return EpochSequence(key, loader.name, loader.identity, state)
+
+    def _choose_key(self, loader: TrackedLoader) -> str:
+        """Return the key of a new sequence: a recorded key that matches, or an unused one."""
+        if loader.name is not None:
+            return f"name:{loader.name}"
+        number = 1 + sum(
+            sequence.key is not None and sequence.name is None for sequence in self._sequences
+        )
+        match = match_recorded(loader.identity, number, self._unclaimed, self._prepared)
+        if match is not None:
+            return match
+        used = {sequence.key for sequence in self._sequences} | self._unclaimed.keys()
+        while f"number:{number}" in used:
+            number += 1
+        return f"number:{number}"
 
     def _check_location(self, identity: LoaderIdentity, recorded: LoaderIdentity) -> None:
         if self._rank == 0 and identity.location != recorded.location:
             warnings.warn(
-                f"This loader of {identity.dataset} resumes from the position of a loader that was "
-                "prepared elsewhere in the program. If the program was not edited, identify the "
-                "loaders by prepare_data_loader(..., name=).",
+                f"This loader of {identity.dataset} resumes from a position that another "
+                "prepare_data_loader() call recorded. This is correct if you have edited the "
+                "program since then. Otherwise, pass name= to each call to identify the loaders.",
                 stacklevel=5,
             )
 
     def record(self) -> dict[str, object] | None:
-        """Return the positions of all loaders, including those not used again in this attempt."""
+        """Return the positions of all loaders.
+
+        Positions from the resume checkpoint that no loader has used yet are included.
+        """
         records: dict[str, object] = dict(self._unclaimed)
-        for slot in self._slots:
-            state = None if slot.counter is None else slot.counter.position()
-            if slot.key is not None and state is not None:
-                identity = asdict(slot.identity) if slot.name is None else None
-                records[slot.key] = {"loader": identity, "state": state}
+        for sequence in self._sequences:
+            state = None if sequence.tracker is None else sequence.tracker.position()
+            if sequence.key is not None and state is not None:
+                identity = asdict(sequence.identity) if sequence.name is None else None
+                records[sequence.key] = {"loader": identity, "state": state}
         return records or None
 
 
@@ -225,14 +250,17 @@ def match_recorded(
 ) -> str | None:
     """Return the key of the position in a checkpoint that belongs to a loader without a name.
 
-    Positions of the same identity match. Otherwise the positions are considered that match no other
-    loader prepared in this attempt: first with the same location and dataset, then with the same
-    dataset, because the program may have been edited, and then with the same location.
+    A position with the same identity matches. If there is none, positions of other loaders that
+    this attempt has prepared are excluded. The remaining positions are compared in this order:
+
+    1. by location and dataset
+    2. by dataset only, because the program may have been edited
+    3. by location only, because the dataset may have changed
 
     Args:
         identity: Identity of the loader.
         number: Number of the loader among those without a name, in order of their first iteration.
-        recorded: Positions in the checkpoint that no loader has claimed yet.
+        recorded: Positions in the checkpoint that no loader has used yet.
         prepared: Identities of the loaders that this attempt has prepared.
 
     Raises:
@@ -253,14 +281,15 @@ def match_recorded(
             for key, other in free.items()
             if all(getattr(other, field) == getattr(identity, field) for field in fields)
         ]
-        # Numbers are meaningless for loaders that are prepared at the same location.
+        # Not for equal location and dataset: the ordinals distinguish these loaders.
         if len(fields) == 1 and f"number:{number}" in keys:
             return f"number:{number}"
         if len(keys) > 1 and any(is_inside_epoch(recorded[key]["state"]) for key in keys):
             raise ValueError(
                 f"{len(keys)} positions in the checkpoint may belong to this loader of "
-                f"{identity.dataset}. Pass prepare_data_loader(..., name=) to identify the loaders "
-                "in later checkpoints, and resume=False to continue from this one."
+                f"{identity.dataset}. Pass prepare_data_loader(..., name=) for each of these "
+                "loaders: it then starts from the beginning of its data, and later checkpoints "
+                "identify it by its name."
             )
         if keys:
             return keys[0]
@@ -268,7 +297,10 @@ def match_recorded(
 
 
 def is_inside_epoch(state: Any) -> bool:
-    """Return whether data would be read twice if this state were lost."""
+    """Return whether a position is inside an epoch. Without it, data would be read twice.
+
+    The state of a dataset with `state_dict` always counts as inside an epoch.
+    """
     if not isinstance(state, dict):
         return state is not None
     return bool(state.get("consumed", 1) != 0)
@@ -277,8 +309,8 @@ def is_inside_epoch(state: Any) -> bool:
 def get_location(frame: FrameType | None) -> str:
     """Return a checksum of a frame and its callers inside the training function.
 
-    The checksum is the same in every process that runs the same code, and differs between two calls
-    in the same line.
+    The checksum is the same in every process that runs the same code. Two calls on the same line
+    have different checksums.
     """
     calls = []
     while frame is not None and not _is_core(frame):

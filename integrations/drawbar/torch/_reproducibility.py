@@ -1,7 +1,7 @@
 """Seed all random number generators and derive per-rank seeds.
 
-All seeds of a run are derived from few numbers: the user's seed, the epoch, and the rank.
-`derive_seed` mixes them, so that no two streams of random numbers coincide.
+`derive_seed` computes the seeds of data loaders from the user's seed, the rank, the epoch, and the
+samples consumed. It hashes these numbers, so ranks and epochs have unrelated random numbers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ _seed: int | None = None
 def enable_reproducibility(seed: int = 0) -> None:
     """Seed all random number generators and use deterministic algorithms.
 
-    A training function then computes the same numbers again on the same hardware and world size.
-    Call it first in the training function:
+    Two runs with the same seed, hardware, and world size then give the same results. Call this
+    function first in the training function:
 
     - Python's `random`, NumPy, and PyTorch (all devices) get the same seed on every rank, so that
       all ranks create the same model.
-    - cuDNN does not choose kernels by timing.
-    - PyTorch uses deterministic algorithms, or raises an error if there is none
-      (https://docs.pytorch.org/docs/stable/notes/randomness.html). They can be slower.
-    - `prepare_data_loader()` derives the order of the data from this seed, and the seeds of loader
-      processes from the seed and the rank.
+    - `torch.backends.cudnn.deterministic` is True, and `torch.backends.cudnn.benchmark` is False.
+    - PyTorch uses deterministic algorithms, which can be slower. An operation that has none raises
+      an error (https://docs.pytorch.org/docs/stable/notes/randomness.html).
+    - `prepare_data_loader()` shuffles with this seed. It seeds each rank's DataLoader workers
+      differently. A `generator` of the loader takes precedence over this seed.
 
-    All settings are restored at the end of the training function.
+    When the training function ends, these settings get their previous values. The random number
+    generators keep their state.
 
     Args:
         seed: Seed from 0 to 2**32 - 1.
@@ -62,7 +63,8 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic = True
     cudnn.benchmark = False
-    # Otherwise torch raises an error at the first matrix product on CUDA.
+    # cuBLAS is deterministic only with this setting. PyTorch raises an error at the first matrix
+    # product on CUDA if it is missing.
     if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         set_env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -72,9 +74,9 @@ def current_seed() -> int | None:
     return _seed
 
 
-def derive_seed(*parts: int) -> int:
-    """Hash numbers to a seed of 63 bits."""
-    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+def derive_seed(*numbers: int) -> int:
+    """Return a hash of numbers, to use as a seed. It has 63 bits, so that it fits an int64."""
+    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

@@ -174,14 +174,17 @@ class EpochSampler(Sampler[T_co]):
         position = replace(begin, length=len(order), check=order_checksum(order))
         if begin.length is None or begin == position:
             return position
-        self._warn_of_other_order(begin, f"now it has {len(order)} items, or another order")
+        difference = "its items are now in another order"
+        if len(order) != begin.length:
+            difference = f"it now has {len(order)} items"
+        self._warn_of_other_order(begin, difference)
         return replace(position, consumed=0)
 
     def _iterate_stream(self, begin: EpochPosition) -> Iterator[T_co]:
         stream = self._open_stream(begin)
         is_same = stream.skip(begin.consumed) and stream.checksum(begin.consumed) == begin.check
         if begin.consumed and not is_same:
-            self._warn_of_other_order(begin, "now it has fewer items, or another order")
+            self._warn_of_other_order(begin, "it now has fewer items, or they are in another order")
             begin = replace(begin, consumed=0)
             stream = self._open_stream(begin)
         self.current_position = replace(begin, length=None, check=0)
@@ -209,10 +212,10 @@ class EpochSampler(Sampler[T_co]):
             return
         items = "" if begin.length is None else f" of its {begin.length}"
         warnings.warn(
-            f"Epoch {begin.epoch} of the data starts from its beginning: the checkpoint was saved "
-            f"after {begin.consumed}{items} items, and {difference}. Use the same data and a "
-            "sampler that draws from the generators of PyTorch, NumPy, or Python, pass name= to "
-            "distinguish loaders, or set prepare_data_loader(..., resume=False).",
+            f"Epoch {begin.epoch} of the data starts from its beginning. It cannot resume after "
+            f"{begin.consumed}{items} items, because {difference}. Use the same data. A custom "
+            "sampler must draw from the generators of PyTorch, NumPy, or Python. If this is the "
+            "position of another loader, pass prepare_data_loader(..., name=) for both.",
             stacklevel=3,
         )
 

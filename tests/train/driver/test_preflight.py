@@ -87,7 +87,7 @@ def test_check_train_function_passes_config_to_default_argument() -> None:
         (keyword_only, r"keyword_only\(\*, config.*one positional argument, the train_loop_config"),
         (coroutine, "coroutine is an async or a generator function"),
         (generator, "generator is an async or a generator function"),
-        (async_generator, "calling it runs none of it"),
+        (async_generator, "calling it does not run its code"),
         (None, "must be callable, found None"),
     ],
 )

@@ -165,7 +165,7 @@ def test_describe_exit_quotes_ray_memory_monitor() -> None:
 
 def test_describe_exit_ignores_generic_oom_hint_of_ray() -> None:
     guess = "Some common causes include: (1) the process was killed by the OOM killer due to ..."
-    assert describe_exit(None, guess, "").startswith("vanished without a trace")
+    assert describe_exit(None, guess, "").startswith("for an unknown reason")
 
 
 def test_describe_exit_without_status_uses_faulthandler_output() -> None:
@@ -189,7 +189,7 @@ def test_describe_exit_truncates_long_stacks() -> None:
 
 def test_describe_exit_without_status_uses_oom_count() -> None:
     description = describe_exit(report(None, oom_kill=True), "", "")
-    assert description.startswith("vanished, probably killed, by the kernel's OOM killer")
+    assert description.startswith("probably killed, by the kernel's OOM killer")
 
 
 def test_read_exit_report_without_file_returns_none(tmp_path: Path) -> None:

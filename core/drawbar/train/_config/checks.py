@@ -206,8 +206,8 @@ def check_plain_function(role: str, function: object) -> None:
     for call in (function, type(function).__call__):
         if any(is_deferred(call) for is_deferred in is_deferred_checks):
             raise TypeError(
-                f"{get_function_name(function)} is an async or a generator function, so that "
-                f"calling it runs none of it; a {role} must be a plain function"
+                f"{get_function_name(function)} is an async or a generator function, so "
+                f"calling it does not run its code; a {role} must be a plain function"
             )
 
 

@@ -120,9 +120,9 @@ class DataConfig(ConfigRepr):
         object.__setattr__(self, "datasets_to_shuffle", tuple(names))
         if names and self.uneven_rows == "drop":
             raise ValueError(
-                f"DataConfig.datasets_to_shuffle={list(names)} needs rows that are split by "
-                'number, but uneven_rows="drop" streams them. Set uneven_rows="keep", or shuffle '
-                "the dataset with ray.data.Dataset.random_shuffle(seed=...)"
+                f"DataConfig.datasets_to_shuffle={list(names)} needs all rows before they "
+                'are split, but uneven_rows="drop" streams them. Set uneven_rows="keep", or '
+                "shuffle the dataset with ray.data.Dataset.random_shuffle(seed=...)"
             )
         if names and self.group_column is not None:
             raise ValueError(

@@ -26,8 +26,8 @@ class ScalingConfig(ConfigRepr):
     """Number of workers and resources of each worker.
 
     Args:
-        trainer_resources: Accepted for compatibility with Ray Train. Must be None, since a run
-            consists only of its workers.
+        trainer_resources: Accepted for compatibility with Ray Train. Must be None, since only
+            workers reserve resources.
         num_workers: Number of worker processes; each one is a Ray actor. 0 runs the training
             function in the current process, for example to use `pdb`, with the same reports,
             checkpoints, and `Result`. (low, high) makes the run elastic: it starts with as many
@@ -249,8 +249,8 @@ def _check_ignored_arguments(
     """Check arguments that are accepted only for compatibility with Ray Train."""
     if trainer_resources is not None:
         raise ValueError(
-            f"ScalingConfig.trainer_resources must be None, found {trainer_resources!r}: a run "
-            "consists only of its workers. Did you mean num_workers= or resources_per_worker=?"
+            f"ScalingConfig.trainer_resources must be None, found {trainer_resources!r}: only "
+            "workers reserve resources. Did you mean num_workers= or resources_per_worker=?"
         )
     if elastic_resize_monitor_interval_s is not None:
         warn_caller(

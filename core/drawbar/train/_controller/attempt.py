@@ -244,7 +244,7 @@ class Attempt:
                 if message.value_error:
                     self._emit(Notice(f"rank {rank}: {message.value_error}"))
                 self._progress.on_finished(rank)
-                self.checkpoint_queries.reply_to_ready()
+                self.checkpoint_queries.send_ready_replies()
                 self._check_divergence()
                 if self.is_finished:
                     self._ended.set()
@@ -312,7 +312,7 @@ class Attempt:
             # A rank that has returned would ignore the command, which is a remote call on Ray.
             if rank not in self.finished:
                 self._send_command(rank, command)
-        self.checkpoint_queries.reply_to_ready()
+        self.checkpoint_queries.send_ready_replies()
         metrics = self._round_metrics.pop(manifest.index, None)
         if metrics is not None:
             checkpoint = self._commits.registry.get_checkpoint(manifest)
@@ -354,7 +354,7 @@ class Attempt:
                 world_size=len(self.workers),
                 send_command=self._send_command,
             )
-        self.checkpoint_queries.reply_to_ready()
+        self.checkpoint_queries.send_ready_replies()
         if report.offer is not None:
             self._check_divergence()
 

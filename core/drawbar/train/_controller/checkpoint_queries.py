@@ -1,4 +1,4 @@
-"""Reply to ranks that request the list of committed checkpoints."""
+"""Reply to ranks that query the list of committed checkpoints."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from drawbar.train._orders import CheckpointsAnswer, Order
 
 @dataclass(frozen=True)
 class _Query:
-    """Request for the checkpoints of the reports before `next_report`."""
+    """Query of a rank for the list of checkpoints.
+
+    Attributes:
+        consistency_mode: State of the checkpoints that the reply waits for; None does not wait.
+        next_report: Number of the rank's next report. The reply waits for the checkpoints of all
+            reports with a lower number, of all ranks.
+    """
 
     consistency_mode: CheckpointConsistencyMode | None
     next_report: int
 
 
 class CheckpointQueries:
-    """Open requests of an attempt's ranks for the list of checkpoints.
-
-    A request is answered when the checkpoints that it covers are committed, or validated.
+    """Unanswered queries of one attempt's ranks for the list of checkpoints.
 
     Args:
-        progress: Number of reports of each rank.
-        commits: Commits of the run, with the registry of checkpoints.
-        validations: Validations that have not finished.
+        progress: Progress of the ranks: which reports they have made.
+        commits: Commits checkpoints, and has the registry of committed checkpoints.
+        validations: Validates checkpoints.
         send_command: Sends a command to one rank.
     """
 
@@ -43,18 +47,18 @@ class CheckpointQueries:
         self._commits = commits
         self._validations = validations
         self._send_command = send_command
-        self._queries: dict[tuple[int, int], _Query] = {}  # by rank and request number
+        self._queries: dict[tuple[int, int], _Query] = {}  # by rank and query number
 
-    def add(self, rank: int, request: CheckpointsAsked) -> None:
-        """Add a request. It replaces an earlier request of the same number."""
+    def add(self, rank: int, message: CheckpointsAsked) -> None:
+        """Add a query. It replaces an earlier query of this rank with the same number."""
         # The number of reports cannot change, since the rank is blocked until it gets the reply.
         next_report = self._progress.ranks[rank].reports
-        self._queries[rank, request.number] = _Query(request.until, next_report)
-        self._progress.on_checkpoints_requested(rank, request)
-        self.reply_to_ready()
+        self._queries[rank, message.number] = _Query(message.until, next_report)
+        self._progress.on_checkpoints_requested(rank, message)
+        self.send_ready_replies()
 
-    def reply_to_ready(self) -> None:
-        """Reply to the requests whose checkpoints are ready."""
+    def send_ready_replies(self) -> None:
+        """Reply to the queries whose checkpoints are committed, or also validated."""
         for (rank, number), query in list(self._queries.items()):
             if self._is_ready(query):
                 del self._queries[rank, number]

@@ -302,4 +302,4 @@ class Controller:
 
     def _on_validated(self) -> None:
         if self._attempt is not None:
-            self._attempt.checkpoint_queries.reply_to_ready()
+            self._attempt.checkpoint_queries.send_ready_replies()

@@ -111,7 +111,7 @@ def _find_surplus_checkpoints(
     store = directory.checkpoints
     committed = [manifest for manifest in store.list_readable()[0] if manifest.name in names]
     for manifest in select_surplus(committed, config):
-        if is_external(manifest.name) or _is_behind_symlink(directory, manifest.name):
+        if is_external(manifest.name) or _has_symlink_in_path(directory, manifest.name):
             continue
         yield UnusedFile(
             "old checkpoint",
@@ -121,7 +121,7 @@ def _find_surplus_checkpoints(
         )
 
 
-def _is_behind_symlink(directory: RunDirectory, name: str) -> bool:
+def _has_symlink_in_path(directory: RunDirectory, name: str) -> bool:
     return any((directory.local_path / parent).is_symlink() for parent in list_parents(name))
 
 

@@ -180,7 +180,7 @@ def is_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def is_behind_symlink(path: str, links: set[str]) -> bool:
+def has_symlink_in_path(path: str, links: set[str]) -> bool:
     """Return True if a file or one of its parents is one of these links."""
     return "" in links or path in links or any(parent in links for parent in list_parents(path))
 

@@ -15,7 +15,7 @@ from drawbar.train._storage import fault_points
 from drawbar.train._storage.contents import (
     FileEntry,
     find_symlinks,
-    is_behind_symlink,
+    has_symlink_in_path,
     list_files,
     list_parents,
     walk_entries,
@@ -32,9 +32,10 @@ _NO_KERNEL_COPY_ERRNOS = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTS
 
 
 def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
-    """Copy files in several threads, in the kernel if the filesystem supports it.
+    """Copy files in several threads.
 
-    On filesystems with reflinks, `copy_file_range` shares blocks instead of copying them.
+    If the filesystem supports `copy_file_range`, the kernel copies the data. Filesystems with
+    reflinks, such as XFS and Btrfs, then share the blocks instead of copying them.
     """
     fault_points.maybe_stop_at("persist.start")
     _make_directories(target, files)
@@ -51,20 +52,22 @@ def _make_directories(target: Path, files: Sequence[FileEntry]) -> None:
 def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     """Move files by renaming, or by copying if the target is on another filesystem.
 
-    Files behind symbolic links are copied. The caller removes `source` when it no longer needs it;
-    until then, copied files still exist there. If this function fails, all files are in `source`.
+    A file that is a symbolic link, or is in a linked directory, is copied. Copied files remain in
+    `source`, which the caller removes. After an `OSError`, `source` contains all files again.
     """
     fault_points.maybe_stop_at("persist.start")
     links = find_symlinks(source)
-    linked = [file for file in files if is_behind_symlink(file.path, links)] if links else []
+    to_copy = [file for file in files if has_symlink_in_path(file.path, links)] if links else []
     _make_directories(target, files)
-    _run_parallel(linked, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
-    linked_paths = {file.path for file in linked}
-    unlinked = [file for file in files if file.path not in linked_paths]
+    _run_parallel(
+        to_copy, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}")
+    )
+    copied_paths = {file.path for file in to_copy}
+    to_move = [file for file in files if file.path not in copied_paths]
     moved = []
     try:
-        for count, file in enumerate(unlinked):
-            if count == (len(unlinked) + 1) // 2:
+        for index, file in enumerate(to_move):
+            if index == (len(to_move) + 1) // 2:
                 fault_points.maybe_stop_at("persist.half")
             if _rename_or_copy(f"{source}/{file.path}", f"{target}/{file.path}"):
                 moved.append(file)
@@ -95,10 +98,10 @@ def replace_symlinks(directory: Path, scratch_directory: Path) -> None:
         scratch_directory: Empty directory on the same filesystem, in which copies are made.
     """
     links = find_symlinks(directory)
-    linked = [file for file in list_files(directory) if is_behind_symlink(file.path, links)]
-    _make_directories(scratch_directory, linked)
+    to_copy = [file for file in list_files(directory) if has_symlink_in_path(file.path, links)]
+    _make_directories(scratch_directory, to_copy)
     _run_parallel(
-        linked,
+        to_copy,
         lambda file: _copy_file(f"{directory}/{file.path}", f"{scratch_directory}/{file.path}"),
     )
     for link in links:
@@ -109,11 +112,11 @@ def replace_symlinks(directory: Path, scratch_directory: Path) -> None:
         elif (scratch_directory / link).exists():
             os.replace(scratch_directory / link, directory / link)
         else:
-            os.unlink(directory / link)  # its target is a directory without files
+            os.unlink(directory / link)  # a link to an empty directory: nothing was copied
 
 
 def remove_unlisted(directory: Path, listed_paths: Container[str]) -> None:
-    """Delete every file below `directory` that is not listed, and every symbolic link."""
+    """Delete every file below `directory` except `listed_paths`, and every symbolic link."""
     for path, entry in list(walk_entries(directory)):
         if path not in listed_paths or entry.is_symlink():
             os.unlink(entry.path)
@@ -145,11 +148,13 @@ def _copy_file(source: str, target: str) -> None:
             os.fchmod(writer.fileno(), stat.S_IMODE(os.fstat(reader.fileno()).st_mode))
     except OSError:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(target)  # on a full disk, a partial file takes space that the journal needs
+            # On a full disk, the partial file takes space that the run's journal needs.
+            os.unlink(target)
         raise
 
 
 def _copy_in_kernel(reader: int, writer: int) -> bool:
+    """Copy between file descriptors; return False if the filesystem does not support this."""
     if not hasattr(os, "copy_file_range"):
         return False
     try:
@@ -175,7 +180,9 @@ NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.EINVAL, errno.ELOOP})
 
 
 def read_regular_file(path: Path, start: int = 0) -> bytes:
-    """Read a regular file from an offset; other types, such as FIFOs, could block forever.
+    """Read a regular file from an offset.
+
+    Other types of files are an error: reading a FIFO, for example, could block forever.
 
     Raises:
         OSError: The file does not exist, cannot be read, or is not a regular file.
@@ -223,14 +230,15 @@ def write_atomically(
         path: File to write.
         data: New content.
         durable: Whether the file must be on disk when this returns.
-        temp_directory: Directory for the temporary file, on the same filesystem. Use another one
-            than the default, the directory of `path`, if that one may be copied at the same time:
-            the copy would fail when the temporary file disappears.
+        temp_directory: Directory for the temporary file, on the same filesystem. Default: the
+            directory of `path`. Set it if another process may copy that directory meanwhile, since
+            the copy fails if the temporary file disappears.
 
     Raises:
         OSError: The file cannot be written; the message has the path and the size.
     """
-    # File names have a maximum length.
+    # Include the directory's name, since several directories may use one `temp_directory`. Truncate
+    # it, since file names have a maximum length.
     directory_name = os.fsencode(path.parent.name)[-100:].decode(errors="ignore")
     name = f".drawbar-{directory_name}-{path.name}.{os.getpid()}.tmp"
     temporary = (temp_directory or path.parent) / name
@@ -245,11 +253,11 @@ def write_atomically(
 
 
 def inherit_directory_mode(path: Path) -> None:
-    """Copy the permissions of the parent directory to a file or directory.
+    """Copy the permissions of the parent directory to a file or directory in it.
 
-    Permissions that the owner set for a private or group directory then apply to it and
-    override the umask of this process. World-writable parents, such as /tmp, and files of other
-    users are ignored.
+    In a private directory, or one that is shared with a group, new files are then accessible to the
+    same users as the directory, independently of the umask of this process. Nothing changes if the
+    parent is world-writable, such as /tmp, or if the file belongs to another user.
     """
     parent_mode, mode = os.stat(path.parent).st_mode, os.stat(path).st_mode
     if not parent_mode & 0o002:
@@ -259,20 +267,21 @@ def inherit_directory_mode(path: Path) -> None:
 
 
 def compute_tree_size(path: Path) -> int:
-    """Return the total size of all files below a directory, without links and deleted files."""
+    """Return the total size of all regular files below a directory. Links are not followed."""
     total = 0
     for root, _, names in os.walk(path):
         for name in names:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # deleted in the meantime
                 status = os.lstat(f"{root}/{name}")
-                total += status.st_size * stat.S_ISREG(status.st_mode)
+                if stat.S_ISREG(status.st_mode):
+                    total += status.st_size
     return total
 
 
 def has_open_files(directory: Path) -> bool:
-    """Return True if a visible process has a directory, or a file in it, open or as its cwd.
+    """Return True if a process has a file in a directory open, or its working directory is in it.
 
-    Always False without /proc.
+    Processes that this user may not inspect are ignored. Always False without /proc.
     """
     prefix = f"{os.path.realpath(directory)}/"
     with contextlib.suppress(OSError):
@@ -305,14 +314,15 @@ def remove_tree(path: Path) -> None:
 
 @dataclass(frozen=True)
 class FileIdentities:
-    """Identities of the files in a directory at one moment, to delete only unchanged files later.
+    """Identities of the files in a directory, by which unchanged files are recognized later.
 
-    Processes that share the directory may have written new files with the same names by then.
+    An identity consists of the device, inode, mtime, and size. Other ranks may share the directory
+    and write new files with the same names, which must not be deleted.
 
     Attributes:
         directory: Directory of the files.
-        identities: Identity of each file and link by path, without files behind links. The key ""
-            is the directory itself if it is a link.
+        identities: Identity of each file and link by path, without files in linked directories.
+            If the directory itself is a link, its path is "".
     """
 
     directory: Path
@@ -328,29 +338,31 @@ class FileIdentities:
         links: set[str] = {""} if directory.is_symlink() else set()
         parents = {parent for file in files for parent in list_parents(file.path)}
         for parent in sorted(parents):  # outer directories first
-            if not is_behind_symlink(parent, links) and os.path.islink(directory / parent):
+            if not has_symlink_in_path(parent, links) and os.path.islink(directory / parent):
                 links.add(parent)
-        unlinked = [file.path for file in files if not is_behind_symlink(file.path, links)]
+        direct_paths = [file.path for file in files if not has_symlink_in_path(file.path, links)]
         return cls(
-            directory, {path: _get_identity(directory, path) for path in (*links, *unlinked)}
+            directory, {path: _get_identity(directory, path) for path in (*links, *direct_paths)}
         )
 
     def remove_unchanged(self, *, was_moved: bool) -> None:
         """Delete the files that have not changed, and the directories that are empty afterwards.
 
-        Links are deleted, but not their targets. Missing files are ignored, because peers delete
-        the same files.
+        Links are deleted, but not their targets. Missing files are ignored, because other ranks
+        delete the same files.
 
         Args:
-            was_moved: Whether the files were moved away. If they were not and none of them is left,
-                a peer has deleted them and may be writing new ones, so directories are not deleted.
+            was_moved: Whether this rank has moved files out of the directory. If not, and no
+                unchanged file is left, another rank has deleted them and may be writing new files.
+                The directories are then kept.
         """
+        should_remove_directories = was_moved
         for path, identity in self.identities.items():
             with contextlib.suppress(OSError):
                 if _get_identity(self.directory, path) == identity:
                     os.unlink(self.directory / path if path else self.directory)
-                    was_moved = True
-        if was_moved and not self.directory.is_symlink():
+                    should_remove_directories = True
+        if should_remove_directories and not self.directory.is_symlink():
             for root, _, _ in os.walk(self.directory, topdown=False):
                 with contextlib.suppress(OSError):
                     os.rmdir(root)

@@ -170,8 +170,8 @@ def _describe_unknown_status(report: ExitReport | None, crash: str) -> str:
         fault = crash.removeprefix(_FATAL_ERROR).splitlines()[0].strip()
         return _describe_signal(_SIGNALS_BY_FAULT.get(fault, "a fatal error"), report, crash)
     if report is not None and report.oom_kill:
-        return f"vanished, probably killed{_describe_killer(report)}"
-    return "vanished without a trace: SIGKILL from outside, or os._exit"
+        return f"probably killed{_describe_killer(report)}"
+    return "for an unknown reason, such as SIGKILL from outside or os._exit"
 
 
 def _describe_killer(report: ExitReport | None) -> str:

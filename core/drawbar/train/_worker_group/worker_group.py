@@ -12,7 +12,7 @@ from drawbar.train._worker.stack import Stack
 
 OnMessages = Callable[[int, Sequence[Message]], None]
 OnWaiting = Callable[[int, bool], None]
-"""Receives the number of ready processes, and whether all of them are placed."""
+"""Receives the number of ready workers, and whether the resources of all workers are reserved."""
 
 
 class WorkerGroup(BackendWorkerGroup, Protocol):
@@ -20,37 +20,40 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
 
     @property
     def num_idle_workers(self) -> int:
-        """Number of ready processes that do not take part in the attempt."""
+        """Number of workers that became ready too late to take part in the attempt."""
         ...
 
     async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
-        """Start a worker in every slot that has none, and wait for the workers.
+        """Start the missing workers, and wait until enough of them are ready.
 
-        An elastic group returns as many workers as the cluster has room for.
+        An elastic group may return fewer workers than its maximum.
 
         Args:
-            on_waiting: Called repeatedly while the start takes long.
+            on_waiting: Called every few seconds while workers are missing.
 
         Returns:
-            The workers, by slot.
+            The ready workers. `set_ranks` takes the ranks in the same order.
         """
         ...
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Set the rank of each worker that `start` returned. Other methods use ranks."""
+        """Set the rank of each worker that `start` returned.
+
+        The other methods identify workers by their rank.
+        """
         ...
 
     def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
         """Start an attempt.
 
         Args:
-            assignments: Assignments, by slot.
+            assignments: One assignment for each worker.
             on_messages: Called on the event loop with a rank and its messages, in the order in
                 which the rank sent them. `Gone` reports that the process of the rank died.
         """
         ...
 
-    def send_command(self, rank: int, order: Order) -> None:
+    def send_command(self, rank: int, command: Order) -> None:
         """Send a command to a rank without waiting."""
         ...
 
@@ -62,18 +65,20 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         should_replace: bool,
         is_user_request: bool = False,
     ) -> None:
-        """Interrupt the functions that are still running.
+        """Interrupt training functions that are still running, and wait until they end.
 
         Args:
-            grace: Seconds in which a function must end.
-            should_keep: Keep idle processes for another attempt instead of killing them.
-            should_replace: Start replacements of dead processes while others are still stopping.
-            is_user_request: The user requested the interruption.
+            grace: Maximum time to wait, in seconds. Processes whose function is still running are
+                then killed.
+            should_keep: Whether processes whose function has ended are kept for another attempt
+                instead of being killed.
+            should_replace: Whether new processes start at once in place of dead and killed ones.
+            is_user_request: Whether the user has stopped the run.
         """
         ...
 
     async def stop(self) -> None:
-        """Shut down all processes, gracefully where they are idle, and release the resources."""
+        """End all processes and release the resources. Idle processes run exit handlers first."""
         ...
 
     def kill(self) -> None:
@@ -81,9 +86,9 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         ...
 
     def relocate_on_next_start(self) -> None:
-        """Make the next start place all processes again."""
+        """Let the next `start` choose new nodes for all processes."""
         ...
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
-        """Return the stack of every rank, or None for a rank that does not reply."""
+        """Return the stack trace of every rank; None for a rank that does not reply."""
         ...

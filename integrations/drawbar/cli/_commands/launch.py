@@ -54,7 +54,7 @@ def launch(
         bool | None,
         typer.Option(
             "--use-gpu/--no-gpu",
-            help="Assign one GPU to each process.  [default: if the cluster has enough]",
+            help="Assign one GPU to each process.  [default: if the cluster has enough GPUs]",
         ),
     ] = None,
     cpus_per_worker: Annotated[
@@ -65,7 +65,7 @@ def launch(
     ] = False,
     name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Name of the run. A run with this name is resumed."),
+        typer.Option(metavar="NAME", help="Name of the run. See --resume for an existing name."),
     ] = None,
     storage_path: Annotated[
         str | None,
@@ -81,7 +81,7 @@ def launch(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Fail the attempt if no rank writes output or uses the CPU for this long.",
+            help="Fail if no rank writes output or uses the CPU for this long.",
         ),
     ] = None,
     resume: Annotated[
@@ -104,7 +104,7 @@ def launch(
         bool | None,
         typer.Option(
             "--progress/--no-progress",
-            help="Show the run's progress on standard error.  [default: on a terminal]",
+            help="Show the run's progress on standard error.  [default: if it is a terminal]",
         ),
     ] = None,
     accelerate_config: Annotated[
@@ -123,19 +123,20 @@ def launch(
         bool, typer.Option("--standalone", help="Start a private Ray instance for this run.")
     ] = False,
     nproc_per_node: Annotated[
-        str | None, typer.Option(metavar="N|gpu|cpu|auto", help="Processes per node (torchrun).")
+        str | None,
+        typer.Option(metavar="N|gpu|cpu|auto", help="Processes per node, as in torchrun."),
     ] = None,
     nnodes: Annotated[
-        str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes (torchrun).")
+        str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes, as in torchrun.")
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(metavar="N", help="Same as --max-failures (torchrun).")
+        int | None, typer.Option(metavar="N", help="torchrun's name for --max-failures.")
     ] = None,
 ) -> None:
     """Run a training script on several processes, like torchrun.
 
-    Accepts torchrun's options. Exits with the script's exit code. Rank 0 prints to this
-    terminal; the output of every rank is saved in the run's logs.
+    Accepts torchrun's options. Exits with the script's exit code. Prints the output of rank 0;
+    the run's logs contain the output of every rank.
     """
     if progress is None:
         progress = sys.stderr.isatty()
