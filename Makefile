@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with Python >= 3.11 and make:
-#   make demo    train a small network on two workers and show what came of it
+#   make demo    train a small network on two workers and show the result
 #   make test    run the tests
 # `make check` runs the linters and the type checker, `make bench` the benchmarks, `make docs` builds the site.
 
@@ -7,7 +7,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV := .venv
 BIN := $(VENV)/bin
 TESTS_AT_A_TIME ?= 3
-# What is imported is compiled once, whatever the shell says: otherwise each of the tests' processes does that anew.
+# Write bytecode files even if the shell disables them. Otherwise each test process compiles all modules.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -16,8 +16,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: $(VENV)/dev
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
 
-# Most of a test's time is waiting, so several run side by side, each process with a Ray of its own;
-# then those that measure the machine itself.
+# Tests mostly wait, so several run in parallel, each process with its own Ray instance. Tests that
+# depend on the load of the machine run afterwards, one at a time.
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -m 'not alone' -n $(TESTS_AT_A_TIME) --dist worksteal
 	$(BIN)/python -m pytest -m alone
@@ -33,7 +33,7 @@ bench: $(VENV)/bench
 docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict
 
-# Each of these files stands for an installed set of extras, renewed when the project's metadata changes.
+# Each of these files marks an installed set of extras, which is updated when the metadata of the project changes.
 $(VENV)/dev: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Drawbar needs Python >= 3.11; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -59,7 +59,7 @@ def test_resolve_num_workers_of_invalid_values_raises(per_node: str, nodes: str)
 def test_num_local_cpus_above_pid_max_raises() -> None:
     cores = len(os.sched_getaffinity(0))
     assert [num_local_cpus(0), num_local_cpus(cores + 1)] == [cores, cores + 1]
-    with pytest.raises(CommandError, match=f"^Cannot start 100000000000 processes: .* has {cores}"):
+    with pytest.raises(CommandError, match=r"^Cannot start 100000000000 processes: .* fewer than"):
         num_local_cpus(10**11)
 
 

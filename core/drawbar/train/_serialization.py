@@ -1,10 +1,12 @@
 """Serialize user objects between processes.
 
-cloudpickle's bytes hide object references and actor handles from Ray: no process would own them,
-and `ray.get` would wait forever. References are therefore extracted and kept next to the bytes, in
-the object that Ray itself serializes, so that Ray counts them and their owner keeps them. Only
-`deserialize` runs user code; processes in between only hold a `Serialized`. Ray is imported only to
-serialize, since commands that only read runs do not need it.
+`serialize` pickles an object with cloudpickle. Ray does not see object references and actor handles
+that are in the pickled bytes: they would have no owner in the process that deserializes them, and
+`ray.get` would wait forever. `serialize` therefore extracts references, and a `Serialized` stores
+them next to the bytes. Ray counts them when it serializes a `Serialized`, and keeps the objects.
+
+Only `deserialize` runs user code. A process that forwards a `Serialized` does not. Commands that
+only read runs do not need Ray, so this module imports it in functions.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class MissingReferenceError(LookupError):
 
 
 class Serialized:
-    """A serialized user object, created by `serialize`. It can be pickled, by Ray and otherwise."""
+    """A serialized user object, created by `serialize`. Both Ray and `pickle` can serialize it."""
 
     def __init__(
         self, body: bytes, buffers: Iterable[SharedBuffer] = (), references: Iterable[object] = ()
@@ -50,12 +52,12 @@ class Serialized:
 
     @property
     def size(self) -> int:
-        """Number of bytes that each process copies; shared buffers do not count."""
+        """Size in bytes without shared buffers, which processes on a node do not copy."""
         return len(self._body)
 
     @property
     def missing_references(self) -> list[str]:
-        """Descriptions of references that were not written to the file."""
+        """Descriptions of the references that `serialize_without_references` has replaced."""
         return [
             reference.description
             for reference in self._references
@@ -68,6 +70,7 @@ class Serialized:
         import ray
 
         objects = [ref for ref in self._references if isinstance(ref, ray.ObjectRef)]
+        # Subclasses are references of Ray Client. Their objects are lost when this client ends.
         return sum(type(ref) is not ray.ObjectRef or _is_owned_here(ref) for ref in objects)
 
     def release(self) -> None:
@@ -78,7 +81,8 @@ class Serialized:
         """Return the object.
 
         Raises:
-            MissingReferenceError: The object was read from a file and refers to an object in Ray.
+            MissingReferenceError: The object was read from a file and contains a reference to an
+                object of the Ray session that wrote the file.
             Exception: Unpickling fails in this process.
         """
         stream = io.BytesIO(self._body)
@@ -92,15 +96,14 @@ def serialize(
 
     Args:
         value: Object that can be pickled.
-        should_share_buffers: Keep arrays of at least `MIN_SHARED_BYTES` out of the bytes.
-        should_transfer_ownership: Set if this process ends before the object is deserialized.
-            Referenced objects that this process owns are then embedded, and the process that
-            deserializes them becomes their owner.
+        should_share_buffers: Whether to store arrays of at least `MIN_SHARED_BYTES` separately
+            from the pickled bytes.
+        should_transfer_ownership: Whether to embed referenced objects that this process owns. The
+            process that deserializes them becomes their owner. Needed if this process ends earlier.
 
     Raises:
         Exception: The object cannot be pickled.
     """
-    # `cloudpickle.dumps` would not extract references.
     stream, references, buffers = io.BytesIO(), list[object](), list[pickle.PickleBuffer]()
     extract_buffer = functools.partial(_extract_buffer, buffers) if should_share_buffers else None
     extract_reference = functools.partial(_extract_reference, references)
@@ -114,7 +117,7 @@ def serialize(
 
 
 def serialize_without_references(value: object) -> bytes:
-    """Pickle an object for a file. References to objects in Ray are replaced by descriptions."""
+    """Pickle an object for a file, with descriptions in place of references to Ray objects."""
     stream = io.BytesIO()
     _Pickler(stream, dict.fromkeys(_list_reference_types(), _reduce_to_missing)).dump(value)
     return stream.getvalue()
@@ -128,7 +131,7 @@ class _MissingReference:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickler that prefers `reducers` over cloudpickle's and Ray's registered serializers."""
+    """Pickler that tries `reducers` first, then the serializers of cloudpickle, then Ray's."""
 
     def __init__(
         self,
@@ -138,10 +141,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     ) -> None:
         import ray.cloudpickle
 
-        # Ray vendors cloudpickle; `ray.util.register_serializer` registers serializers there.
-        others = cloudpickle.Pickler.dispatch_table.maps
-        by_ray = ray.cloudpickle.Pickler.dispatch_table
-        self.dispatch_table = ChainMap(reducers, *others, by_ray)  # read by super().__init__
+        # Ray contains a copy of cloudpickle, to which `ray.util.register_serializer` adds
+        # serializers.
+        cloudpickle_tables = cloudpickle.Pickler.dispatch_table.maps
+        ray_table = ray.cloudpickle.Pickler.dispatch_table
+        # super().__init__ reads this attribute.
+        self.dispatch_table = ChainMap(reducers, *cloudpickle_tables, ray_table)
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
 
 
@@ -165,7 +170,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _list_reference_types() -> list[type]:
-    """Return the types that Ray counts or replaces by stubs."""
+    """Return the types of references that are extracted from the pickled bytes."""
     import ray
 
     types = [ray.ObjectRef, ray.actor.ActorHandle]
@@ -177,7 +182,7 @@ def _list_reference_types() -> list[type]:
 
 
 def _extract_buffer(buffers: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Keep a large buffer out of the bytes. Return whether the buffer belongs into the bytes."""
+    """Store a large buffer in `buffers`. Return True for a small one, which is pickled in-band."""
     if buffer.raw().nbytes < MIN_SHARED_BYTES:
         return True
     buffers.append(buffer)
@@ -194,7 +199,7 @@ def _embed_owned_object(extract_reference: Reducer, reference: object) -> tuple[
 
     if not _is_owned_here(reference):
         return extract_reference(reference)
-    # The process that deserializes it puts it again and owns the new object.
+    # The process that deserializes this calls `ray.put` and owns the new object.
     return ray.put, (ray.get(cast("ray.ObjectRef[object]", reference)),)
 
 
@@ -203,7 +208,7 @@ def _reduce_to_missing(reference: object) -> tuple[object, ...]:
 
 
 def _reference_stub(number: int) -> object:
-    """Mark an extracted reference in the bytes; `_Unpickler` replaces it by the reference."""
+    """Represent a reference in the pickled bytes; `_Unpickler` inserts the reference."""
     raise AssertionError(number)
 
 
@@ -213,5 +218,6 @@ def _is_owned_here(reference: object) -> bool:
 
     worker: Any = ray._private.worker.global_worker
     owner: bytes = worker.core_worker.get_owner_address(reference)
-    # Ray has no public call for this. The address is a Ray message that contains the worker id.
+    # Ray has no public function for this. The address is a serialized protobuf message. One of its
+    # fields is the ID of the worker process.
     return bytes.fromhex(ray.get_runtime_context().get_worker_id()) in owner

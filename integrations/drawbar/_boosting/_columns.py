@@ -62,7 +62,7 @@ class ColumnRoles:
                 raise TypeError(f"{role} must name columns, found {name!r}.")
             if name in roles:
                 raise ValueError(
-                    f"Column {name!r} is both {roles[name]} and in {role}. Use it only once."
+                    f"Column {name!r} is used in {roles[name]} and in {role}. Use it only once."
                 )
             roles[name] = role
 

@@ -168,8 +168,9 @@ def validate_labels(
     if labels.low < low or labels.high > high or (whole_numbers and not labels.whole_numbers):
         raise ValueError(
             f"{required_by} needs labels that are {kind} from {low:g} to {high:g}, but column "
-            f"{shard.columns.label!r} of datasets[{shard.name!r}] goes from {labels.low:g} to "
-            f"{labels.high:g}{'' if labels.whole_numbers else ', with fractions'}."
+            f"{shard.columns.label!r} of datasets[{shard.name!r}] has "
+            f"{'integers' if labels.whole_numbers else 'fractional values'} from {labels.low:g} to "
+            f"{labels.high:g}."
         )
 
 

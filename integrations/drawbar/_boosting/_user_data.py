@@ -15,6 +15,10 @@ LABEL, WEIGHT, GROUP = ("__label__", "__weight__", "__group__")
 OUTPUT, MARGIN = ("__label_{}__", "__margin_{}__")
 """Names of columns that are not features; labels and margins may have several columns."""
 
+_ARGUMENT_DESCRIPTIONS = {
+    "weight": "sample weights",
+    "margin": "initial scores (base_margin or init_score)",
+}
 
 FeatureData: TypeAlias = Any
 """A NumPy or SciPy array, a pandas or Arrow table, or a Ray Dataset."""
@@ -198,9 +202,9 @@ def _fill_columns(rows: UserData, has_weights: bool, margin: Any) -> UserData:
     if not missing:
         return rows
     if is_ray_dataset(rows.features):
-        names = " and ".join(missing)
+        names = " and ".join(_ARGUMENT_DESCRIPTIONS[name] for name in missing)
         raise ValueError(
-            f"A Ray Dataset passed to fit() has no {names}, but another dataset has. Pass {names} "
+            f"fit() received {names} for some datasets, but not for a Ray Dataset. Pass {names} "
             "for all datasets or for none."
         )
     count = len(np.asarray(rows.label))

@@ -102,8 +102,8 @@ def num_local_cpus(num_processes: int) -> int:
     pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
     if num_processes >= pid_max:
         raise CommandError(
-            f"Cannot start {num_processes} processes: this machine has {cores} CPUs and allows "
-            f"fewer than {pid_max} processes. Reduce --nproc-per-node."
+            f"Cannot start {num_processes} processes: this machine allows fewer than {pid_max} "
+            "(kernel.pid_max). Reduce --nproc-per-node."
         )
     return max(num_processes, cores)
 

@@ -31,32 +31,33 @@ else:
 CHECKPOINT_NAME = "checkpoint.ckpt"
 
 SAVE_TIMEOUT_S = 300.0
-"""Time in seconds for which a saving rank waits for the other ranks."""
+"""Time in seconds that a rank waits for the other ranks before it saves."""
 
 SAVE_TIMEOUT_AFTER_ERROR_S = 10.0
-"""Time in seconds for which a rank that saves because of an exception waits for the others."""
+"""Shorter time if an exception makes a rank save. Other ranks may not have the exception."""
 
 
 class CheckpointStrategyMixin(ParallelStrategy):
-    """Save and load checkpoints and data positions in a strategy."""
+    """Mixin for strategies: save and load checkpoints with the positions of data loaders."""
 
     @cached_property
     def _train_loaders(self) -> TrainLoaderTracker:
         return TrainLoaderTracker()
 
     def setup_environment(self) -> None:
-        """Start `fit`, `validate`, `test`, or `predict`."""
+        """Reset the numbering of loaders when `fit`, `validate`, `test`, or `predict` starts."""
         self._train_loaders.reset_numbering()
         super().setup_environment()
 
     def save_checkpoint(
         self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
-        """Save to the given path; a path in the run directory is reported as a checkpoint."""
+        """Save to a path. If it is in the run directory, report it as a checkpoint of the run."""
         if not is_in_training_function():  # the driver, after the workers have ended
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        name, error = run_checkpoint_name(filepath), sys.exception()
+        name = run_checkpoint_name(filepath)
+        error = sys.exception()  # not None if a callback saves because training failed
         if name is None or error is not None:
             _wait_for_all_ranks(filepath, error)
         if name is None:
@@ -76,7 +77,7 @@ class CheckpointStrategyMixin(ParallelStrategy):
             open_local(Path(checkpoint_path)) as path,
             self.convert_for_loading(path) as loadable_path,
         ):
-            # Validation and test always use all of their data.
+            # Other functions, such as validate(), always read all of their data.
             if _get_trainer(self).state.fn == "fit":
                 self._train_loaders.resume_from(Checkpoint(path.parent))
             loaded: dict[str, object] = super().load_checkpoint(loadable_path, *args, **kwargs)
@@ -87,7 +88,7 @@ class CheckpointStrategyMixin(ParallelStrategy):
         return nullcontext(path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint that `ModelCheckpoint` drops, except the newest of the run."""
+        """Delete a checkpoint for `ModelCheckpoint`. The latest one of the run is always kept."""
         name = run_checkpoint_name(filepath)
         if name is None:
             super().remove_checkpoint(filepath)
@@ -95,7 +96,7 @@ class CheckpointStrategyMixin(ParallelStrategy):
             discard_checkpoint(name)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Store the position of a training data loader in checkpoints."""
+        """Wrap a training data loader so that checkpoints contain its position."""
         dataloader = super().process_dataloader(dataloader)
         if ShardBatches.is_shard_loader(dataloader):
             return ShardBatches(dataloader)
@@ -116,15 +117,17 @@ def _get_trainer(strategy: ParallelStrategy) -> Trainer:
 
 
 def _wait_for_all_ranks(filepath: str | Path, error: BaseException | None) -> None:
-    """Wait for all ranks with a timeout, because Lightning waits without one after saving.
+    """Wait until all ranks have called `save_checkpoint`.
+
+    Lightning's own barrier, after the checkpoint is saved, has no timeout.
 
     Args:
-        filepath: Path that is being saved.
-        error: Exception because of which this rank saves, if any. Other ranks may not have it.
+        filepath: Path at which the checkpoint will be saved.
+        error: Exception that made this rank save. None if training continues.
 
     Raises:
-        RuntimeError: Not all ranks called `save_checkpoint` in time.
-        BaseException: `error`, if it is not None and not all ranks called in time.
+        RuntimeError: Some ranks did not call `save_checkpoint` in time.
+        BaseException: `error`. It is raised again, with a note, if some ranks did not call in time.
     """
     seconds = SAVE_TIMEOUT_S if error is None else SAVE_TIMEOUT_AFTER_ERROR_S
     try:
@@ -132,7 +135,7 @@ def _wait_for_all_ranks(filepath: str | Path, error: BaseException | None) -> No
         return
     except TimeoutError:
         pass
-    # Raise outside the handler, so that TimeoutError does not replace the cause of `error`.
+    # Raise outside the handler, so that TimeoutError does not become the context of `error`.
     if error is not None:
         error.add_note(
             f"{str(filepath)!r} was not saved after this error, because not all ranks called "
@@ -142,7 +145,8 @@ def _wait_for_all_ranks(filepath: str | Path, error: BaseException | None) -> No
     raise RuntimeError(
         f"trainer.save_checkpoint({str(filepath)!r}) was called on rank "
         f"{get_context().get_world_rank()}, but not on all ranks within {seconds:g} s. "
-        "Call it on every rank, not only if trainer.is_global_zero; only rank 0 writes the file."
+        "Call it on every rank, without `if trainer.is_global_zero`. The strategy selects the "
+        "ranks that write."
     )
 
 
@@ -159,8 +163,9 @@ def shared_checkpoint_dir() -> Iterator[Path]:
 def report_shared_checkpoint(metrics: Mapping[str, object], path: Path, **options: Any) -> None:
     """Report a checkpoint directory that all ranks have written to. Call it on all ranks.
 
-    One rank of each node offers the directory's files. On a shared filesystem these are the same
-    files, which are stored once. Without one, they are the files of that node.
+    The first rank of each node passes the directory to `train.report()`. On a shared filesystem,
+    all nodes report the same files, and each file is stored once. On node-local storage, each node
+    reports the files that its own ranks wrote.
     """
     sync_report_index()  # also a barrier: all ranks have written their files
     if get_context().get_local_rank() == 0 and path.is_dir():
@@ -179,17 +184,17 @@ def logged_metrics(trainer: Trainer) -> dict[str, object]:
 
 
 def run_checkpoint_name(filepath: str | Path) -> str | None:
-    """Return the name of the run's checkpoint that contains a Lightning path, or None."""
+    """Return the name of the checkpoint to which a path in the run directory belongs, else None."""
     path = Path(filepath)
-    in_run = path.name == CHECKPOINT_NAME and path.parent.parent == get_context().get_storage()
-    return path.parent.name if in_run else None
+    is_in_run = path.name == CHECKPOINT_NAME and path.parent.parent == get_context().get_storage()
+    return path.parent.name if is_in_run else None
 
 
 def lightning_checkpoint_path(checkpoint: Checkpoint) -> Path:
     """Return the path of the Lightning checkpoint inside a checkpoint of the run.
 
-    For a remote checkpoint, this is a path in the run's local work directory that does not exist.
-    `open_local` maps it to the remote files.
+    For a remote checkpoint, this is a path in the run's local work directory. No file exists there;
+    `open_local` downloads the checkpoint instead.
     """
     directory = Path(checkpoint.path)
     if not checkpoint.is_local:

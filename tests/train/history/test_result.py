@@ -216,7 +216,9 @@ def test_result_excludes_checkpoint_written_after_commit(
 
     assert fit(function, tmp_path).checkpoint is None
     file = tmp_path / "run" / "checkpoint_000000" / "rows"
-    assert f"not part of the result: {file} has 8 bytes, but the commit has 0" in caplog.text
+    assert (
+        f"not part of the result: {file} has 8 bytes, but had 0 bytes at the commit" in caplog.text
+    )
 
 
 def test_result_of_failed_run_has_error_and_checkpoints(tmp_path: Path) -> None:

@@ -219,11 +219,11 @@ def damage_checksums(path: Path) -> None:
     ("damage", "message"),
     [
         (remove, "deep/state is missing"),
-        (truncate, "model.pt has 3 bytes, but the commit has 7"),
-        (lengthen, "model.pt has 8 bytes, but the commit has 7"),
+        (truncate, "model.pt has 3 bytes, but had 7 bytes at the commit"),
+        (lengthen, "model.pt has 8 bytes, but had 7 bytes at the commit"),
         (
             change,
-            r"model.pt was changed after the commit: its xxh3 is \w{16}, but the commit has \w{16}",
+            r"changed after the commit: its xxh3 checksum is \w{16}, but was \w{16} at the commit",
         ),
         (drop_manifest, r"has no readable manifest \(.drawbar.json\). It was never committed"),
         (damage_checksums, ".drawbar-checksums.json cannot be read"),

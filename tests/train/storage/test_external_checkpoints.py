@@ -175,7 +175,5 @@ def test_damaged_index_of_external_checkpoints_raises(tmp_path: Path) -> None:
 
     fit(function, tmp_path)
     (tmp_path / "run" / "places.json").write_text('["../out"]')
-    with pytest.raises(
-        DamagedRunError, match=r"run/places.json, the index .* cannot be read: '../out'"
-    ):
+    with pytest.raises(DamagedRunError, match=r"run/places.json cannot be read: '../out'"):
         Result.from_path(tmp_path / "run")

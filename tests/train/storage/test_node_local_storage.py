@@ -184,7 +184,8 @@ def output(unshared_path: Path, drivers: Drivers) -> Output:
 def test_node_local_checkpoint_over_size_limit_raises(unshared_path: Path, output: Output) -> None:
     assert "StorageError: rank_" in output.out, output.err
     assert (
-        f"has 1 GB ({MAX_TRANSFER_BYTES + 1} bytes) for checkpoint checkpoint_000000" in output.out
+        f"saved 1 GB ({MAX_TRANSFER_BYTES + 1} bytes) for checkpoint checkpoint_000000"
+        in output.out
     )
     assert f"does not share {unshared_path}/large with the driver's node" in output.out
     assert "The run ends: it would fail again in the same way" in output.out

@@ -1,1 +1,1 @@
-"""The loop: await, decide, act; what each message of an attempt means."""
+"""Controller of a run: handle messages of workers, decide, and send commands."""

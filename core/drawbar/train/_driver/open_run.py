@@ -28,7 +28,7 @@ from drawbar.train._history.events import (
     RunEnded,
     RunStarted,
 )
-from drawbar.train._history.journal import Journal, kept_indices, missing_reports
+from drawbar.train._history.journal import Journal, find_missing_reports, get_checkpoint_indices
 from drawbar.train._history.timeline import RunState
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import inherit_directory_mode
@@ -163,7 +163,7 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
     if altered:
         other_damage = [part for part in damage if part not in altered]
         state, damage = RunDirectoryState.DAMAGED, [*other_damage, *altered.values()]
-    lost = missing_reports(events, intact) if events else None
+    lost = find_missing_reports(events, intact) if events else None
     if lost is not None:
         state = RunDirectoryState.DAMAGED
         damage.append(
@@ -202,7 +202,7 @@ def _has_finished(events: list[JournaledEvent]) -> bool:
 def _missing_checkpoints(events: list[JournaledEvent], intact: list[Manifest]) -> list[str]:
     """List checkpoints that were committed after the latest intact one: their files are lost."""
     latest = intact[-1].index if intact else -1
-    return [name for name, index in kept_indices(events).items() if index > latest]
+    return [name for name, index in get_checkpoint_indices(events).items() if index > latest]
 
 
 def _journal_run_start(

@@ -17,7 +17,11 @@ from drawbar.train._history.events import (
     ReportsLost,
     WorkersStarted,
 )
-from drawbar.train._history.journal import kept_indices, read_events, select_effective_reports
+from drawbar.train._history.journal import (
+    get_checkpoint_indices,
+    read_events,
+    select_effective_reports,
+)
 from drawbar.train._storage.filesystem import AnyFileSystem
 from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
 
@@ -56,7 +60,7 @@ def check_run(
     events = read_events(directory)
     _check_reports(events)
     _check_history(events)
-    for name in _list_kept(events):
+    for name in _list_checkpoint_names(events):
         _check_checkpoint(directory, name)
 
 
@@ -140,13 +144,13 @@ def _list_expected_reports(
     return expected
 
 
-def _list_kept(events: Sequence[JournaledEvent]) -> list[str]:
-    return list(kept_indices(events))  # in commit order
+def _list_checkpoint_names(events: Sequence[JournaledEvent]) -> list[str]:
+    return list(get_checkpoint_indices(events))  # in commit order
 
 
 def _check_checkpoint(directory: RunDirectory, name: str) -> None:
     try:
         directory.checkpoints.get_checkpoint(name).verify()
     except CheckpointError as error:
-        if name in _list_kept(read_events(directory)):  # not deleted in the meantime
+        if name in _list_checkpoint_names(read_events(directory)):  # not deleted in the meantime
             raise AssertionError(f"a committed checkpoint is lost: {error}") from error

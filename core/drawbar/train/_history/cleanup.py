@@ -35,7 +35,7 @@ _WORK_DIRECTORY_FILES = frozenset({*RUN_FILE_NAMES, ".staging", ".workers", ".br
 
 @dataclass(frozen=True)
 class UnusedFile:
-    """Files or a socket that no run needs, and that can be removed.
+    """A file, directory, or socket that no run needs.
 
     Attributes:
         kind: Description, such as "old checkpoint".
@@ -79,7 +79,8 @@ def find_unused_files(
                 partial(_remove_uncommitted, directory, path),
             )
     if directory.remote_path is not None:
-        # There is no staging area: uncommitted files are in directories next to the checkpoints.
+        # Remote storage has no staging area. Uncommitted files are in directories that are next to
+        # the committed checkpoints.
         store = RemoteCheckpointStore(directory.remote_path)
         for name in store.list_uncommitted():
             directory_path = store.root / name
@@ -104,9 +105,14 @@ def _is_nonempty_directory(path: Path) -> bool:
 def _find_surplus_checkpoints(
     directory: RunDirectory, names: set[str], config: CheckpointConfig
 ) -> Iterator[UnusedFile]:
-    """Find old checkpoints that the run committed under these names.
+    """Find checkpoints that the retention policy `config` does not keep.
 
-    Copies that the user made and external checkpoints are not included.
+    Args:
+        directory: Directory of the run.
+        names: Names of checkpoints that this run has committed. Other checkpoints in the directory,
+            such as copies that the user made, are not included. External checkpoints are not
+            included either.
+        config: Retention policy.
     """
     store = directory.checkpoints
     committed = [manifest for manifest in store.list_readable()[0] if manifest.name in names]
@@ -122,6 +128,7 @@ def _find_surplus_checkpoints(
 
 
 def _has_symlink_in_path(directory: RunDirectory, name: str) -> bool:
+    """Return whether a directory between the run directory and a checkpoint is a symbolic link."""
     return any((directory.local_path / parent).is_symlink() for parent in list_parents(name))
 
 
@@ -140,7 +147,8 @@ def _lock_run(directory: RunDirectory) -> Iterator[Journal]:
 
 def _remove_uncommitted(directory: RunDirectory, path: Path) -> None:
     with _lock_run(directory):
-        upkeep.preserve_uncommitted(directory)  # moved files exist nowhere else
+        # A rank has moved these files here, so there is no other copy.
+        upkeep.preserve_uncommitted(directory)
         _remove_completely(path)
 
 
@@ -152,7 +160,7 @@ def _remove_completely(path: Path) -> None:
     """
     remove_tree(path)
     if os.path.lexists(path):
-        raise PermissionError(errno.EACCES, "this user cannot delete all files in it", str(path))
+        raise PermissionError(errno.EACCES, "this user cannot delete some of its files", str(path))
 
 
 def _delete_checkpoint(directory: RunDirectory, manifest: Manifest) -> None:
@@ -167,13 +175,13 @@ def _delete_checkpoint(directory: RunDirectory, manifest: Manifest) -> None:
 
 
 def find_unused_local_files(min_age_s: float) -> Iterator[UnusedFile]:
-    """Find files on this machine that runs and readers of checkpoints have left.
+    """Find files on this machine that no run and no reader of a checkpoint needs.
 
     These are:
       - copies of remote checkpoints that no process reads
       - copies that `Checkpoint.to_directory()` made
       - sockets of dead processes
-      - work directories of runs on remote storage that are not in progress
+      - work directories of runs that use remote storage and are not in progress
 
     Args:
         min_age_s: Minimum age in seconds of copies and work directories.
@@ -182,7 +190,7 @@ def find_unused_local_files(min_age_s: float) -> Iterator[UnusedFile]:
         Files that can be removed.
 
     Raises:
-        CheckpointError: The directory for copies belongs to, or is open to, another user.
+        CheckpointError: Another user owns the directory for copies, or can access it.
 
     Example:
         Delete unused files that are older than a week::
@@ -190,19 +198,19 @@ def find_unused_local_files(min_age_s: float) -> Iterator[UnusedFile]:
             for file in runs.find_unused_local_files(min_age_s=7 * 24 * 3600):
                 file.remove()
     """
-    limit = time.time() - min_age_s
+    cutoff_time = time.time() - min_age_s
     for path in sorted(get_user_temp_directory().iterdir()):
         if path.suffix == ".sock":
             if is_dead_socket(path):
                 remove = partial(path.unlink, missing_ok=True)
                 yield UnusedFile("socket of a dead process", str(path), 0, remove)
-        elif path.is_dir() and path.suffix != ".partial" and _get_modified_time(path) < limit:
+        elif path.is_dir() and path.suffix != ".partial" and _get_modified_time(path) < cutoff_time:
             remove = partial(remove_if_unused, path)
             yield UnusedFile("copy of a checkpoint", str(path), compute_tree_size(path), remove)
     for path in list_work_directories():
-        if _is_unused_work_directory(path, limit):
+        if _is_unused_work_directory(path, cutoff_time):
             kind = "work directory of a remote run"
-            remove = partial(_remove_work_directory, path, limit)
+            remove = partial(_remove_work_directory, path, cutoff_time)
             yield UnusedFile(kind, str(path), compute_tree_size(path), remove)
 
 
@@ -214,16 +222,21 @@ def is_dead_socket(path: Path) -> bool:
             connection.connect(str(path))
         except ConnectionRefusedError:
             return True
-        # Other errors, as of a socket whose queue is full, do not mean that the process is dead.
+        # The process may be alive. For example, the queue of its socket may be full.
         except OSError:
             return False
     return False
 
 
-def _is_unused_work_directory(path: Path, limit: float) -> bool:
-    """Return True for an old work directory without files of the user, which no process uses.
+def _is_unused_work_directory(path: Path, cutoff_time: float) -> bool:
+    """Return True if a work directory is old, has no files of the user, and no process uses it.
 
-    On nodes other than the driver's no process holds a journal, but a rank has its log open.
+    On the driver's node, the driver holds the lock of the journal. On other nodes, there is no
+    journal, but each worker has its log open.
+
+    Args:
+        path: Work directory.
+        cutoff_time: All files must be older than this time.
     """
     directory = RunDirectory(path)
     if not _WORK_DIRECTORY_NAME.fullmatch(path.name) or path.is_symlink():
@@ -231,13 +244,13 @@ def _is_unused_work_directory(path: Path, limit: float) -> bool:
     if directory.staging.list_moved() or not _WORK_DIRECTORY_FILES.issuperset(os.listdir(path)):
         return False
     entries = (f"{root}/{name}" for root, _, files in os.walk(path) for name in (*files, "."))
-    if any(_get_modified_time(entry) >= limit for entry in entries):
+    if any(_get_modified_time(entry) >= cutoff_time for entry in entries):
         return False
     return not is_locked(directory.journal_path) and not has_open_files(path)
 
 
-def _remove_work_directory(path: Path, limit: float) -> None:
-    if path.exists() and _is_unused_work_directory(path, limit):
+def _remove_work_directory(path: Path, cutoff_time: float) -> None:
+    if path.exists() and _is_unused_work_directory(path, cutoff_time):
         _remove_completely(path)
 
 

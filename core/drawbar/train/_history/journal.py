@@ -1,8 +1,8 @@
 """Write and replay the journal: one JSON line per event.
 
 Only the controller writes the journal. `Result` is built from it, and a resumed run reads its
-history from it. A line that a crash truncated is dropped when the journal is opened. Every event
-that a decision depends on is written before the decision takes effect.
+history from it. A line that a crash truncated is dropped when the journal is opened. The controller
+writes an event before it acts on the event, for example before it deletes a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _METRIC_EVENTS = (ReportReceived, CheckpointCommitted, CheckpointValidated)
 
 
 class Journal(JournalFile):
-    """The open journal of a run, as events."""
+    """Journal file of a run that is open for writing events."""
 
     def append(self, event: JournaledEvent) -> None:
         """Write an event, so that it survives the death of this process.
@@ -50,8 +50,8 @@ class Journal(JournalFile):
         Raises:
             OSError: The journal cannot be written, or was deleted or moved in the meantime.
         """
-        # Otherwise events would be written to a deleted file, and a checkpoint would be committed
-        # that no journal has.
+        # The path may no longer refer to the open file. Events in a deleted file would be lost, and
+        # checkpoints would be committed without an entry in a journal.
         if not is_current_file(self._path, self._file.fileno()):
             raise FileNotFoundError(
                 f"{self._path.parent} or its journal was deleted or moved during the run, so this "
@@ -62,13 +62,14 @@ class Journal(JournalFile):
         self.append_line(_encoder.encode(event) + b"\n")
 
     def recover(self) -> tuple[list[JournaledEvent], bool]:
-        """Read the readable lines. Return their events, and whether all lines are readable.
+        """Move unreadable lines to `journal.damaged` and read the other lines.
 
-        Unreadable lines are moved to `journal.damaged`.
+        Returns:
+            The events, and True if all lines were readable.
 
         Raises:
-            UnsupportedFormatError: A newer version of Drawbar has written the journal, which stays
-                as it is.
+            UnsupportedFormatError: A newer version of Drawbar has written the journal. The file is
+                not changed.
         """
         try:
             return list(replay(self._path)), True
@@ -104,7 +105,7 @@ def _is_readable(line: bytes) -> bool:
 
 
 class _Header(msgspec.Struct):
-    """Fields by which a line of another format version is recognized."""
+    """Fields of a line that show whether a newer version of Drawbar has written it."""
 
     event: str
     format_version: int = JOURNAL_FORMAT
@@ -114,10 +115,10 @@ _header_decoder = msgspec.json.Decoder(_Header)
 
 
 def _decode(line: bytes, path: object) -> JournaledEvent | None:
-    """Decode a line. Return None if a newer version of Drawbar has added its type of event.
+    """Decode a line. Return None for a type of event that a newer version of Drawbar has added.
 
     Raises:
-        UnsupportedFormatError: The line begins a newer format of the journal at `path`.
+        UnsupportedFormatError: The line states that the journal at `path` has a newer format.
         Exception: One of `DECODE_ERRORS`: the line is damaged.
     """
     try:
@@ -144,7 +145,7 @@ def replay(path: Path) -> Iterator[JournaledEvent]:
     Omits a truncated last line, and types of events that a newer version of Drawbar has added.
 
     Raises:
-        DamagedRunError: A line in the middle cannot be read. The message names its number.
+        DamagedRunError: A complete line cannot be read. The message contains the line number.
         UnsupportedFormatError: A newer version of Drawbar has written the journal.
     """
     with open(path, "rb") as file:
@@ -197,28 +198,29 @@ def make_journal_lost_error(path: object, newest: str) -> DamagedRunError:
     )
 
 
-def missing_reports(
+def find_missing_reports(
     events: Sequence[JournaledEvent], manifests: Iterable[Manifest]
 ) -> ReportsLost | None:
-    """Return the reports that a journal lacks although a later checkpoint exists.
+    """Find reports that are not in the journal, although a later checkpoint was committed.
 
-    A driver journals the reports of a round before it commits the round's checkpoint. If it is
-    killed after the commit, the journal lacks the commit, but no report.
+    The controller first writes the reports of a round to the journal. It then commits the round's
+    checkpoint and writes the commit to the journal. If the driver is killed between these two
+    steps, the commit is not in the journal, but no report is missing.
 
     Args:
         events: Events of the journal.
         manifests: Committed checkpoints.
 
     Returns:
-        None if no report is missing.
+        The range of missing reports; None if no report is missing.
     """
     run_ids = {event.run_id for event in events if isinstance(event, RunStarted)}
-    journaled = max(kept_indices(events).values(), default=-1)
+    latest_index = max(get_checkpoint_indices(events).values(), default=-1)
     # A user may have copied checkpoints of other runs into the directory.
     newer = [
         manifest
         for manifest in manifests
-        if manifest.index > journaled and (not run_ids or manifest.run_id in {"", *run_ids})
+        if manifest.index > latest_index and (not run_ids or manifest.run_id in {"", *run_ids})
     ]
     if not newer:
         return None
@@ -235,15 +237,16 @@ def missing_reports(
     if newest.attempt not in {
         event.attempt for event in events if isinstance(event, AttemptStarted)
     }:
-        # A later attempt started from a checkpoint and replaced all reports after it.
-        first = min(first, journaled + 1)
+        # The attempt that saved this checkpoint is not in the journal. It may have resumed from the
+        # latest checkpoint in the journal and replaced all reports after that checkpoint.
+        first = min(first, latest_index + 1)
     return ReportsLost(
         time=time.time(), first=first, until=newest.index + 1, checkpoint=newest.name
     )
 
 
 def _next_report(events: Sequence[JournaledEvent]) -> int:
-    """Return the lowest report number that some rank of the last attempt has not journaled."""
+    """Return the first report that the journal does not have for all ranks of the last attempt."""
     first, next_reports = 0, dict[int, int]()
     for event in events:
         if isinstance(event, AttemptStarted):
@@ -255,8 +258,8 @@ def _next_report(events: Sequence[JournaledEvent]) -> int:
     return min(next_reports.values(), default=first)
 
 
-def kept_indices(events: Iterable[JournaledEvent]) -> dict[str, int]:
-    """Return the report numbers of the checkpoints that were not deleted, by name."""
+def get_checkpoint_indices(events: Iterable[JournaledEvent]) -> dict[str, int]:
+    """Return the name and report number of each committed checkpoint that was not deleted."""
     indices: dict[str, int] = {}
     for event in events:
         if isinstance(event, CheckpointCommitted):
@@ -273,16 +276,16 @@ def require_complete(
 
     Args:
         events: Events of the journal.
-        names: Names of the run's checkpoints, listed before the journal was read. A run that is
-            active may have committed others since.
+        names: Names of the run's checkpoints. List them before you read the journal, because an
+            active run may commit other checkpoints in the meantime.
         directory: The run's directory.
 
     Raises:
-        DamagedRunError: The journal lacks reports that were made before a checkpoint.
+        DamagedRunError: The journal does not contain all reports before a checkpoint.
     """
     journaled = {event.name for event in events if isinstance(event, CheckpointCommitted)}
     unknown = [name for name in names if name not in journaled]
-    if lost := missing_reports(events, directory.checkpoints.list_committed(unknown)):
+    if lost := find_missing_reports(events, directory.checkpoints.list_committed(unknown)):
         raise DamagedRunError(
             f"{directory.journal_path} ends before {lost.checkpoint} was committed: reports "
             f"{lost.first} to {lost.until - 1} are missing. The checkpoints are not affected; "
@@ -291,14 +294,15 @@ def require_complete(
 
 
 def read_events(directory: RunDirectory) -> list[JournaledEvent]:
-    """Read the events of a run, also of one that is active. Nothing is written.
+    """Read the events of an ended or active run without writing any file.
 
     Raises:
         FileNotFoundError: There is no run.
         DamagedRunError: The journal cannot be read, was truncated, or is lost although
             checkpoints exist.
     """
-    # The journal of an object store is uploaded after a commit, so it may end before it.
+    # In an object store, the journal is uploaded after each commit, so the latest commit may not be
+    # in it yet.
     names = directory.checkpoints.names() if directory.remote_path is None else []
     data, path = directory.run_files.read_journal(), directory.root / directory.journal_path.name
     events = list(decode_events(io.BytesIO(data or b""), path))
@@ -315,15 +319,15 @@ def read_events(directory: RunDirectory) -> list[JournaledEvent]:
 
 def list_committed_names(events: Iterable[JournaledEvent]) -> set[str]:
     """Return the names of the checkpoints that were committed and not deleted."""
-    return set(kept_indices(events))
+    return set(get_checkpoint_indices(events))
 
 
 def select_effective_reports(events: Iterable[JournaledEvent]) -> list[ReportReceived]:
-    """Return the reports that count, in order, without duplicates.
+    """Return the reports that no later attempt has replaced, in order.
 
-    An attempt that starts at report k replaces the reports of earlier attempts from k on. There is
-    a gap only where a start has recorded that reports were lost. A checkpoint's validation metrics
-    are added to the metrics of its report, on the lowest rank.
+    An attempt that starts at report k replaces report k and all later reports of earlier attempts.
+    Report numbers are contiguous, except where a `ReportsLost` event records a gap. The validation
+    metrics of a checkpoint are added to the report of the lowest rank.
     """
     reports: list[ReportReceived] = []
     validated: dict[int, Metrics] = {}
@@ -344,7 +348,8 @@ def _add_validation_metrics(
 ) -> list[ReportReceived]:
     lowest: dict[int, int] = {}
     for report in reports:
-        # For one rank only: in a table, duplicates would be counted twice.
+        # Add the metrics to one rank only. Otherwise a sum or count over all rows of
+        # `Result.metrics_dataframe` would include them once per rank.
         lowest[report.index] = min(report.rank, lowest.get(report.index, report.rank))
     return [
         msgspec.structs.replace(report, metrics={**report.metrics, **validated[report.index]})

@@ -19,8 +19,8 @@ from drawbar.train._history.events import (
 from drawbar.train._history.html import extract_curves
 from drawbar.train._history.journal import (
     decode_readable_events,
+    find_missing_reports,
     list_committed_names,
-    missing_reports,
     select_effective_reports,
 )
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState, Timeline
@@ -243,7 +243,7 @@ class RunRecord:
             yield INDEX_FILE, errors.pop(INDEX_FILE)
         # While a run is active, checkpoints may be newer than the events that were read.
         is_over = self.status in (*FINAL_STATUSES, INTERRUPTED)
-        if is_over and self._events and (lost := missing_reports(self._events, manifests)):
+        if is_over and self._events and (lost := find_missing_reports(self._events, manifests)):
             reports = f"reports {lost.first} to {lost.until - 1}"
             yield JOURNAL_FILE, f"{reports}, which are older than {lost.checkpoint}, are missing"
         damaged = self._directory.checkpoints.list_damaged()

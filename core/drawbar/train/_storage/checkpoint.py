@@ -344,8 +344,8 @@ class Checkpoint:
                     raise CheckpointError(f"{self._storage_path}/{name} is missing.") from error
                 if checksum != expected:
                     raise CheckpointError(
-                        f"{self._storage_path}/{name} was changed after the commit: its xxh3 is "
-                        f"{checksum}, but the commit has {expected}."
+                        f"{self._storage_path}/{name} was changed after the commit: its xxh3 "
+                        f"checksum is {checksum}, but was {expected} at the commit."
                     )
 
     def check_exists(self) -> None:

@@ -90,9 +90,9 @@ def get_user_temp_directory() -> Path:
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
         raise CheckpointError(
-            f"{directory} must be a directory that only user {os.geteuid()} can enter, because it "
-            f"stores copies of checkpoints, but it is {stat.filemode(status.st_mode)} of user "
-            f"{status.st_uid}. Remove it, or set TMPDIR to a private directory."
+            f"{directory} stores copies of checkpoints, so only user {os.geteuid()} may have "
+            f"access to it, but its owner is user {status.st_uid} and its mode is "
+            f"{stat.filemode(status.st_mode)}. Remove it, or set TMPDIR to a private directory."
         )
     return directory
 

@@ -37,10 +37,11 @@ def list_names(run_path: Path | RemotePath) -> list[str]:
     except (*DECODE_ERRORS, OSError) as error:
         if isinstance(error, OSError) and error.errno not in NOT_A_FILE_ERRNOS:
             raise
+        reason = str(error).removesuffix(".")
         raise DamagedRunError(
-            f"{run_path}/{INDEX_FILE}, the index of checkpoints that are not directly in "
-            f"{run_path}, cannot be read: {error}. Move it away to resume from the other "
-            "checkpoints."
+            f"{run_path}/{INDEX_FILE} cannot be read: {reason}. It lists the checkpoints in "
+            "subdirectories or outside the run directory. To resume from the other checkpoints, "
+            "move this file to another directory."
         ) from error
 
 

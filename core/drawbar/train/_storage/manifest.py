@@ -345,7 +345,7 @@ def check_file_sizes(path: Path | RemotePath, manifest: Manifest) -> None:
             raise CheckpointError(f"{path}/{file.path} is missing.")
         if size != file.size:
             raise CheckpointError(
-                f"{path}/{file.path} has {size} bytes, but the commit has {file.size}."
+                f"{path}/{file.path} has {size} bytes, but had {file.size} bytes at the commit."
             )
 
 

@@ -77,11 +77,12 @@ class NodeLocalStorage(UploadTarget):
         """
         if assigned.nbytes > MAX_TRANSFER_BYTES:
             raise OSError(
-                f"{assigned.label} has {format_exact_size(assigned.nbytes)} for checkpoint "
-                f"{assigned.checkpoint_name}, but its node {os.uname().nodename} does not share "
-                f"{self._directory.local_path} with the driver's node, to which a rank can send "
-                f"at most {format_exact_size(MAX_TRANSFER_BYTES)}. Set RunConfig.storage_path to "
-                "a directory that all nodes share, or to an object store."
+                f"{assigned.label} saved {format_exact_size(assigned.nbytes)} for checkpoint "
+                f"{assigned.checkpoint_name}, but can send at most "
+                f"{format_exact_size(MAX_TRANSFER_BYTES)} to the driver's node. The files must be "
+                f"sent, because node {os.uname().nodename} does not share "
+                f"{self._directory.local_path} with the driver's node. Set RunConfig.storage_path "
+                "to a directory that all nodes share, or to an object store."
             )
         for file in assigned.files:
             self._send_file(assigned.source_directory, assigned.checkpoint_name, file)

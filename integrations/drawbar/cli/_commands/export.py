@@ -23,7 +23,10 @@ def export(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Write to FILE instead of standard output."
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write CSV or Parquet to FILE instead of standard output.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -19,7 +19,7 @@ from drawbar.cli._output import CommandError, escape_control_chars, format_os_er
 
 _SKIPPED_DIRECTORIES = ("__pycache__", "node_modules", "site-packages")
 
-_NO_END = "\n\\ No newline at end of file\n"
+_NO_NEWLINE_MARKER = "\n\\ No newline at end of file\n"
 
 
 def migrate(
@@ -33,19 +33,23 @@ def migrate(
 ) -> None:
     """Rewrite Ray Train imports and names for Drawbar.
 
-    Prints a diff unless --write is given. Lists code that needs a manual decision, with line
-    numbers of the original file. Skips hidden directories, virtual environments, and links.
+    Prints a diff unless --write is given. Also lists code that you must check or change yourself,
+    with line numbers of the original file. Skips hidden directories, virtual environments, and
+    symbolic links.
     """
     results = []
-    for path in _scripts(paths):
+    for path in _find_scripts(paths):
         before, after = _try_rewrite(path)
-        diff = _diff(path, before, after.text)
+        diff = _make_diff(path, before, after.text)
         if write and diff:
             _replace_file(path, after.text)
         results.append({"path": str(path), "diff": diff, "notes": after.notes})
         if not as_json:
             name = escape_control_chars(str(path))
-            print(f"Rewrote {name}\n" * bool(diff) if write else diff, end="")
+            if not write:
+                print(diff, end="")
+            elif diff:
+                print(f"Rewrote {name}")
             for note in after.notes:
                 cell = "" if note.cell is None else f"cell {note.cell}:"
                 print(f"{name}:{cell}{note.line}: {escape_control_chars(note.text)}")
@@ -55,17 +59,17 @@ def migrate(
         print("No changes needed.")
 
 
-def _scripts(paths: list[Path]) -> Iterator[Path]:
+def _find_scripts(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from _iter_scripts(path)
+            yield from _find_scripts_in_directory(path)
         elif path.exists():
             yield path
         else:
             raise CommandError(f"No such file or directory: {path}")
 
 
-def _iter_scripts(root: Path) -> Iterator[Path]:
+def _find_scripts_in_directory(root: Path) -> Iterator[Path]:
     """Yield the scripts and notebooks of a project, without those of installed packages."""
     for directory, subdirectories, files in os.walk(root):
         subdirectories[:] = sorted(
@@ -78,12 +82,16 @@ def _iter_scripts(root: Path) -> Iterator[Path]:
 
 
 def _is_project_directory(directory: Path) -> bool:
-    is_environment = directory.name in _SKIPPED_DIRECTORIES or (directory / "pyvenv.cfg").exists()
-    return not (is_environment or directory.name.startswith("."))
+    is_virtual_environment = (directory / "pyvenv.cfg").exists()
+    is_skipped = directory.name in _SKIPPED_DIRECTORIES or directory.name.startswith(".")
+    return not (is_virtual_environment or is_skipped)
 
 
 def _try_rewrite(path: Path) -> tuple[str, RewriteResult]:
-    """Return the text of a script and the rewritten script, or a note why it was not rewritten."""
+    """Return the text of a script, and the result of rewriting it.
+
+    If the script cannot be rewritten, the result has the same text and a note with the reason.
+    """
     before = ""
     try:
         before = path.read_bytes().decode()
@@ -100,17 +108,19 @@ def _try_rewrite(path: Path) -> tuple[str, RewriteResult]:
 def _replace_file(path: Path, text: str) -> None:
     """Replace a file atomically: after a crash, either the old or the new file exists."""
     target = path.resolve()
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        draft.write_bytes(text.encode())
-        shutil.copymode(target, draft)
-        os.replace(draft, target)
+        temp_path.write_bytes(text.encode())
+        shutil.copymode(target, temp_path)
+        os.replace(temp_path, target)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        temp_path.unlink(missing_ok=True)
         raise CommandError(format_os_error(error)) from error
 
 
-def _diff(path: Path, before: str, after: str) -> str:
-    lines = list(io.StringIO(before)), list(io.StringIO(after))
-    results = difflib.unified_diff(*lines, str(path), str(path))
-    return "".join(line if line.endswith("\n") else f"{line}{_NO_END}" for line in results)
+def _make_diff(path: Path, before: str, after: str) -> str:
+    old_lines, new_lines = list(io.StringIO(before)), list(io.StringIO(after))
+    diff_lines = difflib.unified_diff(old_lines, new_lines, str(path), str(path))
+    return "".join(
+        line if line.endswith("\n") else f"{line}{_NO_NEWLINE_MARKER}" for line in diff_lines
+    )

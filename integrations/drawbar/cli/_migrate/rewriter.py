@@ -1,7 +1,8 @@
 """Rewrite Ray Train names in Python source code.
 
-The standard library's parser finds the names. Only names with an unambiguous meaning are replaced;
-all others are listed with line numbers for a manual decision. Nothing else in the source changes.
+The standard library's parser finds the names. Only names with an unambiguous meaning are replaced.
+For all others, a note with the line number is added: the user must check or change them. Nothing
+else in the source changes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _STRING_NOTES = (
 
 @dataclass(frozen=True)
 class MigrationNote:
-    """A line that needs a manual decision.
+    """A line that the user must check or change.
 
     Attributes:
         line: Line in the original script, or in the cell of a notebook, counted from 1.
-        text: What to decide.
+        text: What to check or change.
         cell: Cell of the notebook, counted from 1; None in a script.
     """
 
@@ -51,7 +52,7 @@ class MigrationNote:
 
 @dataclass(frozen=True)
 class RewriteResult:
-    """Text of a rewritten script or notebook, and notes for manual decisions."""
+    """Text of a rewritten script or notebook, and notes for the user."""
 
     text: str
     notes: list[MigrationNote]
