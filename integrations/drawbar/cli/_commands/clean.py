@@ -42,11 +42,9 @@ def clean(
 ) -> None:
     """Delete files that runs no longer need.
 
-    Lists the files unless --yes is given. Does not change active runs.
-
-    In the storage, finds uncommitted files of runs that have ended, and checkpoints that --keep
-    excludes. On this machine, finds cached copies of remote checkpoints, sockets of dead processes,
-    and old work directories of runs that use remote storage.
+    Lists the files unless --yes is given. Includes uncommitted files of runs that have ended,
+    checkpoints beyond --keep, and on this machine cached copies of remote checkpoints, stale
+    sockets, and old work directories of runs on remote storage. Running runs are never touched.
     """
     with command_errors():
         files = [file for run in _find_runs(storage) for file in run.find_unused_files(keep)]
