@@ -117,7 +117,7 @@ def _find_surplus_checkpoints(
     store = directory.checkpoints
     committed = [manifest for manifest in store.list_readable()[0] if manifest.name in names]
     for manifest in select_surplus(committed, config):
-        if is_external(manifest.name) or _has_symlink_parent(directory, manifest.name):
+        if is_external(manifest.name) or _has_symlink_in_path(directory, manifest.name):
             continue
         yield UnusedFile(
             "old checkpoint",
@@ -127,8 +127,7 @@ def _find_surplus_checkpoints(
         )
 
 
-def _has_symlink_parent(directory: RunDirectory, name: str) -> bool:
-    """Return True if a directory between the run directory and a checkpoint is a symbolic link."""
+def _has_symlink_in_path(directory: RunDirectory, name: str) -> bool:
     return any((directory.local_path / parent).is_symlink() for parent in list_parents(name))
 
 
