@@ -15,7 +15,7 @@ from drawbar._boosting import ColumnRoles
         ({"label": "y", "weight": "y"}, "'y' is used in label_column and in weight_column"),
         ({"label": "y", "categorical": ["y"]}, "'y' is used in label_column and in categorical"),
         ({"label": 3}, "label_column must be a column name or a list of column names, found 3"),
-        ({"label": ["y", "y"]}, "'y' is both label_column and in label_column"),
+        ({"label": ["y", "y"]}, "'y' is used in label_column and in label_column"),
         ({"label": "y", "categorical": "c"}, "must be a list of columns, found 'c'"),
         ({"label": "y", "group": 2}, "group_column must name columns, found 2"),
     ],

@@ -26,7 +26,7 @@ def export(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write CSV or Parquet to FILE instead of standard output.",
+            help="Write to FILE instead of standard output.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -39,9 +39,9 @@ def export(
         raise CommandError("Use only one of --csv, --parquet, and --json.")
     rows = open_record(run).list_report_rows()
     if as_json:
-        write_json(rows)
-        return
-    data = _to_parquet(rows) if as_parquet else _to_csv(rows)
+        data = encode_json(rows)
+    else:
+        data = _to_parquet(rows) if as_parquet else _to_csv(rows)
     if output is not None:
         try:
             output.write_bytes(data)
