@@ -353,6 +353,8 @@ def test_export_writes_one_row_per_report(
     assert cli("export", shared_storage / "long", "--parquet", "-o", file).code == 0
     assert parquet.read_table(file).column("val/acc").to_pylist() == [0.1] * 3
     assert len(json.loads(cli("export", shared_storage / "long", "--json").out)) == 3
+    assert cli("export", shared_storage / "long", "--json", "-o", file).out == ""
+    assert len(json.loads(file.read_text())) == 3
     assert cli("export", shared_storage / "long", "--csv", "--json").code == 2
 
 

@@ -33,7 +33,12 @@ def format_os_error(error: OSError) -> str:
 
 
 def write_json(value: object) -> None:
-    """Print plain data, structs, or dataclasses as indented JSON.
+    """Print plain data, structs, or dataclasses as indented JSON. See `encode_json`."""
+    sys.stdout.write(encode_json(value).decode())
+
+
+def encode_json(value: object) -> bytes:
+    """Encode plain data, structs, or dataclasses as indented JSON.
 
     NaN and infinities become null. Bytes of names that are not UTF-8 are escaped as in Python.
     """
@@ -41,7 +46,7 @@ def write_json(value: object) -> None:
         encoded = msgspec.json.encode(value, enc_hook=str)
     except UnicodeEncodeError:  # a name that is not UTF-8
         encoded = msgspec.json.encode(_as_text(msgspec.to_builtins(value, enc_hook=str)))
-    sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+    return msgspec.json.format(encoded, indent=2) + b"\n"
 
 
 def _as_text(value: object) -> object:

@@ -225,7 +225,7 @@ class LoaderRegistry:
                 f"This loader of {identity.dataset} resumes from a position that another "
                 "prepare_data_loader() call recorded. This is correct if you have edited the "
                 "program since then. Otherwise, pass name= to each call to identify the loaders.",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def record(self) -> dict[str, object] | None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from drawbar.cli._arguments import AsJson, RunName, open_record
-from drawbar.cli._output import CommandError, format_os_error, write_json
+from drawbar.cli._output import CommandError, encode_json, format_os_error
 
 _FIXED_COLUMNS = ("rank", "index", "attempt", "time")
 
