@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,8 +280,9 @@ def test_loader_of_edited_program_resumes_with_a_warning(run_config: RunConfig) 
                 die()
         return len(list(prepare_data_loader(make_loader(12))))
 
-    with pytest.warns(UserWarning, match=r"another prepare_data_loader\(\) call"):
+    with pytest.warns(UserWarning, match=r"another prepare_data_loader\(\) call") as warned:
         assert restarted(function, run_config) == 5
+    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
 
 
 A = LoaderIdentity("a", "Ids[12]")

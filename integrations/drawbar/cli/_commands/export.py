@@ -38,10 +38,8 @@ def export(
     if as_csv + as_parquet + as_json > 1:
         raise CommandError("Use only one of --csv, --parquet, and --json.")
     rows = open_record(run).list_report_rows()
-    if as_json:
-        data = encode_json(rows)
-    else:
-        data = _to_parquet(rows) if as_parquet else _to_csv(rows)
+    encode = encode_json if as_json else _to_parquet if as_parquet else _to_csv
+    data = encode(rows)
     if output is not None:
         try:
             output.write_bytes(data)
