@@ -136,7 +136,7 @@ GIVEN = {
             sizes = {"vocab_size": 8, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 1}
             return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
         rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
-        tokenized = test = ray.data.from_items(rows)
+        train_dataset = eval_dataset = ray.data.from_items(rows)
         """,
     "docs/xgboost.md": CLICKS,
 }

@@ -1,4 +1,4 @@
-"""Split printed text into lines for a console, as a terminal shows them."""
+"""Split printed text into the lines that a terminal would show."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _CURSOR_UP = "\x1b[A"
 class LineSplitter:
     """Split the text of one stream into lines.
 
-    A carriage return redraws the line, so the last state counts. While a line is being redrawn, its
-    states are sent as transient lines, at most every 0.25 s. Nested progress bars move down with a
-    newline and up again with an escape sequence. After the first of them, a newline does not
-    finish a redrawn line; its last state is sent before the next plain line, or by `finish()`.
+    A progress bar redraws its line: it prints a carriage return and then the new text of the line.
+    While a line is being redrawn, its current text is sent as a transient line, at most every
+    0.25 s. Only its last text is sent as a normal line.
+
+    Nested progress bars move down with a newline and up again with an escape sequence. After the
+    first escape sequence, a newline therefore no longer completes a redrawn line. The last text of
+    the bars is sent before the next line that is not redrawn, or by `finish()`.
 
     Args:
-        stream: Name of the stream, which every line carries.
+        stream: Stream to which the text is printed. It is stored in every line.
         send: Receives each line, in the thread that calls `feed()` or `finish()`.
     """
 
@@ -32,17 +35,17 @@ class LineSplitter:
         self._stream = stream
         self._send = send
         self._lock = threading.RLock()  # a signal handler may print while this prints
-        self._parts: list[str] = []  # of the unfinished line
-        self._is_redrawn = False  # the unfinished line
-        self._is_nested = False  # progress bars
-        self._held_line = ""
+        self._parts: list[str] = []  # text of the unfinished line
+        self._is_redrawn = False  # whether the unfinished line contains a carriage return
+        self._is_nested = False  # whether an escape sequence of nested progress bars was printed
+        self._held_line = ""  # last text of nested progress bars, if it is not sent yet
         self._last_sent = 0.0
 
     def feed(self, text: str) -> None:
         """Add printed text and send the lines that it completes."""
         with self._lock:
             if text.isprintable() and not self._is_redrawn:
-                self._parts.append(text)  # a part of a line, as `print()` writes many
+                self._parts.append(text)  # `print()` writes each argument separately
             else:
                 self._split(text)
 

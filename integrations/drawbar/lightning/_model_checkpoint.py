@@ -65,7 +65,7 @@ def save_into_run(callback: ModelCheckpoint) -> None:
     if callback.save_last == "link":
         raise ValueError(
             'ModelCheckpoint(save_last="link") is not supported, because a committed checkpoint '
-            "has only one name. Remove save_last; the run always keeps its newest checkpoint."
+            "has only one name. Remove save_last; the run always keeps its latest checkpoint."
         )
     inserts_names = callback.auto_insert_metric_name
     names: dict[str, Any] = {

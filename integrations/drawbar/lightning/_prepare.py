@@ -23,7 +23,7 @@ _REPLACEMENT_STRATEGIES = {
 def prepare_trainer(trainer: TrainerT) -> TrainerT:
     """Validate a Trainer for this run and make `fit()` resume.
 
-    `fit()` resumes from the run's newest checkpoint if Lightning wrote it and no `ckpt_path` is
+    `fit()` resumes from the run's latest checkpoint if Lightning wrote it and no `ckpt_path` is
     passed. Checkpoints that `ModelCheckpoint` saves become checkpoints of the run.
 
     Args:

@@ -1,4 +1,4 @@
-"""Resume trainer.fit() from the run's latest checkpoint."""
+"""Make trainer.fit() resume from the run's latest checkpoint."""
 
 from __future__ import annotations
 
@@ -21,25 +21,29 @@ _CKPT_PATH_INDEX = 4
 
 
 def enable_auto_resume(trainer: Any) -> None:
-    """Make the Trainer's `fit` resume from the checkpoint of this attempt, if there is one.
+    """Make the Trainer's `fit` resume from the run's latest checkpoint, if there is one.
 
     `fit(ckpt_path=...)` takes precedence. Checkpoints that Lightning did not write, and
     checkpoints of another Trainer, are ignored.
     """
-    kind = type(trainer)
-    if not issubclass(kind, PreparedLightningTrainer):
-        # Change the class, not the object: loops, callbacks, and the user hold references to it.
-        members = {"__module__": kind.__module__}
-        trainer.__class__ = type(kind.__name__, (PreparedLightningTrainer, kind), members)
+    trainer_class = type(trainer)
+    if not issubclass(trainer_class, PreparedLightningTrainer):
+        # Change the class of the object: loops, callbacks, and the user keep references to the
+        # object.
+        trainer.__class__ = type(
+            trainer_class.__name__,
+            (PreparedLightningTrainer, trainer_class),
+            {"__module__": trainer_class.__module__},
+        )
 
 
 class PreparedLightningTrainer(Trainer):
-    """Trainer whose `fit` resumes from the run's newest checkpoint."""
+    """Trainer whose `fit` resumes from the run's latest checkpoint."""
 
     _resume_callback: ResumeCallback | None = None
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Train, from the run's newest checkpoint unless `ckpt_path` is passed."""
+        """Train. Resume from the run's latest checkpoint unless `ckpt_path` is passed."""
         if not is_tuner_run(self):  # the Tuner's fit() ends before training
             self._resume_callback = self._resume_callback or _add_resume_callback(self)
             has_ckpt_path = kwargs.get("ckpt_path") or any(
@@ -66,8 +70,9 @@ def is_tuner_run(trainer: Any) -> bool:
 class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
     """Resume the first `fit` that has batches left to train.
 
-    A `fit` that was already complete when the run stopped (for example, if the next one raises
-    `max_epochs`) loads the checkpoint and leaves the path to the next `fit`.
+    A training function may call `fit` several times, for example with a higher `max_epochs` each
+    time. After a restart, a `fit` that was already complete loads the checkpoint and trains
+    nothing. The next `fit` then resumes from the same checkpoint.
 
     Args:
         checkpoint: Checkpoint to resume from, if any.
@@ -81,14 +86,18 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]
     ) -> None:
-        """Reset `ckpt_path`, which `test` would load and `ModelCheckpoint` would keep."""
+        """Reset `ckpt_path` after the checkpoint is loaded.
+
+        Otherwise, `test` would load it too, and `ModelCheckpoint` would never delete it.
+        """
         if trainer.ckpt_path == self.path:
             trainer.ckpt_path = None
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Mark the resumed step as saved in `ModelCheckpoint`.
+        """Record in `ModelCheckpoint` that the step of the resume checkpoint is saved.
 
-        It does not store this, and would save the same step again during gradient accumulation.
+        `state_dict()` of `ModelCheckpoint` does not contain the last saved step. During gradient
+        accumulation, `ModelCheckpoint` would save this step again.
         """
         model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", self.package)
         for callback in trainer.callbacks:
@@ -98,7 +107,7 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Forget the checkpoint, since training has started in this process."""
+        """Forget the checkpoint, so that later `fit` calls do not resume from it."""
         self.path = None
 
 

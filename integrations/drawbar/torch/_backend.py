@@ -1,6 +1,6 @@
 """TorchConfig and the setup of PyTorch workers.
 
-The setup runs on the workers, in `train_func_context`. The controller has no part in it.
+The setup runs in the worker processes, in `TorchConfig.train_func_context`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class TorchConfig(BackendConfig):
     """Configure the `torch.distributed` process group of the workers.
 
     When the training function starts, `torch.distributed` is initialized on every worker, its CUDA
-    device is set, and torch uses as many threads as the worker has CPUs. Accelerate gets the device
-    from ACCELERATE_TORCH_DEVICE and, on CPU workers, ACCELERATE_USE_CPU.
+    device is set, and torch uses as many threads as the worker has CPUs. Drawbar also sets
+    ACCELERATE_TORCH_DEVICE and, on CPU workers, ACCELERATE_USE_CPU, so that Accelerate uses the
+    same device.
 
     Args:
         backend: Backend of `torch.distributed`, such as "gloo" or "cpu:gloo,cuda:nccl". Default:
             "nccl" if the workers have GPUs, otherwise "gloo".
-        init_method: "env" also sets MASTER_ADDR and MASTER_PORT to the address of the group's
-            store, like torchrun; "tcp" does not set these variables. In both cases, rank 0 binds a
-            free port before it sends the address to the other ranks.
+        init_method: "env" also sets MASTER_ADDR and MASTER_PORT to the address of the process
+            group's store, like torchrun; "tcp" does not set these variables. In both cases, rank 0
+            binds a free port before it sends the address to the other ranks.
         timeout_s: Maximum time that a collective waits for other ranks, in seconds or as a
             timedelta.
 
@@ -99,7 +100,7 @@ class TorchConfig(BackendConfig):
         return self.backend or ("nccl" if has_gpus else "gloo")
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
-        """Check the backend against the workers' GPUs.
+        """Check that the workers have the GPUs that the backend needs.
 
         Raises:
             ValueError: The backend is NCCL, but the workers have no GPUs or may share one.
@@ -151,10 +152,10 @@ def _worker_setup(config: TorchConfig) -> Iterator[None]:
     with attempt_cleanup():
         set_torch_threads()
         reset_accelerate_state()
-        device = _set_current_device(required="nccl" in backend)
+        device = _set_current_device(is_gpu_required="nccl" in backend)
         assert not isinstance(config.timeout_s, timedelta)  # __post_init__ converts to seconds
         timeout = timedelta(seconds=config.timeout_s)
-        # torchrun's own store must stay at MASTER_ADDR and MASTER_PORT.
+        # Under torchrun, MASTER_ADDR and MASTER_PORT must keep the address of torchrun's store.
         set_master_env = config.init_method == "env" and not uses_torchrun_store()
         with (
             process_group(backend, timeout, device, set_master_env=set_master_env),
@@ -171,13 +172,15 @@ def set_torch_threads() -> None:
         torch.set_num_threads(int(threads))
 
 
-def _set_current_device(*, required: bool) -> torch.device:
+def _set_current_device(*, is_gpu_required: bool) -> torch.device:
     """Set the worker's device as the current one.
 
     Args:
-        required: Whether to raise an error if torch cannot use the worker's GPU, as NCCL needs it.
+        is_gpu_required: Whether to raise an error if the worker has a GPU that torch cannot use.
+            If False, the worker trains on its CPUs instead.
     """
-    if not required and get_context().get_accelerator_ids() and not torch.cuda.is_available():
+    has_gpu = bool(get_context().get_accelerator_ids())
+    if has_gpu and not is_gpu_required and not torch.cuda.is_available():
         return torch.device("cpu")
     device = get_device()
     if device.type == "cuda":

@@ -211,8 +211,8 @@ class PreparedTransformersTrainer(Trainer):
             metric = str(self.args.metric_for_best_model).removeprefix("eval_")
             order = "max" if self.args.greater_is_better else "min"
             raise RuntimeError(
-                f"load_best_model_at_end: the best checkpoint (step {step}, by {metric}) was "
-                "deleted by the retention policy. Set CheckpointConfig("
+                "load_best_model_at_end: CheckpointConfig(num_to_keep=...) has deleted the best "
+                f"checkpoint (step {step}, by {metric}). To keep it, set CheckpointConfig("
                 f"checkpoint_score_attribute='eval_{metric}', checkpoint_score_order={order!r})."
             )
         with reports[-1].checkpoint.as_directory() as path:
@@ -230,7 +230,7 @@ def _require_trainer_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     if manifest and all(file.path != TRAINER_STATE_NAME for file in manifest.files):
         raise RuntimeError(
             f"Cannot resume from {checkpoint}: it has no {TRAINER_STATE_NAME}. Report checkpoints "
-            "only through RayTrainReportCallback, or pass "
-            "trainer.train(resume_from_checkpoint=PATH), or False to start from scratch."
+            "only through RayTrainReportCallback. Or set resume_from_checkpoint= in "
+            "trainer.train() to the path of another checkpoint, or to False to start from scratch."
         )
     return checkpoint

@@ -246,7 +246,7 @@ def test_upload_fn_returning_none_raises(storage_path: str) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda checkpoint: checkpoint, r"<lambda>\(checkpoint\) cannot be: too many positional"),
+        (lambda checkpoint: checkpoint, r"<lambda>\(checkpoint\) does not: too many positional"),
         ("s3://bucket", "must be a function, found 's3://bucket'"),
     ],
 )

@@ -75,12 +75,12 @@ class LocalCheckpointStore(CheckpointStore):
             return self._commit_in_place(draft)
         target = self.run_path / draft.manifest.name
         self._clear_target(target)
-        # If the ranks offered no files, the checkpoint has only metrics.
+        # If no rank has reported files, the checkpoint contains only metrics.
         merged = merge_staged(draft.staged_files) or self.staging.make_directory("empty")
         manifest = draft.manifest.with_stored_sizes(merged)
         finalize_local(merged, manifest, draft)
         os.rename(merged, target)
-        # The name of the checkpoint is an entry of the run directory, which needs an fsync too.
+        # The rename changed the run directory. Without an fsync, a crash could undo the rename.
         if draft.durable:
             fsync_path(self.run_path)
         fault_points.maybe_stop_at("commit.renamed")
@@ -91,7 +91,7 @@ class LocalCheckpointStore(CheckpointStore):
         self._check_not_committed(name)
         if not is_external(name):
             self.staging.replace_symlinks(self.run_path / name)
-        if "/" in name:
+        if "/" in name:  # not a direct child of the run directory
             add_name(self.run_path, name)
         return commit_in_place(self.path(name), draft)
 
@@ -106,7 +106,7 @@ class LocalCheckpointStore(CheckpointStore):
     def delete(self, name: str) -> None:
         if not is_external(name):
             remove_tree(self.staging.move_to_trash(self.run_path / name))
-        if "/" in name:
+        if "/" in name:  # not a direct child of the run directory
             remove_name(self.run_path, name)
 
     def write_checksums(self, name: str) -> None:
@@ -128,14 +128,13 @@ class LocalCheckpointStore(CheckpointStore):
     def _write_reserved_file(
         self, name: str, file: str, data: bytes, *, durable: bool = False
     ) -> None:
-        directory, temp_directory = (
-            self.path(name),
-            None if is_external(name) else self.staging.path,
-        )
+        directory = self.path(name)
         if isinstance(directory, RemotePath):
             directory.write(file, data)
-        else:
-            write_atomically(directory / file, data, durable=durable, temp_directory=temp_directory)
+            return
+        # An external checkpoint may be on another filesystem, to which no file can be renamed.
+        temp_directory = None if is_external(name) else self.staging.path
+        write_atomically(directory / file, data, durable=durable, temp_directory=temp_directory)
 
     def list_damaged(self) -> list[str]:
         with os.scandir(self.run_path) as scan:
@@ -154,7 +153,7 @@ class LocalCheckpointStore(CheckpointStore):
             return True
         if not name.startswith("checkpoint_"):
             return False
-        # All of Drawbar's files in it may be lost, but the journal still has its name.
+        # Drawbar's files may be missing in the directory. The journal still contains its name.
         return name in parse_committed_names(read_file_or_none(self.run_path, JOURNAL_FILE) or b"")
 
     def _list_directories(self) -> list[str]:

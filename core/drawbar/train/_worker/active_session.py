@@ -78,8 +78,8 @@ def find_session(function_name: str | None = None) -> Session:
         raise RuntimeError(
             f"{function_name or _find_public_caller()}() works inside a training function only, "
             "while a Drawbar trainer runs it. Call it in train_loop_per_worker, not in the driver, "
-            "in another process, or in a thread that outlives the function (with "
-            "drawbar.train.testing, in any other thread)."
+            "in another process, or in a thread that outlives the function. With "
+            "drawbar.train.testing, call it in the thread of the function."
         )
     return session
 

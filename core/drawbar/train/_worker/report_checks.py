@@ -32,8 +32,8 @@ def check_name(name: str) -> None:
     plain = name == Path(name).name and name[:1] not in (".", "") and name not in RUN_FILE_NAMES
     if not plain or "\0" in name or not _is_utf8(name) or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(
-            f"checkpoint_dir_name={name!r} must be a plain directory name in UTF-8 of at most "
-            f"{_MAX_NAME_BYTES} bytes, without a leading '.'. "
+            f"checkpoint_dir_name={name!r} is not a valid name. Use a directory name without '/' "
+            f"and without a leading '.', of at most {_MAX_NAME_BYTES} bytes in UTF-8. "
             f"Reserved names: {', '.join(RUN_FILE_NAMES)}"
         )
 
@@ -54,8 +54,8 @@ def check_upload_fn(function: object) -> None:
         signature.bind(None, "")
     except TypeError as error:
         raise TypeError(
-            "checkpoint_upload_fn is called as function(checkpoint, name), but "
-            f"{getattr(function, '__name__', function)}{signature} cannot be: {error}"
+            "checkpoint_upload_fn must accept two arguments (checkpoint, name), but "
+            f"{getattr(function, '__name__', function)}{signature} does not: {error}"
         ) from None
 
 

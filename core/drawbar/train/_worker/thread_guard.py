@@ -79,7 +79,7 @@ class ThreadGuard:
             raise RuntimeError(
                 f"Thread {thread.name!r} of rank {self._rank} called {function_name}, but thread "
                 f"{reporting_thread.name!r} has already called report() or a collective. With "
-                "several workers, call both from one thread, and pass it the values of other "
-                "threads, for example in a queue.Queue."
+                "several workers, make all these calls in one thread. Send values from other "
+                "threads to this thread, for example through a queue.Queue."
             )
         self._reporting_thread = thread

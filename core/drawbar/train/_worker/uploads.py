@@ -254,8 +254,9 @@ class Uploads:
         name = self._checkpoints.get_in_place_name(checkpoint)
         if name is None or self._staging.has_directory(Path(checkpoint.path)):
             raise ValueError(
-                f"{source}: {checkpoint!r} cannot be committed in place. Use a separate directory "
-                f"in {self._directory.uri}, or a path or URI outside the run directory."
+                f"{source}: {checkpoint!r} cannot be committed in place. Use a directory that you "
+                f"create in {self._directory.uri}, not with checkpoint_dir(), or a path or URI "
+                "outside the run directory."
             )
         path = self._checkpoints.path(name)
         if isinstance(path, RemotePath):
@@ -277,9 +278,9 @@ class Uploads:
         if not checkpoint.is_local or not directory.is_dir():
             raise FileNotFoundError(
                 f"report() received {checkpoint!r}, which is not a directory on this worker's "
-                f"node ({os.uname().nodename}). Report a directory of checkpoint_dir() only once, "
-                "because report() moves it; use CheckpointUploadMode.NO_UPLOAD for files in the "
-                "run's storage."
+                f"node ({os.uname().nodename}). If checkpoint_dir() created it, report it only "
+                "once, because report() moves it. If the files are already in the run's storage, "
+                "use CheckpointUploadMode.NO_UPLOAD."
             )
         in_staging = self._staging.has_directory(directory)
         if not in_staging:

@@ -36,20 +36,23 @@ _SUPPRESSED_MESSAGES = (
 )
 _SUPPRESSED_LOGGERS = ("authentication.authentication_token_setup", "worker")
 
-_PLACEMENT_RELEASE_S = 3.0  # time that an ended trial may take to release its placement group
+_PLACEMENT_RELEASE_S = 3.0  # wait for ended Tune trials to release their placement groups
 
 _connect_lock = threading.Lock()  # ray.init() is not safe from several threads
 
 
 def connect_to_ray() -> None:
-    """Use the Ray of this process, connect to the one in `RAY_ADDRESS`, or start a local one."""
+    """Connect this process to Ray: to the cluster in `RAY_ADDRESS`, or to a new local one.
+
+    Does nothing if the process is connected already.
+    """
     import ray
 
     with _connect_lock:
         if not ray.is_initialized():
             starts_local_ray = "RAY_ADDRESS" not in os.environ
-            # A dashboard means more processes and a longer start, for a Ray that ends with this
-            # script. An existing cluster has its own setting.
+            # A local Ray ends with this script. Start it without a dashboard, which would need more
+            # processes and a longer start. An existing cluster keeps its own setting.
             dashboard = False if starts_local_ray else None
             start = partial(ray.init, logging_level=logging.WARNING, include_dashboard=dashboard)
             with _suppress_startup_messages() if starts_local_ray else contextlib.nullcontext():
@@ -59,32 +62,32 @@ def connect_to_ray() -> None:
 _DEATH = re.compile(
     r"A worker died or was killed .*Node ID: (?P<node>\w+).*Worker PID: (?P<pid>\d+)", re.DOTALL
 )
-_watched_workers: set[tuple[str, str]] = set()
+_suppressed_workers: set[tuple[str, str]] = set()  # node ID and process ID
 
 
 def suppress_death_messages(workers: Iterable[WorkerInfo]) -> None:
-    """Suppress the paragraph that Ray prints when one of these workers dies.
+    """Suppress the message that Ray prints in this process when one of these workers dies.
 
-    Drawbar reports the death with its cause. Ray has no setting for single processes, so the
-    function that prints errors of raylets in this process is wrapped.
+    Drawbar reports the death with its cause. Ray has no setting to suppress the message for single
+    workers, so this wraps the function of Ray that prints it.
     """
     from ray._private import worker as ray_worker
 
     print_lines: Any = getattr(ray_worker, "print_to_stdstream", None)
-    if print_lines is not None and not _watched_workers:
+    if print_lines is not None and not _suppressed_workers:
 
-        def print_unless_watched(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            is_watched = data.get("pid") == "raylet" and all(map(_is_watched_death, data["lines"]))
-            if not is_watched:
+        def print_unless_suppressed(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            is_from_raylet = data.get("pid") == "raylet"
+            if not (is_from_raylet and all(map(_is_suppressed_death, data["lines"]))):
                 print_lines(data, *args, **kwargs)
 
-        ray_worker.print_to_stdstream = print_unless_watched
-    _watched_workers.update((worker.node_id, str(worker.pid)) for worker in workers)
+        ray_worker.print_to_stdstream = print_unless_suppressed
+    _suppressed_workers.update((worker.node_id, str(worker.pid)) for worker in workers)
 
 
-def _is_watched_death(line: str) -> bool:
+def _is_suppressed_death(line: str) -> bool:
     death = _DEATH.match(line)
-    return death is not None and (death["node"], death["pid"]) in _watched_workers
+    return death is not None and (death["node"], death["pid"]) in _suppressed_workers
 
 
 @contextlib.contextmanager
@@ -105,9 +108,10 @@ def _suppress_startup_messages() -> Iterator[None]:
 
 
 def _run_in_permanent_thread(start_ray: Callable[[], object]) -> None:
-    """Start Ray for as long as this process lives, in whichever thread this is called.
+    """Start Ray in a thread that lives as long as this process.
 
-    Linux ends Ray's processes together with the thread that started them (PR_SET_PDEATHSIG).
+    Ray sets PR_SET_PDEATHSIG (ray-project/ray#7150), so Linux kills Ray's processes when the thread
+    that started them ends.
     """
     if threading.current_thread() is threading.main_thread():
         start_ray()
@@ -123,7 +127,6 @@ def _run_in_permanent_thread(start_ray: Callable[[], object]) -> None:
             started.set_result(None)
             threading.Event().wait()
 
-    # Ray sets that signal since ray-project/ray#7150. The thread must live as long as Ray.
     threading.Thread(target=start_and_block, name="drawbar-ray", daemon=True).start()
     started.result()
 
@@ -161,6 +164,7 @@ def try_connect_to_ray() -> str:
     return ""
 
 
+# Ray's read-only node provider, which cannot start nodes, lists each node as a type of this name.
 _READ_ONLY_NODE_TYPE = re.compile(r"node_[0-9a-f]{56}")
 
 
@@ -189,7 +193,11 @@ def check_dataset_cpus(scaling: ScalingConfig, streamed_datasets: Sequence[str])
 
 
 def check_unreserved_dataset_cpus(streamed_datasets: Sequence[str]) -> None:
-    """Reject datasets for which placement groups leave no CPU. See `check_unreserved_cpus`."""
+    """Reject datasets for which placement groups leave no CPU. See `check_unreserved_cpus`.
+
+    Waits up to `_PLACEMENT_RELEASE_S` for a CPU, because a Tune trial that has just ended may still
+    hold its placement group.
+    """
     deadline = time.monotonic() + _PLACEMENT_RELEASE_S
     while streamed_datasets:
         try:
@@ -225,7 +233,7 @@ class ActorInfo(TypedDict, total=False):
 def get_actor_info(actor_id: str) -> ActorInfo:
     """Return Ray's record of an actor, without a call to its process."""
     info: ActorInfo = {}
-    with contextlib.suppress(Exception):  # not a public API of Ray
+    with contextlib.suppress(Exception):  # a private API, which another Ray version may lack
         from ray._private.state import actors
 
         info = actors(actor_id=actor_id)
@@ -249,7 +257,7 @@ def is_process_dead(worker_id: str) -> bool:
     """Return whether the process with this ID or its node has died, according to Ray."""
     import ray
 
-    with contextlib.suppress(Exception):  # not a public API of Ray
+    with contextlib.suppress(Exception):  # a private API, which another Ray version may lack
         from ray._private.state import state
         from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]  # Protobuf makes it
 
@@ -266,9 +274,13 @@ def is_process_dead(worker_id: str) -> bool:
 
 
 def get_remaining_resources(reserved: Mapping[str, float]) -> dict[str, float]:
-    """Return the CPUs and GPUs of the cluster that are not reserved by workers.
+    """Return how many CPUs and GPUs of the cluster the workers leave unreserved.
 
-    Returns an empty dict without workers and for an autoscaling cluster.
+    Args:
+        reserved: Resources that the workers reserve.
+
+    Returns:
+        CPUs and GPUs. Empty if `reserved` is empty or the cluster can autoscale.
     """
     if not reserved or can_autoscale():
         return {}
@@ -324,8 +336,9 @@ def get_draining_nodes() -> dict[str, int]:
 def is_node_available(node_id: str) -> bool:
     """Return whether a node is alive and not draining.
 
-    Ray takes about 15 s to mark a node as dead whose raylet vanished, so the raylet is contacted
-    too.
+    If a node is lost, Ray reports it as alive for about 15 more seconds. So this also connects to
+    the raylet of the node. Otherwise, the death of a worker on a lost node would count as a failure
+    and not as a preemption.
     """
     import ray
 
@@ -333,8 +346,6 @@ def is_node_available(node_id: str) -> bool:
     node = nodes.get(node_id)
     if node is None or not node["Alive"] or node_id in get_draining_nodes():
         return False
-    # ray.nodes() would report "alive" for that long, and a death would wrongly use up a failure
-    # budget.
     address = (node["NodeManagerAddress"], node["NodeManagerPort"])
     try:
         socket.create_connection(address, timeout=1).close()
@@ -349,9 +360,8 @@ def can_autoscale() -> bool:
     Ray has no public API for this. It is true in one of these cases:
 
     - The configuration of the cluster has a node group that may grow.
-    - Autoscaler v2 runs and nodes have the label of a node group that it assigned.
-    - The status of autoscaler v1 lists node types. Without an autoscaler it lists a `node_<id>` for
-      each node.
+    - Autoscaler v2 runs, and a node has the label of the node group to which v2 assigned it.
+    - The status of autoscaler v1 lists node types that v1 can launch.
     """
     from ray._private.state import state
     from ray.experimental.internal_kv import _internal_kv_get
@@ -368,6 +378,9 @@ def can_autoscale() -> bool:
 
 
 def has_launchable_node_types(status: bytes) -> bool:
-    """Return whether a status of autoscaler v1 (JSON) lists node types that it can launch."""
+    """Return whether a status of autoscaler v1 (JSON) lists node types that v1 can launch.
+
+    Without an autoscaler, the status lists one type `node_<id>` for each node.
+    """
     node_types = json.loads(status).get("autoscaler_report", {}).get("active_nodes", {})
     return any(not _READ_ONLY_NODE_TYPE.fullmatch(node_type) for node_type in node_types)

@@ -9,7 +9,7 @@ from drawbar.cli._output import CommandError, escape_lines, write_json
 def stacks(run: RunName, as_json: AsJson = False) -> None:
     """Show what every rank is doing, with stack traces.
 
-    Works for detached runs on this machine's Ray cluster and for your other runs on this machine.
+    Works for your runs on this machine, and for detached runs on the Ray cluster of this machine.
     The stack traces are also saved in the run's `stacks` directory.
     """
     handle = open_handle(run)

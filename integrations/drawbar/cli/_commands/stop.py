@@ -22,8 +22,8 @@ def stop(
 ) -> None:
     """Stop a run.
 
-    The run can be resumed later. Works for detached runs on this machine's Ray cluster and for
-    your other runs on this machine.
+    The run can be resumed later. Works for your runs on this machine, and for detached runs on the
+    Ray cluster of this machine.
     """
     handle = open_handle(run)
     with command_errors():
