@@ -78,7 +78,7 @@ class RayTrainReportCallback:
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether the callback contains user code. Most objects of this class have none."""
+        """True if a subclass or a `results_postprocessing_fn` adds user code."""
         return type(self) is not RayTrainReportCallback or self._reports.runs_user_code
 
     def restore(self, progress: BoostingProgress) -> int:

@@ -298,7 +298,8 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
             X, qid = _get_qid(X, qid)
         if group is None and qid is None:
             raise ValueError(
-                "Ranking needs group or qid, also for each dataset in eval_set. Pass one of them."
+                "Ranking needs the query of each row. Pass group or qid, and for eval_set "
+                "eval_group or eval_qid."
             )
         if is_ray_dataset(X):
             return self._make_data(X, y, weight=weight, group=qid, margin=margin)

@@ -22,10 +22,10 @@ from drawbar.train import Checkpoint, ValidationTaskConfig
 class RayTrainReportCallback(TrainingCallback):
     """Report every boosting round, and save the booster every n rounds and at the end.
 
-    Every rank reports the metrics, named `<dataset>-<metric>`, which XGBoost has reduced over all
-    workers. A report takes microseconds and does not wait for other ranks; the driver receives it
-    within a quarter of a second. Rank 0 saves the booster and the progress that
-    `drawbar.xgboost.train` needs to resume.
+    Every rank reports the same metrics, because XGBoost combines the values of all workers. Their
+    names are `<dataset>-<metric>`. A report takes microseconds and does not wait for other ranks;
+    the driver receives it within a quarter of a second. Rank 0 saves the booster and the progress
+    that `drawbar.xgboost.train` needs to resume.
 
     Args:
         metrics: Metrics to report: a name, a list of names, or a dict from reported name to
@@ -34,8 +34,9 @@ class RayTrainReportCallback(TrainingCallback):
             in `Booster.save_model`.
         frequency: Save a checkpoint every n rounds; 0 to save only at the end.
         checkpoint_at_end: Whether to save a checkpoint at the end of training.
-        results_postprocessing_fn: Called with all values so far as `{"<dataset>-<metric>": [...]}`.
-            Returns the metrics to report.
+        results_postprocessing_fn: Called with the evaluations so far, as
+            `{"<dataset>-<metric>": [value of each round]}`. Returns the metrics to report in place
+            of the latest values.
         validation: Whether to validate each checkpoint. See `drawbar.train.report()`.
 
     Raises:
@@ -71,7 +72,7 @@ class RayTrainReportCallback(TrainingCallback):
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether the callback contains user code. Most objects of this class have none."""
+        """True if a subclass or a `results_postprocessing_fn` adds user code."""
         return type(self) is not RayTrainReportCallback or self._reports.runs_user_code
 
     @classmethod
@@ -91,8 +92,8 @@ class RayTrainReportCallback(TrainingCallback):
 
     def after_training(self, model: object) -> object:
         """Save the model unless the last round was saved."""
-        done, history = self._progress.rounds, self._progress.history
-        self._reports.on_training_end(done, history, lambda path: self._save(model, path))
+        num_rounds, history = self._progress.rounds, self._progress.history
+        self._reports.on_training_end(num_rounds, history, lambda path: self._save(model, path))
         return model
 
     def _save(self, model: Any, directory: Path) -> None:
@@ -102,9 +103,10 @@ class RayTrainReportCallback(TrainingCallback):
     def load_resume_state(
         self, checkpoint: Checkpoint | None
     ) -> tuple[BoostingProgress, Booster | None]:
-        """Return the progress and booster of a checkpoint; None if it has no booster.
+        """Return the progress and the booster in a checkpoint.
 
-        For a checkpoint with only a booster, the progress is its number of rounds.
+        Without a checkpoint, or if it has no booster, the progress is 0 rounds and the booster is
+        None. If it has a booster but no progress, the booster's number of rounds is the progress.
         """
         if checkpoint is None:
             return BoostingProgress(), None
@@ -112,6 +114,5 @@ class RayTrainReportCallback(TrainingCallback):
             booster = self.get_model(checkpoint, self._filename)
         except FileNotFoundError:
             return BoostingProgress(), None
-        return BoostingProgress.load(checkpoint) or BoostingProgress(
-            booster.num_boosted_rounds()
-        ), booster
+        progress = BoostingProgress.load(checkpoint)
+        return progress or BoostingProgress(booster.num_boosted_rounds()), booster

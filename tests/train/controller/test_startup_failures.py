@@ -62,7 +62,7 @@ def test_worker_that_dies_at_start_raises_error_with_cause(
         backend_config=DyingConfig(end),
         run_config=replace(run_config, failure_config=FailureConfig(max_startup_failures=0)),
     )
-    message = f"failed in its start-up: a worker process died while it started: {cause}"
+    message = f"the workers could not start: a worker process died while it started: {cause}"
     with pytest.raises(ControllerError, match=message):
         trainer.fit()
 

@@ -224,7 +224,7 @@ def test_list_files_follows_links_and_skips_empty_directories(tmp_path: Path) ->
             lambda directory: (directory / "nowhere").symlink_to("gone"),
             "to gone, which does not exist",
         ),
-        (lambda directory: os.mkfifo(directory / "pipe"), "neither a file, nor a directory"),
+        (lambda directory: os.mkfifo(directory / "pipe"), "neither a file nor a directory"),
     ],
 )
 def test_list_files_with_unsupported_entry_raises(

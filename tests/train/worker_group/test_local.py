@@ -478,7 +478,7 @@ def test_dataset_factory_with_stop_iteration_fails_run(tmp_path: Path) -> None:
             failure_config=FailureConfig(max_startup_failures=0),
         ),
     )
-    with pytest.raises(ControllerError, match=r"failed in its start-up: .*StopIteration"):
+    with pytest.raises(ControllerError, match=r"the workers could not start: .*StopIteration"):
         trainer.fit()
 
 

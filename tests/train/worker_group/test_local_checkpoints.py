@@ -175,7 +175,9 @@ def test_storage_error_in_commit_fails_run_only(tmp_path: Path, wait: bool) -> N
         (tmp_path / "run" / "taken").write_text("by a file")
         save("a", checkpoint_dir_name="taken", checkpoint_upload_mode=mode)
 
-    with pytest.raises(ControllerError, match="the run failed in its storage: FileExistsError"):
+    with pytest.raises(
+        ControllerError, match="a checkpoint could not be committed: FileExistsError"
+    ):
         fit(function, tmp_path)
 
 

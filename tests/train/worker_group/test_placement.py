@@ -68,8 +68,8 @@ def test_check_group_fits_accepts_fitting_group(
             "STRICT_PACK",
             "placement_strategy='STRICT_PACK': at most 8 fit on one node",
         ),
-        (3, {"CPU": 1}, "STRICT_SPREAD", "at most 2 fit with one node for each"),
-        (2, {"CPU": 3}, "STRICT_SPREAD", "at most 1 fit with one node for each"),
+        (3, {"CPU": 1}, "STRICT_SPREAD", "at most 2 fit with one worker per node"),
+        (2, {"CPU": 3}, "STRICT_SPREAD", "at most 1 fit with one worker per node"),
         (1, {"TPU": 1}, "PACK", "no node of this cluster has the resource 'TPU'.*: CPU, GPU$"),
     ],
 )

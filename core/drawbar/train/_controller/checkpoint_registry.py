@@ -107,7 +107,7 @@ class CheckpointRegistry:
             await run_in_daemon_thread(write_validation)
         finally:
             self.apply_retention()
-        self._background.submit(self._directory.run_files.upload_journal)
+        self._background.submit(self._directory.run_files.upload)
 
     def apply_retention(self) -> None:
         """Delete the checkpoints that the retention policy does not keep."""

@@ -223,7 +223,7 @@ class CheckpointCommitter:
         # One task instead of three, since each switch between threads delays the training.
         run_and_log_errors(self._checkpoints.write_checksums, name)
         remove_tree(trash)
-        self._directory.run_files.upload_journal()
+        self._directory.run_files.upload()
 
     def has_uncommitted(self, next_report: int) -> bool:
         """Return whether a complete round before `next_report` has an uncommitted checkpoint."""

@@ -39,7 +39,7 @@ class DiagnosisWriter:
             name: Name of the directory.
 
         Returns:
-            The directory, and a description of how the ranks differ.
+            The directory, and a text with the location of each rank in the code.
         """
         directory = self._directory.local_path / "stacks" / name
         stacks = await self._group.collect_stacks()
@@ -47,7 +47,7 @@ class DiagnosisWriter:
         return directory, await run_in_daemon_thread(write_stacks, directory, stacks)
 
     async def emit(self) -> str:
-        """Write the stacks, and emit and return a description of how the ranks differ."""
+        """Write the stacks, and emit and return a text with the location of each rank."""
         directory, difference = await self.write(f"diagnosis_{int(time.time() * 1000)}")
         self._emit(Notice(f"Location of each rank (stacks in {directory}):\n{difference}"))
         return difference

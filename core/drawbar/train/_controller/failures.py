@@ -34,27 +34,24 @@ from drawbar.train._worker_group.exit_status import (
 EXIT_REPORT_SECONDS = 2.0
 
 
-# -- in the controller
-
-
 async def describe_death(
-    rank: int, death: Gone, worker: WorkerInfo, directory: RunDirectory, reports: int
+    rank: int, death: Gone, worker: WorkerInfo, directory: RunDirectory, num_reports: int
 ) -> WorkerFailure:
-    """Describe a worker process that died, with its cause of death as far as it is known.
+    """Describe a worker process that died, and why it died if that is known.
 
     Args:
         rank: Rank of the worker.
         death: Message that reports the death.
         worker: Host, node, and process of the worker.
         directory: Run directory, with the exit report and the log.
-        reports: Number of reports of the rank in this attempt.
+        num_reports: Number of `report()` calls of the rank in this attempt.
     """
-    report = await wait_for_exit_report(
+    exit_report = await wait_for_exit_report(
         directory.get_exit_report_path(worker.hostname, worker.pid), EXIT_REPORT_SECONDS
     )
     log = directory.get_log_path(rank)
     # faulthandler writes the stack of a crash to stderr, which is redirected to the log.
-    cause = describe_exit(report, death.detail, _read_tail(log))
+    cause = describe_exit(exit_report, death.detail, _read_tail(log))
     if death.preempted:
         node = f"{worker.node_id[:8]} ({worker.node_ip})"
         cause = f"its node {node} was lost or is being removed; {cause}"
@@ -66,10 +63,10 @@ async def describe_death(
         hostname=worker.hostname,
         node_id=worker.node_id,
         pid=worker.pid,
-        # The sentinel records the time of the death. Ray reports it when the connection has ended,
-        # which may be after the failures that the death caused.
-        time=report.time if report is not None else death.time,
-        num_reports=reports,
+        # The earliest failure of an attempt is the root cause. Prefer the time in the exit report:
+        # Ray can report the death only after other ranks have failed because of it.
+        time=exit_report.time if exit_report is not None else death.time,
+        num_reports=num_reports,
         log_path=str(log),
     )
 
@@ -80,7 +77,7 @@ async def describe_startup_death(
     """Describe a worker process that died before the training function started.
 
     Args:
-        error: Exception that ended the start.
+        error: Exception that was raised while the workers started.
         directory: The run's directory.
         since: Start of the attempt, in seconds since the epoch.
 
@@ -92,21 +89,24 @@ async def describe_startup_death(
     text = str(error)
     pid_match = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
     pid = int(pid_match[1]) if pid_match else 0
-    report = None
+    exit_report = None
     if pid:
+        # The host name is unknown, but only the name of the file depends on it.
         reports_directory = directory.get_exit_report_path("", pid).parent
-        report = await wait_for_report_of_pid(reports_directory, pid, since, EXIT_REPORT_SECONDS)
+        exit_report = await wait_for_report_of_pid(
+            reports_directory, pid, since, EXIT_REPORT_SECONDS
+        )
     ip_match = re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
     is_init_error = getattr(error, "actor_init_failed", False)
     return WorkerFailure(
         rank=-1,
         kind="startup",
         type_name="a worker process died while it started",
-        message=startup_verdict(report, text),
+        message=startup_verdict(exit_report, text),
         traceback=text if is_init_error else "",
-        hostname=ip_match[1] if ip_match else "",
+        hostname=ip_match[1] if ip_match else "",  # Ray's error has the IP address instead
         pid=pid,
-        time=report.time if report is not None else time.time(),
+        time=exit_report.time if exit_report is not None else time.time(),
     )
 
 
@@ -128,11 +128,11 @@ def describe_divergence(reason: str) -> WorkerFailure:
 
 
 def describe_hang(seconds: float, difference: str, directory: Path) -> WorkerFailure:
-    """Describe an attempt in which no rank has sent a message for some time.
+    """Describe an attempt in which no rank has made progress for some time.
 
     Args:
-        seconds: The timeout.
-        difference: Description of how the ranks differ.
+        seconds: `FailureConfig.hang_timeout` in seconds.
+        difference: Location of each rank in the code.
         directory: Directory with the stacks of all ranks.
     """
     return WorkerFailure(
@@ -145,7 +145,7 @@ def describe_hang(seconds: float, difference: str, directory: Path) -> WorkerFai
 
 
 def describe_interruption(rank: int) -> WorkerFailure:
-    """Describe a rank whose function raised `AttemptInterrupted` without an interrupt."""
+    """Describe a rank that raised `AttemptInterrupted` although Drawbar did not interrupt it."""
     return WorkerFailure(
         rank=rank,
         kind="exception",
@@ -183,12 +183,14 @@ def make_training_failed_error(
     path: str,
     recoverable: str,
 ) -> TrainingFailedError:
-    """Return the error that `fit()` raises: the root cause, then the headlines of the others.
+    """Return the error that `fit()` raises.
+
+    Its message describes the root cause in full, and every other failure in one line.
 
     Args:
-        cause: Kind of the failure that ended the run.
+        cause: What ended the last attempt of the run.
         failures: Failures of the workers, the root cause first.
-        exception: Failure outside the workers.
+        exception: Exception that was raised outside the workers, or None.
         reason: Why the run does not restart.
         path: Run directory.
         recoverable: Description of the latest checkpoint and of files that were not committed.
@@ -198,16 +200,20 @@ def make_training_failed_error(
         return InsufficientResourcesError(f"{exception}{footer}", path=path)
     if not failures or failures[0].kind == "startup":
         error = failures[0].describe() if failures else f"{type(exception).__name__}: {exception}"
-        message = f"the run failed in its {_FAILED_PART_BY_CAUSE[cause]}: {error}{footer}"
+        summary = _SUMMARY_BY_CAUSE.get(cause, "the run failed")
+        message = f"{summary}: {error}{footer}"
         return ControllerError(message, exception, path=path)
     message = failures[0].describe()
     if len(failures) > 1:
         others = "\n".join(f"  {_in_one_line(failure, failures[0])}" for failure in failures[1:])
-        message += f"\n\nOther failures after it:\n{others}"
+        message += f"\n\nOther failures:\n{others}"
     if cause == "preemption":
         return PreemptionError(message + footer, path=path)
-    kinds: dict[str, type[WorkerGroupError]] = {"divergence": DivergenceError, "hang": HangError}
-    error_class = kinds.get(cause, WorkerGroupError)
+    error_classes: dict[str, type[WorkerGroupError]] = {
+        "divergence": DivergenceError,
+        "hang": HangError,
+    }
+    error_class = error_classes.get(cause, WorkerGroupError)
     return error_class(message + footer, failures=failures, path=path)
 
 
@@ -218,16 +224,13 @@ def _in_one_line(failure: WorkerFailure, first: WorkerFailure) -> str:
     return f"rank {failure.rank}: the same {failure.type_name}{location}"
 
 
-_FAILED_PART_BY_CAUSE = {
-    "startup": "start-up",
-    "configuration": "configuration",
-    "storage": "storage",
-    "worker": "workers",
-    "divergence": "ranks",
-    "hang": "workers",
-    "preemption": "nodes",
-    "resize": "workers",
+_SUMMARY_BY_CAUSE: dict[AttemptEndCause, str] = {
+    "startup": "the workers could not start",
+    "configuration": "the run cannot continue with this configuration",
+    "storage": "a checkpoint could not be committed",
+    "preemption": "a node of the workers was lost or is being removed",
 }
+"""Summaries of failures that are not failures of a rank in the training function."""
 
 
 def _read_tail(path: Path, nbytes: int = 20_000) -> str:

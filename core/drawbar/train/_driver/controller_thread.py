@@ -117,7 +117,7 @@ class ControllerThread:
             inherit_directory_mode(directory.trainer_path)
             # Before the first worker: if the driver dies during the start, others can find and
             # restore the run.
-            self.directory.run_files.upload_journal(everything=True)
+            self.directory.run_files.upload(everything=True)
             if self._open_run.warning:
                 self._events.emit(Notice(self._open_run.warning))
             self._check_initial_checkpoint()
@@ -218,7 +218,7 @@ class ControllerThread:
 
     def _upload_and_finish(self) -> None:
         """Upload all run files, while the lock of the journal keeps other processes away."""
-        if self.directory.run_files.upload_journal(everything=True):
+        if self.directory.run_files.upload(everything=True):
             upkeep.finish(self.directory)
 
     # -- called from any thread

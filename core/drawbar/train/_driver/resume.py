@@ -116,9 +116,10 @@ def _make_warning(
     start = f"checkpoint {latest}" if latest else "the beginning, since it has no checkpoint"
     if state is RunDirectoryState.FINISHED:
         return (
-            f"the run at {path} has already finished; training continues from {start}. A function "
-            "that resumes its epoch number from the checkpoint may have nothing left to do. Set "
-            'another RunConfig.name to start a new run; resume="never" makes this an error'
+            f"the run at {path} has already finished; training continues from {start}. If the "
+            "training function continues after the last epoch in the checkpoint, it may have no "
+            "epochs left. To start a new run, set another RunConfig.name. To get an error in this "
+            'case, set resume="never"'
         )
     if state is RunDirectoryState.DAMAGED:
         details = f": {'; '.join(damage)}" if damage else ""

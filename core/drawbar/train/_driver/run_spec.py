@@ -164,9 +164,9 @@ def load_trainer_state(
         }
     except Exception as error:  # damaged bytes can make pickle raise anything
         raise DamagedRunError(
-            f"{path} cannot be unpickled here: {type(error).__name__}: {error}. Create the trainer "
-            "with the run's name and storage_path; its fit() resumes from the latest checkpoint "
-            "and replaces the file"
+            f"{path} cannot be unpickled here: {type(error).__name__}: {error}. Instead of "
+            "restore(), create a trainer with the name and storage_path of the run and call fit(). "
+            "It resumes from the latest checkpoint and replaces trainer.pkl"
         ) from error
     if missing:
         example = ", ".join(f"{name}=..." for name in missing)

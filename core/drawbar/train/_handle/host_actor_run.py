@@ -1,4 +1,4 @@
-"""View of a run whose controller runs in a host actor."""
+"""Follow and control a run whose controller runs in a `HostActor`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NAMESPACE = "drawbar"
 """Ray namespace in which each detached run has an actor with the name of the run."""
 
 REPLY_TIMEOUT_S = 10.0
-"""Time in which the actor must reply before it counts as unresponsive."""
+"""The actor counts as unresponsive if it has not replied for this time."""
 
 _MAX_CONCURRENCY = 32  # a client occupies one slot while it polls
 
@@ -53,7 +53,7 @@ _attach_lock = threading.Lock()
 
 
 class HostActorRun:
-    """A run in a `HostActor`, whose console output is also shown in this process.
+    """View of a run in a `HostActor`. It polls the events of the run and prints them here.
 
     Args:
         actor: Host actor of the run.
@@ -67,7 +67,7 @@ class HostActorRun:
         self._console = Console(info.level, self.path)
         self._position = Position(0, 0) if should_replay else None
         self._outcome: RunOutcome | None = None
-        self._last_reply = time.monotonic()  # to a poll
+        self._last_poll_reply = time.monotonic()
         self._has_warned_unresponsive = False
         self._ended = threading.Event()
         self._is_closed = False
@@ -96,13 +96,13 @@ class HostActorRun:
                     client_id, self._position
                 )
                 while not self._is_closed:
-                    # Wait with a timeout: this thread must have left Ray before Ray is shut down.
+                    # Wait with a timeout: no call to Ray may be active when Ray is shut down.
                     if ray.wait([reply], timeout=POLL_SECONDS)[0]:
                         self._on_batch(ray.get(reply))
                         break
                     self._warn_unresponsive()
         except Exception as error:
-            self._outcome = self._make_lost_outcome(error)
+            self._outcome = self._recover_outcome(error)
         finally:
             with contextlib.suppress(Exception):  # the actor may be dead
                 self._actor.disconnect.remote(client_id)
@@ -118,7 +118,7 @@ class HostActorRun:
             self._console.on_event(Notice(self.unresponsive_reason))
 
     def _on_batch(self, batch: EventBatch) -> None:
-        self._last_reply = time.monotonic()
+        self._last_poll_reply = time.monotonic()
         if self._has_warned_unresponsive:
             self._has_warned_unresponsive = False
             self._console.on_event(Notice("the process that hosts the run responds again"))
@@ -128,8 +128,12 @@ class HostActorRun:
         if batch.outcome is not None:
             self._outcome = batch.outcome.deserialize()
 
-    def _make_lost_outcome(self, error: Exception) -> RunOutcome:
-        """Return the outcome of a run whose host died, as far as its directory contains it."""
+    def _recover_outcome(self, error: Exception) -> RunOutcome:
+        """Return the outcome of the run after the host actor died.
+
+        If the run directory shows that the run has ended, this is its outcome. Otherwise, it is a
+        failed run with a `ControllerError`.
+        """
         state = RunState()
         with contextlib.suppress(Exception):
             run = EndedRun(self._directory)
@@ -138,7 +142,8 @@ class HostActorRun:
                 return run.get_outcome()
         failure = ControllerError(
             f"the process that hosts the run no longer replies: {error}\n\nrun directory: "
-            f'{self.path}\nIf the run has ended, resume="auto" resumes from the latest checkpoint.',
+            f'{self.path}\nIf the run has ended, fit() with resume="auto" resumes from its latest '
+            "checkpoint.",
             error,
             path=self.path,
         )
@@ -163,7 +168,7 @@ class HostActorRun:
     @property
     def unresponsive_reason(self) -> str:
         """Description of an actor that has not replied for a while, or an empty string."""
-        if self._ended.is_set() or time.monotonic() - self._last_reply < REPLY_TIMEOUT_S:
+        if self._ended.is_set() or time.monotonic() - self._last_poll_reply < REPLY_TIMEOUT_S:
             return ""
         return _describe_unresponsive(self._actor, self.name)
 
@@ -181,7 +186,7 @@ class HostActorRun:
         """Call the actor and return its reply, or None if the run has ended.
 
         Args:
-            call: Submits the call.
+            call: Function that calls a method of the actor and returns the reference to the reply.
             extra_seconds: Time that the call may take in addition to the usual timeout.
 
         Raises:
@@ -212,7 +217,8 @@ class HostActorRun:
                 self.stop(save=False)
                 self._ended.wait(EXIT_SECONDS)
         self._is_closed = True
-        self._thread.join(2 * POLL_SECONDS)  # Ray must not be shut down while it polls
+        # Wait for the thread: Ray must not be shut down while a call to it is active.
+        self._thread.join(2 * POLL_SECONDS)
 
 
 def start_host_actor_run(spec: RunSpec) -> HostActorRun:
@@ -243,21 +249,22 @@ def _create_host_actor(spec: RunSpec) -> HostHandle:
     node = ray.get_runtime_context().get_node_id()
     options: dict[str, object] = {
         "num_cpus": 0,
-        # A restarted host would have lost its workers and the lock on the journal. The user starts
-        # the run again instead, and it resumes.
+        # A restarted host actor would have neither the workers nor the lock of the journal. The
+        # user calls fit() again instead, which resumes the run.
         "max_restarts": 0,
         "max_concurrency": _MAX_CONCURRENCY,
-        # On this node, because a run directory is local by default. Soft, because the node of a Ray
-        # Client may be lost.
+        # The actor must run on this node, because the run directory is on a local disk by default.
+        # soft=True: with Ray Client, this is the node of its server, which may no longer exist.
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
     }
     if spec.run_config.worker_runtime_env:
         options["runtime_env"] = dict(spec.run_config.worker_runtime_env)
     if is_detached:
-        _claim_name(spec.name)
+        _ensure_name_is_free(spec.name)
         options |= {"name": spec.name, "namespace": NAMESPACE, "lifetime": "detached"}
     try:
-        remote: Any = ray.remote  # its stub types `remote()` as a call that returns a plain object
+        # Any, because Ray's type annotations declare the result as a plain object.
+        remote: Any = ray.remote
         actor: HostHandle = (
             remote(HostActor)
             .options(**options)
@@ -273,14 +280,15 @@ def _create_host_actor(spec: RunSpec) -> HostHandle:
         raise _make_name_taken_error(spec.name) from error
 
 
-def _claim_name(name: str) -> None:
-    """Make sure that no other run has this name.
+def _ensure_name_is_free(name: str) -> None:
+    """Check that no detached run in progress has this name.
 
-    Kills and waits for a host whose run has already ended or will never start.
+    If the run of the actor with this name has ended or will never start, kill the actor and wait
+    for its end.
 
     Raises:
         RunInProgressError: A run with this name is in progress.
-        TimeoutError: The host of that run does not reply.
+        TimeoutError: The host actor with this name does not reply.
     """
     actor = get_host_actor(name)
     if actor is None:
@@ -288,9 +296,9 @@ def _claim_name(name: str) -> None:
     with contextlib.suppress(RayError):
         if not _get_reply(actor, name, actor.has_ended.remote()):
             raise _make_name_taken_error(name)
-    # The run has ended and the host only waits for clients that may never poll again, or its driver
-    # was killed. `ray.kill` returns before the actor has ended, and the name is free only after
-    # that (ray-project/ray#20611).
+    # The actor can still exist for two reasons: it waits until all clients have received the
+    # outcome of the run, or the driver was killed before it started the run. `ray.kill` returns
+    # before the actor has ended, but the name is free only after its end (ray-project/ray#20611).
     ray.kill(actor)
     with contextlib.suppress(RayError):
         _get_reply(actor, name, actor.block_until_killed.remote())
@@ -319,7 +327,7 @@ def list_detached_runs() -> list[str]:
 
 
 def attach_to_host_actor(name: str, path: str | None = None) -> HostActorRun | None:
-    """Follow the detached run with this name from now on.
+    """Follow the detached run with this name. Events before this call are not shown.
 
     Args:
         name: Name of the run.

@@ -139,7 +139,7 @@ def _lock_run(directory: RunDirectory) -> Iterator[Journal]:
     try:
         directory.run_files.sync_journal(journal)
         yield journal
-        directory.run_files.upload_journal()
+        directory.run_files.upload()
     finally:
         journal.close()
     upkeep.finish(directory)

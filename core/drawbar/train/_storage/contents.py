@@ -13,36 +13,46 @@ import msgspec
 
 from drawbar.train._errors import CheckpointError
 
+# Matches a path with NUL, or with a part that is "", ".", or "..". An absolute path begins with "".
 _ESCAPING_PATH = re.compile(r"(?:^|/)\.{0,2}(?:/|$)|\0")
 
 
 def check_relative_path(path: str) -> str:
-    """Check that a "/"-separated path from stored data refers to a file below its directory.
+    """Check that a path which this process did not create cannot lead out of its directory.
+
+    Args:
+        path: Path with "/" as the separator, for example from a manifest or a storage listing.
+
+    Returns:
+        The path.
 
     Raises:
         CheckpointError: The path is absolute or empty, or has an empty part, "..", ".", or NUL.
     """
     if _ESCAPING_PATH.search(path):
         raise CheckpointError(
-            f"{path!r} is not a valid path of a file in a checkpoint. The file that lists it is "
-            "damaged."
+            f"{path!r} is not a valid path of a file in a checkpoint. A valid path is relative and "
+            "has no empty part, '.', or '..'."
         )
     return path
 
 
 def is_external(name: str) -> bool:
-    """Return True if the name of a checkpoint is a path or URI outside the run's directory.
+    """Return True if the name of a checkpoint is an absolute path or a URI.
 
-    Other names are relative paths in that directory.
+    Other names are relative paths in the run directory.
     """
     return name.startswith("/") or "://" in name
 
 
 def check_checkpoint_name(name: str) -> str:
-    """Check the name of a checkpoint from stored data.
+    """Check the name of a checkpoint that was read from a file, such as the journal.
+
+    Returns:
+        The name.
 
     Raises:
-        CheckpointError: The name is neither an address nor a relative path in the run.
+        CheckpointError: The name is neither an absolute path or URI nor a valid relative path.
     """
     return name if is_external(name) else check_relative_path(name)
 
@@ -93,7 +103,7 @@ def list_files(directory: Path) -> tuple[FileEntry, ...]:
 
 
 def scan_directory(directory: Path) -> DirectoryContents:
-    """Scan everything below `directory` once.
+    """Return all files and symbolic links below `directory`.
 
     Symbolic links are followed. Empty directories are not listed.
 
@@ -103,7 +113,7 @@ def scan_directory(directory: Path) -> DirectoryContents:
     """
     files, reserved = [], []
     links = {""} if os.path.islink(directory) else set()
-    # os.walk follows a circular link endlessly without an error.
+    # Not os.walk(followlinks=True), which never ends if there is a circular link.
     stack: list[tuple[str, tuple[str, ...]]] = [("", (f"{directory}",))]
     while stack:
         parent, ancestors = stack.pop()
@@ -127,15 +137,18 @@ def scan_directory(directory: Path) -> DirectoryContents:
 
 
 def _describe_unsupported(path: str) -> str:
-    target = f" to {os.readlink(path)}, which does not exist" if not os.path.exists(path) else ""
-    return f"is neither a file, nor a directory, nor a link to one{target}, so it cannot be saved"
+    if not os.path.exists(path):
+        target = os.readlink(path)
+        return f"cannot be saved: it is a symbolic link to {target}, which does not exist"
+    return "cannot be saved: it is neither a file nor a directory"
 
 
 def _check_no_cycle(link: str, ancestors: tuple[str, ...]) -> None:
     """Check that a link to a directory does not lead back to a directory that contains it."""
     real = os.path.realpath(link)
     if any(os.path.realpath(ancestor) == real for ancestor in ancestors):
-        raise OSError(errno.ELOOP, f"is a symbolic link back to {real}", link)
+        reason = f"cannot be saved: it is a symbolic link back to {real}"
+        raise OSError(errno.ELOOP, reason, link)
 
 
 def is_reserved(path: str) -> bool:
@@ -144,7 +157,7 @@ def is_reserved(path: str) -> bool:
 
 
 def has_reserved_files(directory: Path) -> bool:
-    """Return True if a directory has a Drawbar file, so that Drawbar created it."""
+    """Return True if a directory has a Drawbar file. Drawbar created it then, not the user."""
     return any(map(is_reserved, os.listdir(directory)))
 
 

@@ -42,13 +42,17 @@ RUN_FILE_NAMES = (
 )
 
 _logger = logging.getLogger("drawbar.train")
-# Commits and the end of a run upload in different threads. An older journal must not be the last.
+# Commits and the end of a run upload the journal in different threads. Without the lock, an older
+# journal could replace a newer one in the storage.
 _upload_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Files of a run in a local or mounted directory, where other processes read them.
+    """Files of a run in a local or mounted directory.
+
+    Other processes read the files in this directory, so the methods that upload or synchronize
+    files do nothing. `RemoteRunFiles` overrides them.
 
     Attributes:
         path: Run directory on this node.
@@ -66,7 +70,7 @@ class RunFiles:
             raise make_not_a_file_error(self.path / JOURNAL_FILE) from None
 
     def sync_journal(self, journal: JournalFile) -> None:
-        """Update the journal, which this process holds, from a newer copy."""
+        """Update the journal, whose lock this process holds, from the one in the storage."""
 
     def read(self, name: str) -> bytes | None:
         """Return a file, such as `logs/rank_0.log`; None if it does not exist."""
@@ -74,8 +78,8 @@ class RunFiles:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file for other processes to read."""
-        # Copies of the run directory must not include temporary files. After the end of the run,
-        # there is no directory for them.
+        # Not in the run directory: a user who copies it would also copy the temporary file. But
+        # after the end of the run, `temp_directory` does not exist.
         temp_directory = self.temp_directory if self.temp_directory.is_dir() else None
         write_atomically(self.path / name, data, temp_directory=temp_directory)
 
@@ -83,8 +87,8 @@ class RunFiles:
         """Delete a file. A missing file is not an error."""
         (self.path / name).unlink(missing_ok=True)
 
-    def upload_journal(self, *, everything: bool = False) -> bool:
-        """Upload the journal, and with `everything` all other files. Errors are logged.
+    def upload(self, *, everything: bool = False) -> bool:
+        """Upload the journal, or with `everything` all run files. Errors are logged.
 
         Returns:
             True if every file was uploaded.
@@ -92,7 +96,7 @@ class RunFiles:
         return True
 
     def upload_log(self, log: Path) -> None:
-        """Upload the log of a rank from a node other than the driver's."""
+        """Upload the log of a rank. Only nodes other than the driver's call this."""
 
     def check_writable(self) -> None:
         """Check that the storage is writable.
@@ -113,10 +117,12 @@ class RemoteRunFiles(RunFiles):
     remote_path: RemotePath
 
     def read_journal(self) -> bytes | None:
-        """Return the journal in the storage, or the local one if it continues that one.
+        """Return the newer one of the local journal and the journal in the storage.
 
-        If the storage has no journal, the local one is used only while a run holds its lock: then
-        the run has just begun. Otherwise the run was deleted.
+        The local journal is newer if it begins with all lines of the one in the storage. If the
+        storage has no journal, there are two cases. If a process holds the lock of the local one,
+        a new run has not yet uploaded it. Otherwise, the run was deleted from the storage, and
+        there is no journal.
         """
         local_data, remote_data = (
             super().read_journal(),
@@ -131,10 +137,10 @@ class RemoteRunFiles(RunFiles):
         )
 
     def sync_journal(self, journal: JournalFile) -> None:
-        """Update the local journal, which this process holds, from the storage.
+        """Replace the local journal with the one in the storage, unless the local one is newer.
 
-        The journal in the storage is authoritative. The local one is kept only if it continues it,
-        because a driver that died here may not have uploaded its last lines.
+        The local journal is newer if it begins with all lines of the one in the storage: a driver
+        died on this machine before it uploaded its last lines.
         """
         journal.sync_from(self.remote_path.read_or_none(JOURNAL_FILE))
 
@@ -152,7 +158,7 @@ class RemoteRunFiles(RunFiles):
         super().delete(name)
         self.remote_path.delete_file(name)
 
-    def upload_journal(self, *, everything: bool = False) -> bool:
+    def upload(self, *, everything: bool = False) -> bool:
         """Upload the journal, and with `everything` also logs, stacks, and `trainer.pkl`.
 
         Errors are logged, because no checkpoint depends on these files. After an error that
@@ -170,7 +176,8 @@ class RemoteRunFiles(RunFiles):
                 except Exception as error:  # fsspec filesystems raise any type of error
                     complete = False
                     _logger.warning("Could not upload %s to %s: %s", name, self.remote_path, error)
-                    # An unavailable storage would make every further file wait for its retries.
+                    # End if the storage is unavailable: each further file would wait for its
+                    # retries. An error that is not an OSError can mean the same.
                     if is_transient(error) or not isinstance(error, OSError):
                         break
         return complete

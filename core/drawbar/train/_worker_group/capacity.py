@@ -69,7 +69,7 @@ def check_group_fits(
         selector = dict(items)
         matching = _filter_nodes(nodes, [selector])
         _check_selector(nodes, matching, selector)
-        _check_one_worker(matching, bundle)
+        _check_one_worker(matching, bundle, selector)
         _check_group(matching, bundle, strategy, count, selector)
     if len(selectors) > 1:
         every_selector = strategy == "STRICT_PACK"  # then one node must satisfy all of them
@@ -109,7 +109,7 @@ def check_cpus_for_datasets(
     raise InsufficientResourcesError(
         f"{_format_count(num_workers, 'worker')} of {format_resources(bundle)} leave "
         f"CPU={max(remaining, 0):g} of the cluster's CPU={total:g}, but Ray Data needs at least "
-        f"one CPU to compute {names}, so workers and data would wait for each other forever. "
+        f"one CPU to execute {names}. The workers would wait for their data forever. "
         "Lower ScalingConfig.num_workers or resources_per_worker, add CPUs, or materialize "
         "datasets that fit into memory before fit()"
     )
@@ -142,8 +142,8 @@ def check_unreserved_cpus(
     names = ", ".join(f"datasets[{name!r}]" for name in streamed_datasets)
     raise InsufficientResourcesError(
         f"placement groups of these workers and of other runs or trials hold CPU={reserved:g} of "
-        f"the cluster's CPU={total:g}, but Ray Data needs at least one CPU to compute {names}, so "
-        "workers and data would wait for each other forever. Run fewer at a time "
+        f"the cluster's CPU={total:g}, but Ray Data needs at least one CPU to execute {names}. "
+        "The workers would wait for their data forever. Run fewer trials or runs at a time "
         "(tune.TuneConfig(max_concurrent_trials=...)), lower ScalingConfig.num_workers or "
         "resources_per_worker, add CPUs, or materialize datasets that fit into memory before fit()"
     )
@@ -218,7 +218,9 @@ def _check_selector(
     )
 
 
-def _check_one_worker(nodes: Sequence[NodeResources], bundle: Mapping[str, float]) -> None:
+def _check_one_worker(
+    nodes: Sequence[NodeResources], bundle: Mapping[str, float], selector: Mapping[str, str]
+) -> None:
     if any(count_fitting_bundles(node.total, bundle) for node in nodes):
         return
     # Report the node with the largest fraction of its scarcest resource.
@@ -226,9 +228,10 @@ def _check_one_worker(nodes: Sequence[NodeResources], bundle: Mapping[str, float
         nodes, key=lambda node: min(node.total.get(name, 0) / bundle[name] for name in bundle)
     )
     has = {name: largest.total.get(name, 0) for name in bundle}
+    matching = " that match ScalingConfig.label_selector" if selector else ""
     raise InsufficientResourcesError(
         f"one worker needs {format_resources(bundle)}, but the largest node (host "
-        f"{largest.hostname}, of {_format_count(len(nodes), 'suitable node')}) has "
+        f"{largest.hostname}, of {_format_count(len(nodes), 'node')}{matching}) has "
         f"{format_resources(has)}. Lower ScalingConfig.resources_per_worker, or add a larger node"
     )
 
@@ -244,7 +247,7 @@ def _check_group(
     if strategy == "STRICT_PACK":
         most, scope = max(room, default=0), "on one node"
     elif strategy == "STRICT_SPREAD":
-        most, scope = sum(1 for capacity in room if capacity), "with one node for each"
+        most, scope = sum(1 for capacity in room if capacity), "with one worker per node"
     else:
         most, scope = sum(room), "on the whole cluster"
     if num_workers <= most:
@@ -257,7 +260,7 @@ def _check_group(
     )
     raise InsufficientResourcesError(
         f"{request} cannot fit with placement_strategy={strategy!r}: at most {most} fit {scope}, "
-        f"even if everything is free (workers per host: {per_host or 'none'}"
+        f"even if the cluster is idle (workers per host: {per_host or 'none'}"
         f"{', ...' if len(nodes) > 8 else ''}). "
         "Lower ScalingConfig.num_workers or resources_per_worker, or add nodes"
     )

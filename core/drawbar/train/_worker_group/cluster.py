@@ -296,8 +296,8 @@ def check_validation_fits(resources: Mapping[str, float]) -> None:
         return
     raise InsufficientResourcesError(
         f"one validation needs {format_resources(resources)}, which no node of this cluster has, "
-        "even if everything is free. Lower the resources in ValidationConfig.ray_remote_kwargs, or "
-        "add a larger node"
+        "even if the cluster is idle. Lower the resources in ValidationConfig.ray_remote_kwargs, "
+        "or add a larger node"
     )
 
 
