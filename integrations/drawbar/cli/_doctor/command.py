@@ -31,8 +31,9 @@ def doctor(
 ) -> None:
     """Check that this machine or a Ray cluster is ready for training.
 
-    Checks versions, GPUs, limits, /dev/shm, and disks; on a cluster also clocks, shared storage,
-    and gloo and NCCL bandwidth between all pairs of nodes. Exits with code 1 if there is an error.
+    Checks versions, GPUs, the limits of open files and processes, /dev/shm, and disks. On a
+    cluster, also checks clocks, shared storage, and gloo and NCCL bandwidth between all pairs of
+    nodes. Exits with code 1 if there is an error.
     """
     from drawbar.cli._doctor import checks
     from drawbar.cli._doctor.machine import collect
