@@ -152,9 +152,7 @@ def _remove_completely(path: Path) -> None:
     """
     remove_tree(path)
     if os.path.lexists(path):
-        raise PermissionError(
-            errno.EACCES, "this user cannot delete all files in the directory", str(path)
-        )
+        raise PermissionError(errno.EACCES, "this user cannot delete all files in it", str(path))
 
 
 def _delete_checkpoint(directory: RunDirectory, manifest: Manifest) -> None:

@@ -20,7 +20,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Ray cluster to check, or 'auto'.  [default: this machine only]",
+            help="Ray cluster to check; 'auto' finds a running one.  [default: this machine only]",
         ),
     ] = None,
     storage: Annotated[
@@ -31,9 +31,9 @@ def doctor(
 ) -> None:
     """Check that this machine or a Ray cluster is ready for training.
 
-    Checks versions, GPUs, the limits of open files and processes, /dev/shm, and disks. On a
-    cluster, also checks clocks, shared storage, and gloo and NCCL bandwidth between all pairs of
-    nodes. Exits with code 1 if there is an error.
+    Checks versions, GPUs, ulimits, /dev/shm, and disks. On a cluster, also checks clocks, shared
+    storage, and the bandwidth of gloo and NCCL between all pairs of nodes. Exits with code 1 if
+    there is an error.
     """
     from drawbar.cli._doctor import checks
     from drawbar.cli._doctor.machine import collect
