@@ -67,7 +67,7 @@ def test_completion_suggests_commands() -> None:
 def test_unknown_run_prints_one_line_and_exits_with_2(cli: Command, command: str) -> None:
     result = cli(command, "/nowhere/at_all")
     assert (result.code, result.out) == (2, "")
-    message = "There is no run 'at_all' in /nowhere. It is empty or does not exist."
+    message = "There is no run 'at_all' in /nowhere. This storage path is empty or does not exist."
     assert result.err == f"drawbar: error: {message}\n"
 
 

@@ -382,7 +382,9 @@ def test_fit_with_killed_worker_matches_single_process(
     output = capfd.readouterr().err
     for text in ("rows of every batch", "some rows count several"):
         assert (text in output) == (backend == "jax")
-    assert ("normalizes by each worker's rows of a batch" in output) == (backend != "jax")
+    assert ("BatchNormalization normalizes by the rows of one worker" in output) == (
+        backend != "jax"
+    )
     with (tmp_path / "log.csv").open() as log:
         assert [row["epoch"] for row in csv.DictReader(log)] == ["0", "1", "2", "3"]
     assert disturbed.checkpoint is not None

@@ -1,17 +1,20 @@
 """Run a training function on a group of Ray actors.
 
-from drawbar import train
+Example:
+    Train on two workers::
 
-def train_func(config):
-    for epoch in range(config["epochs"]):
-        ...
-        train.report({"loss": loss})
+        from drawbar import train
 
-result = train.DataParallelTrainer(
-    train_func,
-    train_loop_config={"epochs": 3},
-    scaling_config=train.ScalingConfig(num_workers=2),
-).fit()
+        def train_func(config):
+            for epoch in range(config["epochs"]):
+                ...
+                train.report({"loss": loss})
+
+        result = train.DataParallelTrainer(
+            train_func,
+            train_loop_config={"epochs": 3},
+            scaling_config=train.ScalingConfig(num_workers=2),
+        ).fit()
 """
 
 import importlib

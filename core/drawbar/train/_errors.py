@@ -40,7 +40,7 @@ FailureKind = Literal[
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """Failure of one worker as plain data, which can be read without user classes.
+    """Failure of one worker as plain data. Reading it does not import the exception's class.
 
     Attributes:
         rank: Rank of the worker, -1 if no single rank is responsible.
@@ -173,7 +173,7 @@ class TrainingFailedError(RuntimeError):
 
     Args:
         error_message: Reason of the failure.
-        path: Run directory, "" if it was not created. All committed checkpoints in it load.
+        path: Run directory, "" if it was not created. Its committed checkpoints can be loaded.
 
     Example:
         try:
@@ -202,7 +202,7 @@ class TrainingFailedError(RuntimeError):
 
 
 class WorkerGroupError(TrainingFailedError):
-    """One or more workers failed, and the failure budget is used.
+    """One or more workers failed, and the maximum number of restarts is reached.
 
     Args:
         error_message: Reason of the failure.

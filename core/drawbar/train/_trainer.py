@@ -354,7 +354,7 @@ class DataParallelTrainer(ArgumentErrors):
             datasets: Datasets; required again if the run had any.
             **overrides: New values for other arguments of `DataParallelTrainer`, except
                 `resume_from_checkpoint`. An argument that refers to a Ray object or actor, also
-                through a dataset, is required again, because these ended with their Ray cluster.
+                through a dataset, is required again, because a new Ray cluster does not have it.
 
         Returns:
             The trainer.

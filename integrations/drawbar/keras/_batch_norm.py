@@ -41,9 +41,9 @@ def synchronize_batch_norm(model: Model, totals: AllReduce, *, all_layers: bool)
     names = [repr(layer.name) for layer in local if layer.trainable]
     if names:
         add_final_notice(
-            "BatchNormalization normalizes by each worker's rows of a batch in "
-            f"{', '.join(names[:3])} ({len(names)} in total), so losses differ from a run of one "
-            "process. To normalize by all rows, set "
+            "BatchNormalization normalizes by the rows of one worker, not of the whole batch, in "
+            f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}. "
+            "Losses therefore differ from a run with one process. To normalize by all rows, set "
             "prepare_model(model, sync_batch_norm=True)."
         )
 

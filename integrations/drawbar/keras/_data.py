@@ -114,8 +114,8 @@ def _warn_small_batch(rows: int, size: int) -> None:
     if current_keras_backend() == "jax" and 0 < rows < size:
         add_final_notice(
             f"A batch has {rows} rows for {size} workers, so with JAX some rows count several "
-            "times in gradients and metrics. Drop the last batch, or choose a batch_size that "
-            f"leaves at least {size} rows."
+            "times in gradients and metrics. Drop this batch, or choose a batch_size with which "
+            f"the last batch has at least {size} rows."
         )
 
 

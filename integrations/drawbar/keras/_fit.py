@@ -22,16 +22,18 @@ KerasMethod = Callable[..., Any]
 
 
 def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
-    """Make a `fit` resume from a loaded checkpoint, also in the middle of an epoch.
+    """Return a `fit` that resumes from the checkpoint that `load_state` has loaded.
 
-    If a callback stopped this run at that checkpoint, `fit` trains no further epochs.
+    If the checkpoint was saved within an epoch, `fit` continues with the next batch. If a callback
+    such as `EarlyStopping` had already ended the training of this run, `fit` trains no further
+    epochs.
 
-    Keras does not shuffle the batches of `prepare_dataset`, since each rank would use other random
-    numbers. When `fit` returns on one rank, all ranks have trained, and rank 0 has written all
-    files.
+    The returned `fit` turns off Keras's shuffling for data from `prepare_dataset`, because each
+    rank would use another order. When it returns on one rank, all ranks have trained, and rank 0
+    has written the files of all callbacks.
     """
     parameters = inspect.signature(fit).parameters.values()
-    _, *names = (
+    _, *positional_names = (  # the first one is `x`
         parameter.name
         for parameter in parameters
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
@@ -46,12 +48,15 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
             )
         if (
             isinstance(x, ResumableBatches)
-            or hasattr(x, "element_spec")
-            or hasattr(x, "batch_sampler")
+            or hasattr(x, "element_spec")  # a tf.data.Dataset
+            or hasattr(x, "batch_sampler")  # a DataLoader
         ):
-            options["shuffle"] = False  # for the last two, Keras would only warn
-        options.update(zip(names, args, strict=False))
+            # Keras cannot shuffle a Dataset or DataLoader. Without this, it would print a warning.
+            options["shuffle"] = False
+        # From here on, positional arguments are in `options` too.
+        options.update(zip(positional_names, args, strict=False))
         callback_list = options.get("callbacks")
+        # Keras accepts a `CallbackList`, a list, one callback, or None.
         options["callbacks"] = keras.tree.flatten(
             getattr(callback_list, "callbacks", callback_list) or []
         )
@@ -59,7 +64,7 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
             _prepend_callback(options, on_epoch_begin=lambda epoch, logs: set_epoch(epoch))
         if _was_stopped_early(model, options):
             _skip_training(model, options)
-        if _resumes_after_last_batch(model, options) and isinstance(x, ArrayBatches):
+        if _should_call_epoch_end(model, options) and isinstance(x, ArrayBatches):
             x.on_epoch_end()
         rest = _remaining_epoch(model, x, options)
         if rest is None and options.get("steps_per_epoch") is None and _should_use_tf_data(x):
@@ -68,12 +73,14 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
             x, epoch_order_callback = as_tf_dataset(x)
             options["callbacks"].insert(0, epoch_order_callback)
         with warnings.catch_warnings(), write_on_rank_zero(options["callbacks"]) as callbacks:
-            if options.get("steps_per_epoch") is None:  # an epoch ends with its data
+            if options.get("steps_per_epoch") is None:
+                # The end of the data is then the end of an epoch, which needs no warning.
                 warnings.filterwarnings("ignore", "Your input ran out of data")
             options["callbacks"] = callbacks
-            history = fit(x if rest is None else rest, *args[len(names) :], **options)
+            unnamed = args[len(positional_names) :]  # for a `fit` with `*args`, or too many
+            history = fit(x if rest is None else rest, *unnamed, **options)
         if rest is not None:
-            rest.skip_batches(0)  # later reads start at the first batch
+            rest.skip_batches(0)  # a later `fit` with this data starts at its first batch
         if get_context().get_world_size() > 1:
             collective.barrier()
         return history
@@ -81,19 +88,20 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
     return resumable_fit
 
 
-def _resumes_after_last_batch(model: Model, options: dict[str, Any]) -> bool:
-    """Return whether training resumes from a checkpoint that was saved after an epoch's last batch.
+def _should_call_epoch_end(model: Model, options: dict[str, Any]) -> bool:
+    """Return whether `on_epoch_end` of the dataset must be called before training resumes.
 
-    The checkpoint then contains the dataset's position from before `on_epoch_end`. Returns True
-    only once per loaded checkpoint.
+    This is the case if the checkpoint was saved after an epoch's last batch, but before Keras
+    called `on_epoch_end`: the dataset is then still at the position of that epoch.
     """
     progress = model_state(model).loaded_progress
+    # Reset the flag, so that a second `fit` does not call it again.
     should_call, progress.should_call_epoch_end = progress.should_call_epoch_end, False
     return should_call and bool(options.get("initial_epoch", 0) == progress.epochs)
 
 
 def _was_stopped_early(model: Model, options: dict[str, Any]) -> bool:
-    """Return whether a callback stopped this run's training at the loaded checkpoint.
+    """Return whether a callback had ended this run's training when the checkpoint was saved.
 
     A different run that starts from this checkpoint continues training.
     """
@@ -103,11 +111,13 @@ def _was_stopped_early(model: Model, options: dict[str, Any]) -> bool:
 
 
 def _skip_training(model: Model, options: dict[str, Any]) -> None:
+    """Change the options of `fit` so that it trains no epoch."""
     model_state(model).loaded_progress = FitProgress()
     options["initial_epoch"] = sys.maxsize  # no epoch is left for any value of `epochs`
 
     def stop(logs: object) -> None:
-        model.stop_training = True  # so that a checkpoint at the end records the stop, too
+        # So that a checkpoint that this `fit` saves also records that training was stopped.
+        model.stop_training = True
 
     options["callbacks"].insert(0, keras.callbacks.LambdaCallback(on_train_begin=stop))
 
@@ -121,29 +131,34 @@ def _remaining_epoch(
 ) -> ResumableBatches | None:
     """Return the data for the rest of the epoch in which the checkpoint was saved.
 
-    None if the checkpoint was not saved in mid-epoch, or if the number of batches per epoch is
-    unknown or set by `steps_per_epoch`. The epoch then starts from its first batch.
+    Returns None if the epoch starts from its first batch: if the checkpoint was not saved within an
+    epoch, or if the number of batches per epoch is unknown or set by `steps_per_epoch`.
     """
-    progress, first = model_state(model).loaded_progress, options.get("initial_epoch", 0)
-    batches = progress.batches if first == progress.epochs else 0
+    progress, first_epoch = model_state(model).loaded_progress, options.get("initial_epoch", 0)
+    batches = progress.batches if first_epoch == progress.epochs else 0
     rest = _as_resumable(data) if batches and options.get("steps_per_epoch") is None else None
     if rest is None:
         progress.batches = 0
         return None
 
+    def is_before_first_batch() -> bool:
+        return model_state(model).loaded_progress is progress
+
     def begin(epoch: int, logs: object) -> None:
-        rest.skip_batches(batches if epoch == first else 0)
+        rest.skip_batches(batches if epoch == first_epoch else 0)
 
     def begin_batch(batch: int, logs: object) -> None:
-        # Keras uses the number of batches of a full epoch. A TensorFlow step without a batch would
-        # still count itself and draw random numbers, which would change later epochs.
+        # Keras would run as many steps as a complete epoch has. With TensorFlow, a step that finds
+        # no data still increases the step counter and draws random numbers, so later epochs would
+        # have other results than in an uninterrupted run.
         if batch >= len(rest):
             raise StopIteration  # as Keras does at the end of data
-        if model_state(model).loaded_progress is progress:
-            restore_torch_rng(progress)  # creating the loader has drawn one more number
+        if is_before_first_batch():
+            # The PyTorch DataLoader through which Keras reads has drawn a number at its start.
+            restore_torch_rng(progress)
 
     def end_batch(batch: int, logs: object) -> None:
-        if model_state(model).loaded_progress is progress:
+        if is_before_first_batch():
             model_state(model).loaded_progress = FitProgress()
             restore_metrics(model, progress)  # TensorFlow creates metrics in the first batch
 
@@ -157,8 +172,8 @@ def _remaining_epoch(
     return rest
 
 
-def _prepend_callback(options: dict[str, Any], **events: KerasMethod) -> None:
-    options["callbacks"].insert(0, keras.callbacks.LambdaCallback(**events))
+def _prepend_callback(options: dict[str, Any], **methods: KerasMethod) -> None:
+    options["callbacks"].insert(0, keras.callbacks.LambdaCallback(**methods))
 
 
 def _as_resumable(data: Any) -> ResumableBatches | None:
@@ -172,9 +187,10 @@ def _as_resumable(data: Any) -> ResumableBatches | None:
 
 
 def make_distributed_predict(model: Model, predict: KerasMethod) -> KerasMethod:
-    """Make `predict` return all rows on every rank if its data is from `prepare_dataset`.
+    """Return a `predict` that divides arrays from `prepare_dataset` between the ranks.
 
-    Each rank computes a part of arrays. For other data, each rank computes its own data.
+    Every rank receives the predictions of all rows. For any other data, each rank predicts all rows
+    that it passes.
     """
     if keras.backend.backend() == "jax":
         predict = _on_local_devices(model, predict)
@@ -183,7 +199,9 @@ def make_distributed_predict(model: Model, predict: KerasMethod) -> KerasMethod:
         if not isinstance(x, ArrayBatches):
             return predict(x, *args, **options)
         part, rows = x.rank_slice()
-        predictions = predict(part[0] if isinstance(part, tuple) else part, *args, **options)
+        inputs = part[0] if isinstance(part, tuple) else part  # without targets and weights
+        predictions = predict(inputs, *args, **options)
+        # A rank without rows has predicted one row, which `[:rows]` removes.
         return keras.tree.map_structure(lambda array: all_gather_rows(array[:rows]), predictions)
 
     return predict_all
@@ -198,15 +216,15 @@ def _on_local_devices(model: Model, predict: KerasMethod) -> KerasMethod:
 
     def predict_alone(*args: object, **options: object) -> object:
         distribution = keras.distribution.distribution()
-        shared = [(variable, variable.value) for variable in model.variables]
+        distributed_values = [(variable, variable.value) for variable in model.variables]
         keras.distribution.set_distribution(None)
         try:
-            for variable, value in shared:
+            for variable, value in distributed_values:
                 variable._value = keras.ops.convert_to_tensor(np.asarray(value))
             model.predict_function = None  # it may be compiled for another placement
             return predict(*args, **options)
         finally:
-            for variable, value in shared:
+            for variable, value in distributed_values:
                 variable._value = value
             model.predict_function = None
             keras.distribution.set_distribution(distribution)

@@ -190,5 +190,5 @@ def _check_processes(processes: list[tuple[str, int]]) -> None:
     if len(set(processes)) < len(processes):
         raise RuntimeError(
             "TensorFlow supports one worker per process, but these ranks are threads of one "
-            "process. Use a trainer with num_workers, or run_in_threads(num_workers=1)."
+            "process. Use TensorflowTrainer or KerasTrainer, or run_in_threads(num_workers=1)."
         )

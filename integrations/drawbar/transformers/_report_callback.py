@@ -15,20 +15,20 @@ from drawbar.transformers._resume import is_complete
 class RayTrainReportCallback(TrainerCallback):
     """Report the Trainer's logs and checkpoints to the run.
 
-    - All ranks report every log with its `step`, without waiting for each other. A log after
-      training, for example by `evaluate()`, is reported with the latest value of every other
-      metric, so that `Result.metrics` contains all of them.
+    - All ranks report every log with its `step`, without waiting for each other.
     - Every save is reported with the latest value of each metric. The checkpoint is the directory
       that the Trainer wrote, `checkpoint-<step>`, with the files of all ranks:
-      `from_pretrained(result.checkpoint.path)` opens it. It is moved out of `output_dir`, by a
-      rename if both are on the same filesystem.
-    - At the end of training, the latest values are reported once more, so that `Result.metrics`
-      contains all of them.
+      `from_pretrained(result.checkpoint.path)` opens it. The directory is moved from `output_dir`
+      to the run directory. If both are on the same filesystem, this is a rename.
+    - `Result.metrics` has the metrics of the last report. Therefore, the latest values of all
+      metrics are reported once more at the end of training. After training, they are part of every
+      log, for example of `evaluate()`.
 
-    `save_steps`, `eval_steps`, and `logging_steps` are independent. Set the retention policy with
-    `drawbar.train.CheckpointConfig`; the Trainer's `save_total_limit` has no effect. With
-    `hub_strategy` "checkpoint" or "all_checkpoints", the directory is copied instead of moved,
-    because the upload to the Hub still reads it.
+    `save_steps`, `eval_steps`, and `logging_steps` can have any values; for example, a save needs
+    no evaluation at the same step. Set the retention policy with `drawbar.train.CheckpointConfig`;
+    the Trainer's `save_total_limit` has no effect. With `hub_strategy` "checkpoint" or
+    "all_checkpoints", the directory is copied instead of moved, because the upload to the Hub still
+    reads it.
 
     Requires a Trainer prepared by `prepare_trainer()`.
 
@@ -43,13 +43,16 @@ class RayTrainReportCallback(TrainerCallback):
     """
 
     CHECKPOINT_NAME = ""
-    """Path of the Trainer's files in a checkpoint: `os.path.join(path, CHECKPOINT_NAME)`."""
+    """Subdirectory with the Trainer's files, empty because they are directly in the checkpoint.
+
+    Code for Ray Train reads `os.path.join(checkpoint_path, CHECKPOINT_NAME)`.
+    """
 
     def __init__(self, validation: bool | ValidationTaskConfig = False) -> None:
         self._validation = validation
-        self._newest: dict[str, object] = {}
+        self._latest_metrics: dict[str, object] = {}
         self._is_training = False
-        self._is_complete = False
+        self._has_no_steps_left = False
         self.is_trainer_prepared = False
         """Whether the Trainer of this callback is prepared."""
 
@@ -71,8 +74,10 @@ class RayTrainReportCallback(TrainerCallback):
                 "scratch after a restart. Call trainer = prepare_trainer(trainer) before "
                 "trainer.train()."
             )
-        self._is_training, self._is_complete = True, is_complete(state)
-        self._newest = {name: value for logs in state.log_history for name, value in logs.items()}
+        self._is_training, self._has_no_steps_left = True, is_complete(state)
+        self._latest_metrics = {
+            name: value for logs in state.log_history for name, value in logs.items()
+        }
         if state.best_global_step and state.best_model_checkpoint is None:
             state.best_model_checkpoint = str(_checkpoint_directory(args, state.best_global_step))
 
@@ -85,10 +90,10 @@ class RayTrainReportCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Report the log."""
-        if self._is_training and self._is_complete:
+        if self._is_training and self._has_no_steps_left:
             return  # no steps were trained, so throughput and loss are zero
-        self._newest.update(logs or {})
-        metrics = (logs or {}) if self._is_training else self._newest
+        self._latest_metrics.update(logs or {})
+        metrics = (logs or {}) if self._is_training else self._latest_metrics
         report({**metrics, "step": state.global_step})
 
     def on_save(
@@ -101,11 +106,13 @@ class RayTrainReportCallback(TrainerCallback):
         """Report the checkpoint that the Trainer has written."""
         directory = _checkpoint_directory(args, state.global_step)
         collective.barrier()  # wait until all ranks have written their files
+        # On nodes where the Trainer saves nothing, the directory does not exist.
+        has_files = directory.is_dir()
         report(
-            self._newest_metrics(state),
-            directory if directory.is_dir() else None,
+            self._metrics_to_report(state),
+            directory if has_files else None,
             delete_local_checkpoint_after_upload=not _is_uploaded_to_hub(args),
-            validation=directory.is_dir() and self._validation,
+            validation=has_files and self._validation,
         )
         committed = get_checkpoint()
         if committed is not None and state.best_global_step == state.global_step:
@@ -118,13 +125,13 @@ class RayTrainReportCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Report the newest value of each metric."""
+        """Report the latest value of each metric."""
         self._is_training = False
-        if not self._is_complete:
-            report(self._newest_metrics(state))
+        if not self._has_no_steps_left:
+            report(self._metrics_to_report(state))
 
-    def _newest_metrics(self, state: TrainerState) -> dict[str, object]:
-        return {**self._newest, "epoch": state.epoch, "step": state.global_step}
+    def _metrics_to_report(self, state: TrainerState) -> dict[str, object]:
+        return {**self._latest_metrics, "epoch": state.epoch, "step": state.global_step}
 
 
 def _checkpoint_directory(args: TrainingArguments, step: int) -> Path:

@@ -73,7 +73,7 @@ def test_emit_with_failing_watcher_reaches_other_watchers(
     stream = EventStream(journal, RunState(), [Broken(path), watcher])
     stream.emit(RunEnded(time=0, outcome="finished"))
     assert watcher.events == [RunEnded(time=0, outcome="finished")]
-    assert "A watcher failed to handle RunEnded" in caplog.text
+    assert "Broken failed to handle the event RunEnded" in caplog.text
 
 
 def test_emit_with_failed_journal_write_reaches_no_watcher(path: Path, journal: Journal) -> None:

@@ -144,7 +144,7 @@ def test_select_surplus_ignores_pending_validations(
         ([1, None], "los", "c1 does not have this metric. There are no metrics"),
         ([1, {"train": 2}], "loss", None),
         ([None, {"train": 2}], "loss/val", "There are 'loss/train'"),
-        ([None, float("nan")], "loss", "nan in c1 cannot rank checkpoints"),
+        ([None, float("nan")], "loss", "c1 has the value nan, which cannot be ranked"),
     ],
 )
 def test_describe_missing_scores_lists_available_metrics(

@@ -213,7 +213,7 @@ def test_resume_of_journal_truncated_at_each_line_leaves_no_unrecorded_gap(
             assert content(Result.from_path(run).checkpoint) == "c"
         else:
             message = (
-                r"journal\.jsonl ends before checkpoint_000005 was committed: reports \d+ to 5"
+                r"journal\.jsonl, reports \d+ to 5 are missing, although checkpoint_000005 was"
             )
             with pytest.raises(DamagedRunError, match=message):
                 Result.from_path(run)

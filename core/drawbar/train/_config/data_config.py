@@ -34,14 +34,14 @@ class DataConfig(ConfigRepr):
         datasets_to_split: "all", or the names of the datasets that are split between the workers.
             Each worker reads all rows of the other datasets. Default: only "train" is split.
         execution_options: `ray.data.ExecutionOptions` for all datasets, or one per dataset name. By
-            default the order of rows is preserved, so that a restart can resume within an epoch.
-            With own options, set `preserve_order=True` for that.
+            default the order of rows is preserved, so that a restart can resume within an epoch. If
+            you pass options, a restart can do so only with `preserve_order=True`.
         enable_shard_locality: Whether workers prefer blocks that are stored on their node. Ray Data
             does this only if the order of rows is not preserved.
         uneven_rows: Handling of rows that cannot be divided evenly between the workers.
-            "drop" leaves out at most `num_workers - 1` rows of an epoch, also if it was resumed
-            with another number of workers; for streamed datasets, up to that many at each number
-            of workers.
+            "drop" leaves out at most `num_workers - 1` rows of an epoch. If an epoch is resumed
+            with another number of workers, this limit also applies, except for streamed datasets:
+            these leave out rows before the resume and again after it.
             "pad" repeats one row of a neighbouring worker on workers that have one row less.
             "keep" assigns every row to exactly one worker, so some workers have one more row and
             maybe one more batch. Use it if workers do not wait for each other at each batch, or
@@ -157,8 +157,8 @@ class DataConfig(ConfigRepr):
     ) -> list[dict[str, DataIterator]]:
         """Return the shards of each worker. Override this method to split datasets differently.
 
-        The controller's process calls it before each attempt. Workers receive the iterators that an
-        override returns unchanged; checkpoints then record only complete epochs of them.
+        The controller's process calls it before each attempt. If a subclass overrides it, workers
+        receive exactly the iterators that it returns. Checkpoints then record only complete epochs.
 
         Args:
             datasets: Datasets by name. Dataset factories have been called.

@@ -127,13 +127,14 @@ class FailureConfig(ConfigRepr):
         reuse_workers: Whether a restart keeps the processes of workers that did not fail, with
             their imported modules and `get_context().cache`. This requires a backend that supports
             it, and a training function that stops within one second.
-        hang_timeout: Time without any activity (reports, collectives, output) of all ranks after
-            which the attempt fails, in seconds or as a timedelta. Drawbar then writes the stacks of
+        hang_timeout: Time in seconds, or a timedelta. The attempt fails if no rank shows any
+            activity (reports, collectives, output) for this long. Drawbar then writes the stacks of
             all ranks to `<run>/stacks` and raises a `HangError` that names the outlier rank. Counts
             as one of `max_failures`. None disables the timeout.
-        stall_warning_after: Time without activity of a rank that others wait for, in seconds or as
-            a timedelta, after which the console and `RunHandle.stalled_ranks` report the rank, its
-            location, and how to inspect it. The run continues. None disables the warning.
+        stall_warning_after: Time in seconds, or a timedelta. If other ranks wait for a rank that
+            shows no activity for this long, the console warns: it shows the rank, its location, and
+            how to inspect it. `RunHandle.stalled_ranks` then contains the rank. The run continues.
+            None disables the warning.
         controller_failure_limit: Ray Train's name for `max_startup_failures`.
         relax_collectives_on_preemption: Accepted for compatibility with Ray Train and ignored with
             a warning.
@@ -305,9 +306,9 @@ class RunConfig(ConfigRepr):
             checkpoint, but raises an error if the run has finished with another training function.
             "never" raises an error if the run exists. "must" raises an error if there is no run or
             no checkpoint.
-        detached: Whether the run outlives the driver. A host actor then controls the run and calls
-            the callbacks, and `drawbar.train.attach` returns a handle to it in any process of the
-            cluster.
+        detached: Whether the run outlives the driver. An actor on the driver's node then controls
+            the run and calls the callbacks, and `drawbar.train.attach` returns a handle to it in
+            any process of the cluster.
         secret_keys: Keys in `train_loop_config`, at any depth, whose values are redacted in the
             journal and on the console, in addition to keys that look like secrets (`hf_token`).
 

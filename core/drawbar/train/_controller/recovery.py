@@ -23,8 +23,13 @@ from drawbar.train._history.events import AttemptEndCause, AttemptEnded, Workers
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 RESTART_GRACE_SECONDS = 1.0
+"""Time that a training function has to stop if its process can then be reused by a restart."""
+
 FAIL_GRACE_SECONDS = 0.1
+"""Time that a training function has to stop if its process is killed in any case."""
+
 ROOT_CAUSE_WAIT_S = 5.0
+"""Maximum time to wait for failures of ranks that failed earlier than the known ones."""
 
 
 class Recovery:
@@ -34,7 +39,7 @@ class Recovery:
         run: Open run.
         group: Workers.
         backend: Hooks of the backend.
-        commits: Commits of the run, which are finished after a failure.
+        commits: Commits checkpoints. After a failure, it completes the commits of the attempt.
         emit: Callback that publishes events.
     """
 
@@ -51,7 +56,7 @@ class Recovery:
         self._backend = backend
         self._commits = commits
         self._emit = emit
-        self._used = run.used_budget
+        self._used_budget = run.used_budget
         self._failed_starts = 0  # in a row
 
     async def handle_failure(
@@ -64,23 +69,25 @@ class Recovery:
             attempt: Failed attempt; None if its workers did not start.
             failure: Failure that ended it.
         """
-        # Wait before stopping workers: a rank that is killed during clean-up sends no failure.
+        # Wait before the workers are stopped. A rank sends its exception only after the function
+        # has cleaned up (`finally` blocks), so a rank that is killed earlier sends none.
         await failure.wait_for_root_cause(ROOT_CAUSE_WAIT_S)
         if isinstance(self._decide(failure.cause), GiveUp):
+            # The console shows the output of rank 0, so let rank 0 print its error message.
             await failure.wait_for_rank_zero_exit()
-        # Stop the workers before anything else, because every second until then is lost: the peers
-        # of a dead rank only wait for it.
+        # Stop the workers before the next steps: until then, the peers of a dead rank only wait for
+        # it.
         await self._stop_workers(failure, should_relocate=_should_relocate(attempt))
         if attempt is not None:
             # Ranks send failures until their process has stopped, so close the attempt only now.
             attempt.close()
             await self._describe_deaths(attempt, failure)
         elif failure.exception is not None and (
-            death := await describe_startup_death(
+            startup_failure := await describe_startup_death(
                 failure.exception, self._run.directory, failure.started
             )
         ):
-            failure.failures.append(death)
+            failure.failures.append(startup_failure)
         # All failures are known now. Sort them by time: they arrive in any order.
         failure.failures = sort_root_cause_first(failure.failures)
         # Commit the checkpoints that all ranks have persisted. A restart resumes from them.
@@ -96,20 +103,24 @@ class Recovery:
             decision = replace(decision, delay=startup_delay(self._failed_starts))
         self._emit_failure(number, failure, decision)
         if isinstance(decision, Restart):
-            self._used = decision.used
+            self._used_budget = decision.used
         return decision
 
     def _decide(self, cause: AttemptEndCause) -> Restart | GiveUp:
-        return decide_after_failure(cause, self._used, self._run.spec.run_config.failure_config)
+        config = self._run.spec.run_config.failure_config
+        return decide_after_failure(cause, self._used_budget, config)
 
     async def _stop_workers(self, failure: AttemptFailure, *, should_relocate: bool) -> None:
-        """Stop every process. Meanwhile the attempt collects the failures of other ranks."""
+        """End the attempt on all workers. Processes that a restart can reuse are kept.
+
+        Meanwhile, the attempt collects the failures of other ranks.
+        """
         possible_causes: Sequence[AttemptEndCause] = [failure.cause]
         if should_relocate or any(death.preempted for death in failure.deaths.values()):
-            # The exceptions of ranks may be consequences of a lost node.
+            # A node was lost, or will be. It may be the cause of the exceptions of other ranks.
             possible_causes = [failure.cause, "preemption"]
-        # Keep the processes if any possible cause leads to a restart. The deaths are described
-        # later, and a stopped process cannot be reused.
+        # The cause is known only when all deaths are described, and a killed process cannot be
+        # reused. Therefore, prepare for a restart if one of the possible causes leads to it.
         is_restart_possible = any(
             isinstance(self._decide(cause), Restart) for cause in possible_causes
         )
@@ -118,8 +129,7 @@ class Recovery:
             and self._backend.can_reuse_processes
         )
         await self._group.end_attempt(
-            # A longer wait is worthwhile only if the process is reused. Otherwise it is killed
-            # anyway.
+            # Wait longer only for processes that are reused. All others are killed anyway.
             grace=(
                 RESTART_GRACE_SECONDS if is_restart_possible and should_keep else FAIL_GRACE_SECONDS
             ),
@@ -129,6 +139,7 @@ class Recovery:
         )
 
     async def _describe_deaths(self, attempt: Attempt, failure: AttemptFailure) -> None:
+        """Add a failure for each dead process. Set the cause if a preemption killed one of them."""
         if failure.cause == "worker" and any(death.preempted for death in failure.deaths.values()):
             failure.cause = "preemption"
         for rank, death in failure.deaths.items():

@@ -85,7 +85,8 @@ class RunHandle:
     """Handle to a run: wait for it, stop it, and inspect it.
 
     `DataParallelTrainer.start` and `attach` return handles. Methods and properties that query a
-    detached run raise `TimeoutError` if its host does not reply within ten seconds.
+    detached run raise `TimeoutError` if the actor that controls it does not reply within ten
+    seconds.
 
     Args:
         run: View of the run. Drawbar passes it.
@@ -313,7 +314,7 @@ def attach(
         ValueError: The path or name is empty.
         LookupError: The run does not exist or was interrupted. The message has the details and
             lists the detached runs of the Ray cluster, if there is one.
-        TimeoutError: The host of the run does not reply. The message names its address.
+        TimeoutError: The process that controls the run does not reply. The message has its address.
 
     Example:
         ```python

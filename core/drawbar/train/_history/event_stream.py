@@ -61,7 +61,10 @@ class EventStream:
                 watcher.on_event(event)
             except Exception:
                 _logger.warning(
-                    "A watcher failed to handle %s", type(event).__name__, exc_info=True
+                    "%s failed to handle the event %s. The run continues.",
+                    type(watcher).__name__,
+                    type(event).__name__,
+                    exc_info=True,
                 )
 
     def copy_state(self) -> RunState:

@@ -66,8 +66,8 @@ def _describe_missing_run(path: Path | RemotePath, storage: Path | RemotePath) -
     similar = difflib.get_close_matches(path.name, names, n=_MAX_SUGGESTIONS, cutoff=0.5)
     if similar:
         return f"There is no run {path.name!r} in {storage}. Similar names: {', '.join(similar)}."
-    others = f"It has {len(names)} other directories" if names else "It is empty or does not exist"
-    return f"There is no run {path.name!r} in {storage}. {others}."
+    others = f"has {len(names)} other directories" if names else "is empty or does not exist"
+    return f"There is no run {path.name!r} in {storage}. This storage path {others}."
 
 
 def list_runs(

@@ -287,9 +287,10 @@ def require_complete(
     unknown = [name for name in names if name not in journaled]
     if lost := find_missing_reports(events, directory.checkpoints.list_committed(unknown)):
         raise DamagedRunError(
-            f"{directory.journal_path} ends before {lost.checkpoint} was committed: reports "
-            f"{lost.first} to {lost.until - 1} are missing. The checkpoints are not affected; "
-            'fit() with resume="auto" resumes from the newest intact one and records the gap.'
+            f"In {directory.journal_path}, reports {lost.first} to {lost.until - 1} are missing, "
+            f"although {lost.checkpoint} was committed after them. The checkpoints are not "
+            'affected; fit() with resume="auto" resumes from the newest intact one and records in '
+            "the journal which reports are missing."
         )
 
 

@@ -15,14 +15,16 @@ from drawbar.train._row_positions import NumberedRows, RowRanges, cut_segments, 
 class DatasetEpoch:
     """Rows that all workers together have read of one dataset in one epoch.
 
-    Iterations that restarts interrupt belong to one epoch, also if the number of workers changes.
-    Rows that were read after the checkpoint from which a restart resumed are not counted.
+    If a restart interrupts an iteration, the iterations before and after it belong to the same
+    epoch, also if the number of workers changes. Rows are not counted if they were read after the
+    checkpoint from which the restart resumed.
 
     Attributes:
         dataset: Name of the dataset.
         epoch: Number of the epoch, from 0.
-        num_rows: Number of rows that all workers have read, or the lowest rank if the dataset is
-            not split. None if it is unknown, for example because the order is not preserved.
+        num_rows: Number of rows that all workers together have read. For a dataset that is not
+            split, the number of rows that the lowest rank has read. None if it is unknown, for
+            example because the order is not preserved.
         num_batches: Number of batches in the last iteration over each shard, by shard index.
         is_complete: Whether every shard was read to its end.
         row_ranges: Row numbers that were read, as sorted pairs (first, one after the last). Rows in
@@ -94,8 +96,8 @@ class DataLedger:
     def from_events(cls, events: Iterable[JournaledEvent]) -> DataLedger:
         """Build the ledger from the events of a journal.
 
-        Like for reports, an attempt that starts at report k replaces everything after the
-        checkpoint of report k - 1.
+        If an attempt resumes from the checkpoint of report k, epochs that ended after report k in
+        earlier attempts are left out.
 
         Args:
             events: Events of a run.

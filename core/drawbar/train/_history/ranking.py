@@ -102,7 +102,8 @@ def describe_missing_scores(
     setting = f"CheckpointConfig(checkpoint_score_attribute={attribute!r})"
     values = flatten(newest.metrics)
     if attribute in values:
-        return f"{setting}: {values[attribute]!r} in {newest.name} cannot rank checkpoints."
+        value = values[attribute]
+        return f"{setting}: {newest.name} has the value {value!r}, which cannot be ranked."
     available = describe_available([newest.metrics], missing_name=attribute)
     return f"{setting}: {newest.name} does not have this metric. {available}"
 

@@ -105,7 +105,7 @@ class Result:
     def from_run_directory(
         cls, directory: RunDirectory, journal_events: list[JournaledEvent] | None = None
     ) -> Result:
-        """Read the result of a run. `journal_events` avoids reading its journal again."""
+        """Read the result of a run. If `journal_events` is passed, the journal is not read."""
         events = (
             list(_read_local_or_remote_events(directory))
             if journal_events is None
@@ -160,13 +160,15 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
-        """Table of all reports that count, with one row for each report and rank.
+        """Table of all reports, with one row for each report and rank.
+
+        After the checkpoint from which a restart resumed, the table contains only the reports of
+        the new attempt. So restarts cause neither gaps nor duplicates.
 
         The columns are `rank`, `index` (number of the report), `attempt`, `time` (seconds since the
         epoch), and the metrics, with nested keys joined by "/". A metric with the name of one of
         these columns is in `metric/<name>`. Validation metrics are in the row of the checkpoint's
-        report on the lowest rank, where they replace metrics of the same name. Restarts cause
-        neither gaps nor duplicates.
+        report on the lowest rank, where they replace metrics of the same name.
 
         Raises:
             ImportError: pandas is not installed.

@@ -1,4 +1,4 @@
-"""Timings of each attempt and the current state of a run, folded from events."""
+"""Timings of each attempt and the current state of a run, computed from its events."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._metrics import Metrics
 
-_MAX_PLAUSIBLE_SECONDS = 1e10  # larger values come from damaged journals or clocks
+_MAX_PLAUSIBLE_SECONDS = 1e10  # larger values come from a damaged journal or a wrong clock
 
 
 @dataclass(kw_only=True)
 class AttemptTimes:
-    """Timings of an attempt, in seconds since the epoch; None for events that did not happen.
+    """Timings and outcome of an attempt.
+
+    Times are in seconds since the epoch, and None if the event did not happen.
 
     Attributes:
         attempt: Number of the attempt.
@@ -60,7 +62,10 @@ class AttemptTimes:
 
     @property
     def startup_seconds(self) -> float | None:
-        """Time in seconds from the request for workers to the first user line on the last rank."""
+        """Time in seconds from the request for workers until all ranks run the training function.
+
+        None if the function did not start.
+        """
         if self.function_start_time is None:
             return None
         return self.function_start_time - self.start_time
@@ -87,7 +92,7 @@ def _format_seconds(seconds: float | None) -> str:
 
 @dataclass
 class Timeline:
-    """Attempts of a run, in order. Its text has one line for each.
+    """Attempts of a run, in order. `str(timeline)` has one line per attempt.
 
     Attributes:
         attempts: Timings of each attempt.
@@ -193,12 +198,12 @@ class RunState:
             case RunStarted():
                 self.status = "starting"
                 self.is_detached = event.detached
-            # A failed start that is retried is still the start.
+            # While the first start of the workers is retried, the status remains "starting".
             case AttemptStarted() if self.status == "running":
                 self.status = "restarting"
             case WorkersStarted():
                 self.status = "running"
-                # An elastic group may have fewer ranks than before.
+                # An elastic run may have fewer ranks than before: drop the metrics of the others.
                 ranks = range(len(event.workers))
                 self.last_metrics = {
                     rank: self.last_metrics[rank] for rank in ranks if rank in self.last_metrics

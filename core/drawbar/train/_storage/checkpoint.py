@@ -174,9 +174,9 @@ class Checkpoint:
 
         Args:
             path: Target directory; it is created if it does not exist. Default: a temporary
-                directory that all processes of a node share if they have the same checkpoint
-                object, as returned by `get_checkpoint()` at the start of an attempt. The caller
-                must delete it.
+                directory, which the caller must delete. Workers on the same node share it if they
+                call this method of the checkpoint that `get_checkpoint()` returns at the start of
+                an attempt.
 
         Returns:
             Path of the directory with the copy.

@@ -166,7 +166,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, files=tuple(sorted_files))
 
     def with_stored_sizes(self, directory: Path) -> Manifest:
-        """Return a copy with the current file sizes, because a log can grow after `report()`.
+        """Return a copy with the current file sizes.
+
+        A file can change after `report()`, for example a log to which the program still writes.
 
         Args:
             directory: Local directory with the files.

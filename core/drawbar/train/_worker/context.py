@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def get_context() -> TrainContext:
-    """Return the context of this worker: ranks, names, and cache. Also works in forked children.
+    """Return the context of this worker: ranks, names, and cache.
+
+    Child processes that are forked from the worker can call this function, too.
 
     Returns:
         The context of the attempt that calls this function.
@@ -59,9 +61,9 @@ def report(
 
     The k-th reports of all ranks form one round, and each round produces at most one checkpoint,
     with the files of all ranks that report one. If several ranks report the same file, the file of
-    the lowest rank is stored. A rank without a checkpoint does not wait, so if all ranks report,
-    saving can depend on `if rank == 0`. The checkpoint has the metrics of the lowest rank that
-    reports files.
+    the lowest rank is stored. A rank that reports no checkpoint does not wait. So all ranks can
+    report while only rank 0 saves. The checkpoint has the metrics of the lowest rank that reports
+    files.
 
     Any thread of the training function may report. With several workers, reports and collectives
     must come from one thread, because otherwise the order of the reports is undefined.
@@ -86,8 +88,8 @@ def report(
             for the validation. If ranks differ, the lowest rank that requests one decides.
 
     Raises:
-        RuntimeError: Called outside a training function, in a forked child, or from a second thread
-            with several workers.
+        RuntimeError: Called outside a training function or in a forked child process. With several
+            workers, also if called from a second thread.
         TypeError: A metric, the upload mode, or the upload function is invalid.
         ValueError: A metric is invalid, the mode does not support the location of the checkpoint,
             or `validation` is set without a checkpoint or `validation_config`.
@@ -255,7 +257,7 @@ def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
     """Return this worker's shard of a dataset, or the full dataset if it is not split.
 
     After a restart, the first epoch contains the rows that were unread at the resume checkpoint.
-    It is empty if that was made with the last batch, before the end of the iteration.
+    The epoch is empty if the checkpoint was reported inside the loop, with the last batch.
 
     Args:
         dataset_name: Key of the dataset in the trainer's `datasets`.

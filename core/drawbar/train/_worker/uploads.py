@@ -52,8 +52,8 @@ class CheckpointUploadMode(Enum):
     Attributes:
         SYNC: `report()` returns when the checkpoint is committed.
         ASYNC: `report()` returns as soon as the files may be overwritten, and the commit follows in
-            the background. If two commits are in flight, `report()` waits for the older one. The
-            end of the training function waits for all commits.
+            the background. If two commits have not ended, `report()` waits for the older one. When
+            the training function returns, Drawbar waits for all commits.
         NO_UPLOAD: The directory is committed in place. It may be in the run directory or anywhere
             else where the driver can read it. Directories outside the run directory are never
             deleted.

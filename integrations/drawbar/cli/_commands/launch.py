@@ -65,7 +65,7 @@ def launch(
     ] = False,
     name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Name of the run. See --resume for an existing name."),
+        typer.Option(metavar="NAME", help="Name of the run. For an existing run, see --resume."),
     ] = None,
     storage_path: Annotated[
         str | None,
@@ -104,7 +104,7 @@ def launch(
         bool | None,
         typer.Option(
             "--progress/--no-progress",
-            help="Show the run's progress on standard error.  [default: if it is a terminal]",
+            help="Show the run's progress on standard error.  [default: only on a terminal]",
         ),
     ] = None,
     accelerate_config: Annotated[
@@ -135,8 +135,8 @@ def launch(
 ) -> None:
     """Run a training script on several processes, like torchrun.
 
-    Accepts torchrun's options. Exits with the script's exit code. Prints the output of rank 0;
-    the run's logs contain the output of every rank.
+    Accepts torchrun's options, and warns about those without effect. Exits with the script's exit
+    code. Prints the output of rank 0; the run's logs contain the output of every rank.
     """
     if progress is None:
         progress = sys.stderr.isatty()

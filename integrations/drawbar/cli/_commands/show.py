@@ -70,9 +70,14 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
 
 
 def time_breakdown(record: RunRecord) -> dict[str, float]:
-    """Return the seconds that a run spent in startup, training, restarts, and commits.
+    """Return the durations of the parts of a run, in seconds.
 
     An attempt that has not ended counts until the run's last event.
+
+    Returns:
+        "startup" is the start-up time of all attempts, including restarts. "training" is the rest
+        of their time. "restarts" is the time between the end of an attempt and the next one.
+        "checkpoint_commits" is the total duration of all commits, mostly during training.
     """
     last_event = record.last_event_time or 0.0
     attempts = [
@@ -81,6 +86,7 @@ def time_breakdown(record: RunRecord) -> dict[str, float]:
         else replace(attempt, end_time=max(last_event, attempt.start_time))
         for attempt in record.timeline.attempts
     ]
+    # An attempt whose training function did not start consists only of its start-up.
     startup = sum(attempt.startup_seconds or attempt.total_seconds or 0.0 for attempt in attempts)
     total = sum(attempt.total_seconds or 0.0 for attempt in attempts)
     commits = sum(attempt.checkpoint_seconds for attempt in attempts)
