@@ -49,17 +49,27 @@ def test_resolve_num_workers_of_torchrun_options(
 
 
 @pytest.mark.parametrize(
-    ("per_node", "nodes"), [("0", "1"), ("two", "1"), ("2", "3:1"), ("2", "x")]
+    ("per_node", "nodes", "message"),
+    [
+        ("0", "1", "--nproc-per-node must be N, gpu, cpu, or auto, found '0'"),
+        ("two", "1", "--nproc-per-node must be N, gpu, cpu, or auto, found 'two'"),
+        ("2", "3:1", "--nnodes must be N or MIN:MAX, found '3:1'"),
+        ("2", "x", "--nnodes must be N or MIN:MAX, found 'x'"),
+    ],
 )
-def test_resolve_num_workers_of_invalid_values_raises(per_node: str, nodes: str) -> None:
-    with pytest.raises(CommandError, match="must be N"):
+def test_resolve_num_workers_of_invalid_values_raises(
+    per_node: str, nodes: str, message: str
+) -> None:
+    with pytest.raises(CommandError, match=message):
         resolve_num_workers(per_node, nodes, gpus=0, cpus=1)
 
 
 def test_num_local_cpus_above_pid_max_raises() -> None:
     cores = len(os.sched_getaffinity(0))
     assert [num_local_cpus(0), num_local_cpus(cores + 1)] == [cores, cores + 1]
-    with pytest.raises(CommandError, match=f"^Cannot start 100000000000 processes: .* has {cores}"):
+    with pytest.raises(
+        CommandError, match=f"^Cannot start 100000000000 processes: .* has {cores} CPUs"
+    ):
         num_local_cpus(10**11)
 
 
