@@ -85,7 +85,11 @@ def test_clean_deletes_uncommitted_files_only_with_yes(cli: Command, storage: Pa
     stage.mkdir(parents=True)
     (stage / "model").write_text("half")
     result = cli("clean", storage)
-    assert str(stage.parent) in result.out
+    assert result.out.splitlines()[0].split("  ") == [
+        "4 bytes",
+        "uncommitted files",
+        str(stage.parent),
+    ]
     assert "4 bytes can be deleted. Run again with --yes." in result.out
     assert stage.exists()
     assert cli("clean", storage, "--yes").code == 0
@@ -99,10 +103,9 @@ def test_clean_in_narrow_terminal_prints_complete_rows(
     stage = storage / "long" / ".staging" / "stage-1"
     stage.mkdir(parents=True)
     (stage / "model").write_text("half")
-    (file,) = find_run(storage / "long").find_unused_files()
     monkeypatch.setenv("COLUMNS", "40")
     first = cli("clean", storage).out.splitlines()[0]
-    assert first.split("  ") == ["4 bytes", file.kind, str(stage.parent)]
+    assert first.split("  ") == ["4 bytes", "uncommitted files", str(stage.parent)]
 
 
 def test_clean_keep_ranks_checkpoints_by_run_config(cli: Command, storage: Path) -> None:
@@ -181,7 +184,7 @@ def test_clean_reports_failed_files_and_deletes_others(storage: Path) -> None:
         fcntl.flock(journal, fcntl.LOCK_EX)  # the run is resumed now
         failed = _delete_all(files)
     assert list(failed) == [str(stages[0].parent)]
-    assert "in another process" in failed[str(stages[0].parent)]
+    assert "is in use by a run in another process" in failed[str(stages[0].parent)]
     assert [stage.exists() for stage in stages] == [True, False]
 
 

@@ -140,10 +140,12 @@ def test_runs_lists_unreadable_runs_after_others(cli: Command, storage: Path) ->
         (storage / name).mkdir()
     os.mkfifo(storage / "fifo" / "journal.jsonl")
     (storage / "linked" / "journal.jsonl").symlink_to("journal.jsonl")
-    rows = [row.split()[:3] for row in cli("runs", storage).out.splitlines()[1:]]
+    rows = [row.split() for row in cli("runs", storage).out.splitlines()[1:]]
     assert [row[0] for row in rows[:3]] == ["failed", "short", "long"]
     names = ("fifo", "folder", "linked")
-    assert rows[3:] == [[name, "unknown", "(journal"] for name in names]
+    assert [row[:4] for row in rows[3:]] == [
+        [name, "unknown", "(journal", "damaged)"] for name in names
+    ]
     kinds = {"fifo": "a FIFO", "folder": "a directory", "linked": "a symbolic link that leads back"}
     for name, kind in kinds.items():
         assert f"is {kind}" in cli("show", storage / name).out
@@ -380,4 +382,5 @@ def test_verify_finds_changed_and_missing_files(cli: Command, storage: Path) -> 
     assert result.code == 1
     damage_by_name = json.loads(result.out)["checkpoints"]
     assert "is missing" in damage_by_name["checkpoint_000001"]
+    assert list(damage_by_name) == [f"checkpoint_00000{index}" for index in range(3)]
     assert all(damage_by_name.values())

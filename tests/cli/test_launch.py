@@ -49,10 +49,18 @@ def test_resolve_num_workers_of_torchrun_options(
 
 
 @pytest.mark.parametrize(
-    ("per_node", "nodes"), [("0", "1"), ("two", "1"), ("2", "3:1"), ("2", "x")]
+    ("per_node", "nodes", "message"),
+    [
+        ("0", "1", "--nproc-per-node must be N, gpu, cpu, or auto, found '0'"),
+        ("two", "1", "--nproc-per-node must be N, gpu, cpu, or auto, found 'two'"),
+        ("2", "3:1", "--nnodes must be N or MIN:MAX, found '3:1'"),
+        ("2", "x", "--nnodes must be N or MIN:MAX, found 'x'"),
+    ],
 )
-def test_resolve_num_workers_of_invalid_values_raises(per_node: str, nodes: str) -> None:
-    with pytest.raises(CommandError, match="must be N"):
+def test_resolve_num_workers_of_invalid_values_raises(
+    per_node: str, nodes: str, message: str
+) -> None:
+    with pytest.raises(CommandError, match=message):
         resolve_num_workers(per_node, nodes, gpus=0, cpus=1)
 
 

@@ -34,7 +34,7 @@ def test_stop_ends_run_after_next_checkpoint(cli: Command, tmp_path: Path) -> No
     assert result.checkpoint is not None
     assert cli("show", run.path).out.startswith("run  stopped\n")
     refused = cli("stacks", run.path)
-    assert (refused.code, "stopped" in refused.err) == (2, True)
+    assert (refused.code, "'run' has ended (stopped)" in refused.err) == (2, True)
 
 
 def test_stop_of_ended_run_reports_status_without_ray(

@@ -16,6 +16,8 @@ from tests.launch.conftest import Launch
 def test_script_trainer_rejects_missing_script_and_zero_workers(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No script nowhere\.py"):
         ScriptTrainer("nowhere.py")
+    with pytest.raises(ValueError, match=f"{tmp_path} is a directory"):
+        ScriptTrainer(tmp_path)
     with pytest.raises(ValueError, match="num_workers=0"):
         ScriptTrainer(__file__, scaling_config=train.ScalingConfig(num_workers=0))
 

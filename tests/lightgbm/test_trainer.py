@@ -282,7 +282,7 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
         ({"label_column": "z"}, "label_column is 'z'"),
         ({"label_column": ["y", "a"]}, "LightGBM supports one output"),
         ({"datasets": {}}, 'must have "train"'),
-        ({"params": {"machines": "a:1"}}, "is set by Drawbar"),
+        ({"params": {"machines": "a:1"}}, r"params\['machines'\] is set by Drawbar"),
         ({"params": {"n_estimators": 0}}, "at least 1"),
         ({"params": {"tree_learner": "feature"}}, "'data' or 'voting'"),
         (

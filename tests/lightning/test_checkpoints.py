@@ -141,7 +141,7 @@ class TestModelCheckpoint:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"save_last": "link"}, "is not supported"),
+            ({"save_last": "link"}, "a committed checkpoint has only one name"),
             ({"filename": "{val/loss}"}, "would create nested directories"),
             ({"filename": "a/{epoch}", "auto_insert_metric_name": False}, "nested directories"),
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,10 @@ def test_worker_failure_with_very_long_message_omits_its_middle(
         fit(function, tmp_path)
     text = str(caught.value)
     assert len(text) + len("".join(capfd.readouterr())) < 60_000
-    assert f"rank 0: ValueError: {'a' * 148} ..." in str(caught.value)
+    assert f"rank 0: ValueError: {'a' * 148} ... (" in text
+    # The message is omitted from the headline, and the traceback ends with it.
+    (omitted,) = re.findall(r"a \[\.\.\. (\d+) characters omitted \.\.\.\] b", text)
+    assert int(omitted) > 100_000
     assert message not in text
     (failure,) = caught.value.failures
     assert failure.message == message

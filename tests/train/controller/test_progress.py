@@ -81,9 +81,11 @@ def test_divergence_of_checkpoint_list_request_is_detected() -> None:
     progress.on_checkpoints_requested(1, request_list())
     assert progress.find_divergence() is None
     progress.on_collective(0, call())
-    assert (progress.find_divergence() or "").splitlines()[0] == (
+    assert progress.find_divergence() == (
         "rank 0 waits in collective #0 (barrier) at t.py:90; "
-        "rank 1 waits in get_all_reported_checkpoints() for report #0 at t.py:7"
+        "rank 1 waits in get_all_reported_checkpoints() for report #0 at t.py:7\n"
+        "All ranks must reach both calls, in the same order. Move them out of branches that depend "
+        "on the rank."
     )
     progress.on_checkpoints_reply(1)
     assert progress.find_divergence() is None
@@ -282,65 +284,85 @@ def finished_rank_against_barrier_and_pending_checkpoint(progress: AttemptProgre
     progress.on_finished(0)
 
 
+CALL_BARRIER = (
+    "All ranks must call barrier() equally often. Move it out of branches that depend on the rank, "
+    "and run the same number of steps on each."
+)
+CALL_REPORT = (
+    "All ranks must call report() equally often as long as one of them reports checkpoints. Call "
+    "report(metrics) without a checkpoint at the same step on the other ranks."
+)
+REACH_BOTH = (
+    "All ranks must reach both calls, in the same order. Move them out of branches that depend on "
+    "the rank."
+)
+
+
 @pytest.mark.parametrize(
-    ("apply", "reason"),
+    ("apply", "reason", "remedy"),
     [
         (
             finished_rank_then_barrier,
             "rank 1 finished after 0 reports and 0 collectives; "
             "rank 0 waits in collective #0 (barrier) at t.py:90",
+            CALL_BARRIER,
         ),
         (
             barrier_then_other_rank_finishes,
             "rank 1 finished after 0 reports and 0 collectives; "
             "rank 0 waits in collective #0 (barrier) at t.py:90",
+            CALL_BARRIER,
         ),
         (
             checkpoint_that_a_finished_rank_never_reports,
             "rank 1 finished after 1 reports and 0 collectives, the last at t.py:0 in f; "
             "rank 0 waits for report #1 with a checkpoint at t.py:1 in f",
+            CALL_REPORT,
         ),
         (
             finished_rank_without_report_for_pending_checkpoint,
             "rank 1 finished after 0 reports and 0 collectives; "
             "rank 0 has a checkpoint pending in report #0 from t.py:0 in f",
+            CALL_REPORT,
         ),
         (
             different_collectives,
             "rank 0 waits in collective #0 (barrier) at t.py:90; "
             "rank 1 waits in collective #0 (all_gather) at t.py:90",
+            REACH_BOTH,
         ),
         (
             barrier_against_checkpoint,
             "rank 0 waits in collective #0 (barrier) at t.py:90; "
             "rank 1 waits for report #0 with a checkpoint at t.py:0 in f",
+            REACH_BOTH,
         ),
         (
             checkpoint_against_barrier,
             "rank 0 waits in collective #0 (barrier) at t.py:90; "
             "rank 1 waits for report #0 with a checkpoint at t.py:0 in f",
+            REACH_BOTH,
         ),
         (
             checkpoint_against_barrier_after_one_of_each,
             "rank 0 waits for report #1 with a checkpoint at t.py:1 in f; "
             "rank 1 waits in collective #1 (barrier) at t.py:91",
+            REACH_BOTH,
         ),
         (
             finished_rank_against_barrier_and_pending_checkpoint,
             "rank 0 finished after 0 reports and 0 collectives; "
             "rank 1 waits in collective #0 (barrier) at t.py:90",
+            CALL_BARRIER,
         ),
     ],
 )
 def test_divergence_with_endless_wait_is_described(
-    apply: Callable[[AttemptProgress], None], reason: str
+    apply: Callable[[AttemptProgress], None], reason: str, remedy: str
 ) -> None:
     progress = AttemptProgress(world_size=2, first_index=0)
     apply(progress)
-    divergence = progress.find_divergence()
-    assert divergence is not None
-    assert divergence.splitlines()[0] == reason
-    assert divergence.splitlines()[1].startswith("All ranks must ")
+    assert progress.find_divergence() == f"{reason}\n{remedy}"
 
 
 def test_divergence_of_two_among_many_ranks_is_detected() -> None:

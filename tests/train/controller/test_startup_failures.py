@@ -99,7 +99,6 @@ def test_stop_while_waiting_for_next_start_ends_the_run(
         output += capfd.readouterr().err
     assert "The workers did not start (OSError: the registry does not respond)" in output
     run.stop()
-    run.wait()
-
+    assert run.wait().return_values == []
     assert run.status == "stopped"
     assert Broken.starts == [0]

@@ -88,7 +88,7 @@ def assert_stopped(driver: subprocess.Popen[str], run: Path) -> None:
     """Assert that the driver ends soon with a `UserAbort` and a message about how to resume."""
     out, err = driver.communicate(timeout=60)
     assert driver.returncode == ABORTED, err
-    assert f"the run is in {run}. To resume from the latest checkpoint" in out
+    assert f"the run is in {run}. To resume from the latest checkpoint, if there is one" in out
     assert "Traceback" not in err
     assert "never retrieved" not in err
     end = json.loads((run / "journal.jsonl").read_text().splitlines()[-1])

@@ -143,7 +143,7 @@ def test_retention_with_unknown_score_warns_and_keeps_all(
     warnings = [line for line in capfd.readouterr().err.splitlines() if "eval/ac'" in line]
     assert len(warnings) == 1
     assert "checkpoint_000001 does not have this metric" in warnings[0]
-    assert "There are 'eval/acc', 'loss'; did you mean 'eval/acc'?" in warnings[0]
+    assert "There are 'eval/acc', 'loss'; did you mean 'eval/acc'? No checkpoint" in warnings[0]
     assert len(result.best_checkpoints) == 3
     caplog.clear()
     assert len(Result.from_path(result.path).best_checkpoints) == 3
@@ -152,7 +152,7 @@ def test_retention_with_unknown_score_warns_and_keeps_all(
 
 def test_get_best_checkpoint_with_invalid_mode_raises(tmp_path: Path) -> None:
     lowest: Any = "lowest"
-    with pytest.raises(ValueError, match=r"mode='lowest' must be"):
+    with pytest.raises(ValueError, match=r"mode='lowest' must be \"min\" or \"max\""):
         fit(save_three, tmp_path).get_best_checkpoint("loss", lowest)
 
 

@@ -131,14 +131,21 @@ def test_journal_of_newer_format_raises_and_is_not_changed(run: Path) -> None:
 def test_manifest_of_newer_format_raises_and_is_not_changed(run: Path) -> None:
     manifest = run / "checkpoint_000001" / ".drawbar.json"
     newer = set_newer_format(manifest)
+    message = f"{manifest} has format version 2, but .* version 1"
     for use in (
         lambda: fit(two_steps, run.parent),
+        lambda: Result.from_path(run),
         lambda: train.Checkpoint(manifest.parent).verify(),
     ):
-        with pytest.raises(
-            UnsupportedFormatError, match=f"{manifest} has format version 2, but .* version 1"
-        ):
+        with pytest.raises(UnsupportedFormatError, match=message):
             use()
+    record = find_run(run)
+    manifests, errors = record.inspect_checkpoints()
+    assert [checkpoint.name for checkpoint in manifests] == ["checkpoint_000000"]
+    assert record.list_checkpoints() == manifests
+    assert list(errors) == ["checkpoint_000001"]
+    assert re.match(message, errors["checkpoint_000001"])
+    assert re.match(message, dict(record.verify_checkpoints())["checkpoint_000001"])
     assert manifest.read_bytes() == newer
     assert not (run / "broken").exists()
 
@@ -178,13 +185,24 @@ def test_too_deeply_nested_json_is_damage(run: Path) -> None:
 
 def test_result_of_journal_without_some_lines_is_read_or_damaged(run: Path) -> None:
     lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    for number in range(1, len(lines)):
-        for remaining in (lines[:number] + lines[number + 1 :], lines[number:], lines[:number]):
+    is_newest = [b'"index":1,' in line for line in lines]  # of the second report and its commit
+    assert sum(is_newest) == 2
+    newest = {line for line, is_of_index_1 in zip(lines, is_newest, strict=True) if is_of_index_1}
+    for number in range(len(lines)):
+        for remaining in (
+            lines[:number] + lines[number + 1 :],
+            lines[number:],
+            lines[: number + 1],
+        ):
             (run / "journal.jsonl").write_bytes(b"".join(remaining))
-            try:
-                result = Result.from_path(run)
-            except DamagedRunError:
+            if newest.isdisjoint(remaining):
+                message = (
+                    r"journal\.jsonl ends before checkpoint_000001 was committed: reports . to 1"
+                )
+                with pytest.raises(DamagedRunError, match=message):
+                    Result.from_path(run)
                 continue
+            result = Result.from_path(run)
             assert content(result.checkpoint) == "b"
             assert len(result.timeline.attempts) <= 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -316,8 +317,11 @@ def test_report_of_reserved_file_name_raises(tmp_path: Path, name: str) -> None:
             (path / name).write_text("mine")
             train.report({}, checkpoint=path)
 
+    message = (
+        rf"A checkpoint cannot contain \S*/{re.escape(name)}, because Drawbar reserves this name"
+    )
     with pytest.raises(
-        WorkerGroupError, match=rf"ValueError: A checkpoint cannot contain .*{name}, because"
+        WorkerGroupError, match=rf"(?s)^rank 0: ValueError: .*ValueError: {message}"
     ):
         fit(function, tmp_path)
 

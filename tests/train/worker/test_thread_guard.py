@@ -70,8 +70,11 @@ def test_report_in_forked_child_raises_with_allowed_callers(
 ) -> None:
     pid, error = fit(lambda: [os.getpid(), catch_error_in_fork(call)], tmp_path).return_value
     assert error.startswith(f"RuntimeError: {name}() was called in process ")
-    assert f"a fork of process {pid} (rank 0)" in error
-    assert error.endswith(f"call {name}() in process {pid}.")
+    assert f"a fork of process {pid} (rank 0), but only process {pid} can report." in error
+    assert error.endswith(
+        f"Return the values from the DataLoader worker or child process, and call {name}() in "
+        f"process {pid}."
+    )
 
 
 def test_get_context_in_forked_child_returns_rank(tmp_path: Path) -> None:
@@ -154,3 +157,4 @@ def test_report_from_other_thread_in_run_in_threads_raises(run_config: RunConfig
         lambda: catch_error_in_thread(lambda: train.report({})), run_config=run_config
     )
     assert "report() works inside a training function only" in result.return_value
+    assert "with drawbar.train.testing, in any other thread" in result.return_value

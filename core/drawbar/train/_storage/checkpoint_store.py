@@ -144,7 +144,10 @@ class CheckpointStore(UploadTarget, ABC):
 
     @abstractmethod
     def list_damaged(self) -> list[str]:
-        """Return the names of directories that Drawbar created and that are not intact."""
+        """Return the names of directories that Drawbar created and that are not intact.
+
+        Checkpoints in a newer format are not included.
+        """
 
     def clean_up(self) -> None:
         """Remove files of earlier processes that are uncommitted or partly deleted."""

@@ -8,11 +8,13 @@ final name, which is atomic. A deletion first renames the checkpoint back into `
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from drawbar.train._errors import UnsupportedFormatError
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import (
@@ -139,13 +141,13 @@ class LocalCheckpointStore(CheckpointStore):
     def list_damaged(self) -> list[str]:
         with os.scandir(self.run_path) as scan:
             entries = list(scan)
-        return [
-            entry.name
-            for entry in entries
-            if is_directory(entry)
-            and self._is_drawbar_checkpoint(entry.name)
-            and not self.is_intact(entry.name)
-        ]
+        damaged = []
+        for entry in entries:
+            if is_directory(entry) and self._is_drawbar_checkpoint(entry.name):
+                with suppress(UnsupportedFormatError):  # only the newer version can check it
+                    if not self.is_intact(entry.name):
+                        damaged.append(entry.name)
+        return damaged
 
     def _is_drawbar_checkpoint(self, name: str) -> bool:
         """Return True if Drawbar created this directory, and not the user."""
