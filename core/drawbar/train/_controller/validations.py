@@ -10,6 +10,7 @@ that they are rerun on resume.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,9 +73,10 @@ class ValidationScheduler:
             task = asyncio.create_task(self._validate(self._validator, manifest))
             self._running[manifest.index] = _RunningValidation(manifest.name, task)
 
-    def has_pending(self, before: int) -> bool:
-        """Return whether a checkpoint of a report before this index is not validated yet."""
-        return any(index < before for index in self._running)
+    @property
+    def first_pending(self) -> float:
+        """Index of the first report whose checkpoint is not validated yet; infinity if none."""
+        return min(self._running, default=math.inf)
 
     def has_running(self) -> bool:
         """Return whether any validation has not finished."""
