@@ -41,13 +41,22 @@ MAX_EVENTS = 80
 class ComparedProgress:
     """Progress and its oracle, which receive the same messages and must give the same results.
 
+    Args:
+        world_size: Number of ranks.
+        first_index: Index of the first report.
+        should_keep_all: Whether rounds without files are kept.
+        has_errors: Whether ranks also send messages that they should not send.
+
     Attributes:
         oracle: The oracle.
         counts: Number of messages and results, by kind.
         is_diverged: Whether the last verdict was a divergence.
     """
 
-    def __init__(self, world_size: int, first_index: int, *, should_keep_all: bool) -> None:
+    def __init__(
+        self, world_size: int, first_index: int, *, should_keep_all: bool, has_errors: bool
+    ) -> None:
+        self._has_errors = has_errors
         self._progress = AttemptProgress(
             world_size, first_index, should_keep_all_rounds=should_keep_all
         )
@@ -68,6 +77,8 @@ class ComparedProgress:
         divergence = self._progress.find_divergence()
         assert divergence == self.oracle.find_divergence()
         self.is_diverged = divergence is not None
+        # Otherwise ranks would be compared at each message although they have not diverged.
+        assert self._has_errors or self._progress._divergence.is_suspected == self.is_diverged
         if divergence is not None:
             self.counts[_classify(divergence)] += 1
         for reports in {rank.reports for rank in self.oracle.ranks.values()}:
@@ -106,7 +117,10 @@ class History:
         self._error_rate = random.choice((0, 0, 0.02, 0.1))
         self._stops_at_divergence = random.random() < 0.5
         self.progress = ComparedProgress(
-            world_size, first_index, should_keep_all=random.random() < 0.2
+            world_size,
+            first_index,
+            should_keep_all=random.random() < 0.2,
+            has_errors=self._error_rate > 0,
         )
         script = [self._choose_step() for _ in range(random.randint(1, 6))]
         mutation_rate = random.choice((0, 0, 0.03, 0.2))

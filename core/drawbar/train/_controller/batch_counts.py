@@ -16,7 +16,7 @@ class _EpochCounts:
         number: Number of the epoch.
         ended: Shard epochs, by rank.
         ranks_without_rows: Ranks that received no row.
-        num_ranks: Number of ranks by their number of batches, for the ranks that read batches.
+        num_ranks: Number of ranks, by their number of batches.
     """
 
     number: int

@@ -14,8 +14,8 @@ class DivergenceDetector:
 
     The proof is one pair of ranks: one waits for a call of all ranks, and the other one has
     finished without that call, or is blocked in a different call that needs the first rank.
-    Comparing all pairs takes too long for each message. Therefore `find` compares them only if the
-    extremes of the heaps show that there is such a pair.
+    Comparing all pairs at each message takes too long. Therefore `find` compares them only if the
+    extreme values of the ranks show that there is such a pair (`is_suspected`).
 
     Args:
         ranks: Progress by rank.
@@ -71,18 +71,24 @@ class DivergenceDetector:
             self._needed_reports.discard(rank)
 
     def find(self) -> str | None:
-        """Return why some rank waits forever, and the remedy on a second line; None if none does.
+        """Return why a rank waits forever, and the remedy on a second line; None if none does."""
+        return self._compare_all_pairs() if self.is_suspected else None
+
+    @property
+    def is_suspected(self) -> bool:
+        """False if no pair of ranks can prove a divergence.
+
+        If True, there is such a pair, except in rare cases after a timeout.
 
         Ranks that wait in the same collective do not need each other. Neither do ranks that wait
         outside of collectives, because each has made the report that it needs.
         """
-        is_diverged = (
+        return (
             self._collectives.has_different_calls
             or self._finished_collectives.smallest <= self._collectives.sequence
             or self._finished_reports.smallest <= -self._oldest_offers.smallest
             or self._reports_in_collective.smallest <= -self._needed_reports.smallest
         )
-        return self._compare_all_pairs() if is_diverged else None
 
     def _compare_all_pairs(self) -> str | None:
         ranks = self._ranks.items()
