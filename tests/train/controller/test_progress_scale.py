@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from drawbar.train._controller.batch_counts import BatchCountCheck
+from drawbar.train._controller.checkpoint_queries import CheckpointQueries
+from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.progress import AttemptProgress
+from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._messages import (
     CheckpointConsistencyMode,
     CheckpointsAsked,
     CollectiveCalled,
     Offer,
+    PassEnded,
     Reported,
 )
 from tests.train.controller.progress_histories import History
@@ -43,6 +49,18 @@ def test_progress_agrees_with_oracle_on_random_histories() -> None:
     for seed in range(NUM_HISTORIES):
         counts += History(seed).run()
     assert {kind for kind, minimum in COVERED.items() if counts[kind] < minimum} == set()
+
+
+def test_divergence_is_not_suspected_after_commit_of_older_checkpoint() -> None:
+    progress = AttemptProgress(2, 0)
+    for index in range(2):
+        progress.on_report(0, make_report(index, has_offer=True))
+    progress.on_waiting_for_checkpoint(0, 0)
+    progress.on_report(1, make_report(0, has_offer=False))
+    progress.on_committed(0)
+    call = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
+    progress.on_collective(1, call)
+    assert not progress._divergence.is_suspected
 
 
 def count_operations(function: Callable[..., object], *args: object) -> int:
@@ -130,6 +148,45 @@ def look_at_activity_during_barrier(progress: AttemptProgress) -> None:
     progress.get_activity(dict.fromkeys(progress.ranks, 0.0), {})
 
 
+def request_uncommitted_checkpoints(progress: AttemptProgress) -> None:
+    commits = SimpleNamespace(first_uncommitted=0, registry=SimpleNamespace(list_entries=tuple))
+    validations = SimpleNamespace(first_pending=math.inf)
+    replies: list[int] = []
+    queries = CheckpointQueries(
+        progress,
+        cast(CheckpointCommitter, commits),
+        cast(ValidationScheduler, validations),
+        lambda rank, _: replies.append(rank),
+    )
+    send_to_all(progress, "on_report", make_report(0, has_offer=False))
+    for rank in progress.ranks:
+        queries.add(rank, CheckpointsAsked(number=0, until=CheckpointConsistencyMode.COMMITTED))
+        queries.reply_to_ready()
+    assert replies == []
+    commits.first_uncommitted = math.inf
+    queries.reply_to_ready()
+    assert replies == list(progress.ranks)
+
+
+def end_epochs(progress: AttemptProgress) -> None:
+    check = BatchCountCheck(len(progress.ranks))
+    for rank in progress.ranks:
+        shard_epoch = PassEnded(
+            dataset="train",
+            epoch=0,
+            before=[],
+            part=rank,
+            parts=len(progress.ranks),
+            rows=None,
+            batches=10,
+            shuffled=False,
+            ended=True,
+            in_all=None,
+            uneven_rows="drop",
+        )
+        assert check.add(rank, shard_epoch) == ""
+
+
 @pytest.mark.parametrize(
     "send_messages",
     [
@@ -138,6 +195,8 @@ def look_at_activity_during_barrier(progress: AttemptProgress) -> None:
         report_checkpoints,
         report_pending_checkpoints_before_a_slow_rank,
         request_checkpoints,
+        request_uncommitted_checkpoints,
+        end_epochs,
         finish,
         look_at_activity_during_barrier,
     ],

@@ -15,7 +15,7 @@ class DivergenceDetector:
     The proof is one pair of ranks: one waits for a call of all ranks, and the other one has
     finished without that call, or is blocked in a different call that needs the first rank.
     Comparing all pairs at each message takes too long. Therefore `find` compares them only if the
-    extreme values of the ranks show that there is such a pair (`is_suspected`).
+    extreme values of the ranks show that a pair exists (`is_suspected`).
 
     Args:
         ranks: Progress by rank.
@@ -78,7 +78,7 @@ class DivergenceDetector:
     def is_suspected(self) -> bool:
         """False if no pair of ranks can prove a divergence.
 
-        If True, there is such a pair, except in rare cases after a timeout.
+        If True, a pair exists, except in rare cases after a timeout.
 
         Ranks that wait in the same collective do not need each other. Neither do ranks that wait
         outside of collectives, because each has made the report that it needs.
