@@ -21,7 +21,8 @@ from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Reported
 class AttemptProgress:
     """Progress of all ranks. Each rank's messages must be passed in order.
 
-    A message takes amortized O(log n) for n ranks, because nothing compares a rank with all others.
+    The report indexes of a rank increase. A message takes amortized O(log n) for n ranks: a rank is
+    compared with all others only after they have diverged.
 
     Args:
         world_size: Number of ranks.
