@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drawbar.train import CheckpointConfig
 from drawbar.train._controller.commits import CheckpointCommitter
-from drawbar.train._controller.progress import ReportRound
+from drawbar.train._controller.report_rounds import ReportRound
 from drawbar.train._messages import FileSent, Offer, Reported
 from drawbar.train._orders import FileTaken, Order, Persist
 from drawbar.train._storage import upkeep

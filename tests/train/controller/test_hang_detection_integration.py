@@ -24,7 +24,7 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._controller.diagnosis import format_difference
-from drawbar.train._controller.progress import RankActivity
+from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._controller.stall_detector import Stacks, find_stalled_ranks
 from drawbar.train._worker.stack import Frame, Stack
 from drawbar.train._worker.user_frames import find_user_frames

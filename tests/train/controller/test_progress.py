@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 
-from drawbar.train._controller.progress import AttemptProgress, ReportRound
+from drawbar.train._controller.progress import AttemptProgress
+from drawbar.train._controller.rank_progress import RankActivity
+from drawbar.train._controller.report_rounds import ReportRound
 from drawbar.train._messages import (
     CheckpointConsistencyMode,
     CheckpointsAsked,
@@ -64,15 +67,17 @@ def request_list(*, timed: bool = False) -> CheckpointsAsked:
 # -- the list of checkpoints
 
 
-def test_missing_reports_counts_only_running_ranks() -> None:
+def test_next_running_report_ignores_finished_ranks() -> None:
     progress = AttemptProgress(world_size=2, first_index=4)
     progress.on_report(1, report(4))
-    assert progress.has_missing_reports(5)
+    assert progress.next_running_report == 4
     progress.on_report(0, report(4))
-    assert not progress.has_missing_reports(5)
+    assert progress.next_running_report == 5
     progress.on_report(1, report(5))
     progress.on_finished(0)
-    assert not progress.has_missing_reports(6)
+    assert progress.next_running_report == 6
+    progress.on_finished(1)
+    assert progress.next_running_report == math.inf
 
 
 def test_divergence_of_checkpoint_list_request_is_detected() -> None:
@@ -471,3 +476,15 @@ def test_rank_progress_describe_names_the_blocking_call() -> None:
         "finished after 0 reports and 0 collectives",
         "runs",
     ]
+
+
+def test_activity_lists_running_ranks_and_their_running_waiters() -> None:
+    progress = AttemptProgress(world_size=4, first_index=0)
+    progress.on_collective(0, call())
+    progress.on_collective(1, call())
+    progress.on_finished(1)  # after a timeout of its collective
+    progress.on_report(2, save(0))
+    activity = progress.get_activity(dict.fromkeys(range(4), 5.0), {3: "t.py:4"})
+    assert {rank: a.waiters for rank, a in activity.items()} == {0: (2,), 2: (0,), 3: (0, 2)}
+    assert activity[0].waiting_in == "waits in collective #0 (barrier) at t.py:90"
+    assert activity[3] == RankActivity(5.0, "", (0, 2), "t.py:4")

@@ -19,7 +19,8 @@ from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_queries import CheckpointQueries
 from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
-from drawbar.train._controller.progress import AttemptProgress, RankActivity
+from drawbar.train._controller.progress import AttemptProgress
+from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.event_stream import Emit
@@ -288,13 +289,8 @@ class Attempt:
     def get_activity(self) -> dict[int, RankActivity]:
         """Return the last activity of each rank that has not finished."""
         now = time.monotonic()
-        return {
-            rank: self._progress.get_activity(
-                rank, now - active_at, self._last_locations.get(rank, "")
-            )
-            for rank, active_at in self._last_activity.items()
-            if rank not in self.finished
-        }
+        idle_seconds = {rank: now - active_at for rank, active_at in self._last_activity.items()}
+        return self._progress.get_activity(idle_seconds, self._last_locations)
 
     def get_final_notices(self) -> list[str]:
         """Return the distinct notices that ranks sent when their functions returned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from drawbar.train._messages import PassEnded
@@ -9,10 +10,37 @@ from drawbar.train._messages import PassEnded
 
 @dataclass
 class _EpochCounts:
-    """Shard epochs of the latest epoch of a dataset, by rank."""
+    """Counts of the latest epoch of a dataset.
+
+    Attributes:
+        number: Number of the epoch.
+        ended: Shard epochs, by rank.
+        ranks_without_rows: Ranks that received no row.
+        num_ranks: Number of ranks, by their number of batches.
+    """
 
     number: int
     ended: dict[int, PassEnded] = field(default_factory=dict)
+    ranks_without_rows: set[int] = field(default_factory=set)
+    num_ranks: Counter[int] = field(default_factory=Counter)
+
+    def add(self, rank: int, shard_epoch: PassEnded) -> None:
+        """Add the shard epoch of a rank. It replaces an earlier one."""
+        previous = self.ended.get(rank)
+        if previous is not None:
+            self.num_ranks[previous.batches] -= 1
+            self.ranks_without_rows.discard(rank)
+        self.ended[rank] = shard_epoch
+        self.num_ranks[shard_epoch.batches] += 1
+        if shard_epoch.empty == "row":
+            self.ranks_without_rows.add(rank)
+
+    def find_rank_with_other_count(self, batches: int) -> int | None:
+        """Return the lowest rank that read another number of batches, other than 0."""
+        # Do not look at each rank in the common case.
+        if self.num_ranks[batches] + self.num_ranks[0] == len(self.ended):
+            return None
+        return min(rank for rank, ended in self.ended.items() if ended.batches not in (0, batches))
 
 
 class BatchCountCheck:
@@ -46,9 +74,8 @@ class BatchCountCheck:
             epoch = self._latest_epochs[shard_epoch.dataset] = _EpochCounts(shard_epoch.epoch)
         if epoch.number > shard_epoch.epoch:
             return ""
-        epoch.ended[rank] = shard_epoch
-        num_without_rows = sum(ended.empty == "row" for ended in epoch.ended.values())
-        if num_without_rows == self._world_size:
+        epoch.add(rank, shard_epoch)
+        if len(epoch.ranks_without_rows) == self._world_size:
             raise ValueError(f"no rank received a row of {_format_dataset_epoch(shard_epoch)}")
         if shard_epoch.empty:
             dataset_epoch = _format_dataset_epoch(shard_epoch)
@@ -59,19 +86,21 @@ class BatchCountCheck:
     def _check_counts(self, rank: int, shard_epoch: PassEnded, epoch: _EpochCounts) -> str:
         if shard_epoch.parts == 1 or shard_epoch.uneven_rows == "keep" or not shard_epoch.batches:
             return ""
-        for other_rank, other in sorted(epoch.ended.items()):
-            if other.batches and other.batches != shard_epoch.batches:
-                return self._format_once(
-                    "unequal",
-                    shard_epoch,
-                    f"Rank {other_rank} read {other.batches} batches of "
-                    f"{_format_dataset_epoch(shard_epoch)}, but rank {rank} read "
-                    f"{shard_epoch.batches}. If the ranks synchronize at every batch, a rank with "
-                    "more batches waits forever. Set the same batch_size on all ranks and give "
-                    "them the same number of rows. If the numbers of batches may differ, set "
-                    'DataConfig(uneven_rows="keep").',
-                )
-        return ""
+        if ("unequal", shard_epoch.dataset) in self._warned:
+            return ""
+        other_rank = epoch.find_rank_with_other_count(shard_epoch.batches)
+        if other_rank is None:
+            return ""
+        return self._format_once(
+            "unequal",
+            shard_epoch,
+            f"Rank {other_rank} read {epoch.ended[other_rank].batches} batches of "
+            f"{_format_dataset_epoch(shard_epoch)}, but rank {rank} read "
+            f"{shard_epoch.batches}. If the ranks synchronize at every batch, a rank with more "
+            "batches waits forever. Set the same batch_size on all ranks and give them the same "
+            "number of rows. If the numbers of batches may differ, set "
+            'DataConfig(uneven_rows="keep").',
+        )
 
     def _format_once(self, kind: str, shard_epoch: PassEnded, text: str) -> str:
         if (kind, shard_epoch.dataset) in self._warned:

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from drawbar.train._controller.commits import CheckpointCommitter
+from drawbar.train._controller.indexed_heap import IndexedHeap
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._messages import CheckpointConsistencyMode, CheckpointsAsked
 from drawbar.train._orders import CheckpointsAnswer, Order
-
-
-@dataclass(frozen=True)
-class _Query:
-    """Query of a rank for the list of checkpoints.
-
-    Attributes:
-        consistency_mode: State of the checkpoints that the reply waits for; None does not wait.
-        next_report: Number of the rank's next report. The reply waits for the checkpoints of all
-            reports with a lower number, of all ranks.
-    """
-
-    consistency_mode: CheckpointConsistencyMode | None
-    next_report: int
 
 
 class CheckpointQueries:
@@ -47,45 +33,47 @@ class CheckpointQueries:
         self._commits = commits
         self._validations = validations
         self._send_command = send_command
-        self._queries: dict[tuple[int, int], _Query] = {}  # by rank and query number
+        # Number of the rank's next report, by rank and query number. The reply waits for the
+        # checkpoints of all reports with a lower number, of all ranks.
+        self._until_committed = IndexedHeap[tuple[int, int]]()
+        self._until_validated = IndexedHeap[tuple[int, int]]()
 
     def add(self, rank: int, message: CheckpointsAsked) -> None:
         """Add a query. It replaces an earlier query of this rank with the same number."""
+        query = rank, message.number
+        self._until_committed.discard(query)
+        self._until_validated.discard(query)
+        self._progress.on_checkpoints_requested(rank, message)
         # The number of reports cannot change, since the rank is blocked until it gets the reply.
         next_report = self._progress.ranks[rank].reports
-        self._queries[rank, message.number] = _Query(message.until, next_report)
-        self._progress.on_checkpoints_requested(rank, message)
+        match message.until:
+            case CheckpointConsistencyMode.COMMITTED:
+                self._until_committed.set(query, next_report)
+            case CheckpointConsistencyMode.VALIDATED:
+                self._until_validated.set(query, next_report)
+            case None:
+                self._reply([query])
         self.send_ready_replies()
 
     def send_ready_replies(self) -> None:
         """Reply to the queries whose checkpoints are committed, or also validated."""
-        for (rank, number), query in list(self._queries.items()):
-            if self._is_ready(query):
-                del self._queries[rank, number]
-                self._progress.on_checkpoints_reply(rank)
-                self._send_command(
-                    rank,
-                    CheckpointsAnswer(
-                        number=number, checkpoints=self._commits.registry.list_entries()
-                    ),
-                )
+        if not self._until_committed and not self._until_validated:
+            return
+        committed = min(self._progress.next_running_report, self._commits.first_uncommitted)
+        validated = min(committed, self._validations.first_pending)
+        ready = self._until_committed.pop_up_to(committed)
+        ready += self._until_validated.pop_up_to(validated)
+        if ready:
+            self._reply(ready)
 
-    def _is_ready(self, query: _Query) -> bool:
-        next_report = query.next_report
-        if query.consistency_mode is None:
-            return True
-        if self._progress.has_missing_reports(next_report):
-            return False
-        if self._commits.has_uncommitted(next_report):
-            return False
-        must_be_validated = query.consistency_mode is CheckpointConsistencyMode.VALIDATED
-        return not (must_be_validated and self._validations.has_pending(next_report))
+    def _reply(self, queries: list[tuple[int, int]]) -> None:
+        checkpoints = self._commits.registry.list_entries()
+        for rank, number in queries:
+            self._progress.on_checkpoints_reply(rank)
+            self._send_command(rank, CheckpointsAnswer(number=number, checkpoints=checkpoints))
 
     @property
     def is_waiting_for_validation(self) -> bool:
         """True if a rank is blocked until validations have finished."""
-        return any(
-            query.consistency_mode is CheckpointConsistencyMode.VALIDATED
-            and self._validations.has_pending(query.next_report)
-            for query in self._queries.values()
-        )
+        first_pending = self._validations.first_pending
+        return any(first_pending < next_report for next_report in self._until_validated.values())

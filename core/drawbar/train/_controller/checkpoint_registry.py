@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from functools import partial
 
 from drawbar.train._config.run_config import CheckpointConfig
@@ -34,8 +35,6 @@ class CheckpointRegistry:
         emit: Callback that publishes events.
         background: Runs file deletions outside the event loop.
 
-    Attributes:
-        manifests: Manifests of the checkpoints, oldest first.
     """
 
     def __init__(
@@ -51,12 +50,24 @@ class CheckpointRegistry:
         self._emit = emit
         self._background = background
         self._has_warned_unranked = False
-        self.manifests = self._checkpoints.list_intact()
+        self._manifests = _index_by_name(self._checkpoints.list_intact())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._manifests
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """Manifests of the checkpoints, oldest first."""
+        return list(self._manifests.values())
+
+    def add(self, manifest: Manifest) -> None:
+        """Add a checkpoint that was committed."""
+        self._manifests[manifest.name] = manifest
 
     @property
     def latest(self) -> Manifest | None:
         """Latest committed checkpoint, from which a restart resumes."""
-        return self.manifests[-1] if self.manifests else None
+        return next(reversed(self._manifests.values()), None)
 
     def get_checkpoint(self, manifest: Manifest) -> Checkpoint:
         """Return the checkpoint of a manifest."""
@@ -65,25 +76,27 @@ class CheckpointRegistry:
     def list_entries(self) -> tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]:
         """Return name, metrics, and status of each checkpoint, oldest first."""
         return tuple(
-            (manifest.name, manifest.metrics, manifest.status) for manifest in self.manifests
+            (manifest.name, manifest.metrics, manifest.status)
+            for manifest in self._manifests.values()
         )
 
     def describe_recoverable(self) -> str:
         """Return one line that names the checkpoint from which a failed run can be resumed."""
         is_local = self._directory.filesystem is None
-        for manifest in reversed(self.manifests):
+        for manifest in reversed(self._manifests.values()):
             if not is_local or self._checkpoints.is_intact(manifest.name):
                 return f"Latest committed checkpoint: {self.get_checkpoint(manifest).path}"
-        if self.manifests:
-            path = self._checkpoints.path(self.manifests[-1].name)
+        if self.latest is not None:
+            path = self._checkpoints.path(self.latest.name)
             return f"No complete checkpoint is left. The latest one was {path}."
         return "No checkpoint was committed."
 
     async def drop_damaged(self) -> None:
         """Remove damaged checkpoints from the end of the list and move them to quarantine."""
-        self.manifests, damage = await run_in_daemon_thread(
+        intact, damage = await run_in_daemon_thread(
             resume_point.split_damaged, self._checkpoints, self.manifests
         )
+        self._manifests = _index_by_name(intact)
         for name, reason in damage.items():
             self._emit(CheckpointDeleted(time=time.time(), name=name))
             self._emit(Notice(f"Skipped damaged checkpoint {name}: {reason}"))
@@ -95,10 +108,13 @@ class CheckpointRegistry:
         Raises:
             OSError: The result could not be written. It is used for ranking until the run ends,
                 but is lost after that.
+            ValueError: The checkpoint was removed because it is damaged.
         """
+        if self._manifests.get(manifest.name) != manifest:
+            raise ValueError("the checkpoint was removed because it is damaged")
         validated = manifest.with_validation(validation)
         # Update memory first: retention must use the new score even if the write fails.
-        self.manifests[self.manifests.index(manifest)] = validated
+        self._manifests[manifest.name] = validated
         try:
             self._emit(CheckpointValidated.from_manifest(manifest, validation))
             write_validation = partial(
@@ -111,24 +127,26 @@ class CheckpointRegistry:
 
     def apply_retention(self) -> None:
         """Delete the checkpoints that the retention policy does not keep."""
-        unranked = ranking.describe_missing_scores(self.manifests, self._config)
+        manifests = self._manifests.values()
+        unranked = ranking.describe_missing_scores(manifests, self._config)
         if unranked is not None and not self._has_warned_unranked:
             self._has_warned_unranked = True
             self._emit(Notice(f"{unranked} No checkpoint is deleted until one has this score."))
-        for manifest in ranking.select_surplus(self.manifests, self._config):
+        for manifest in ranking.select_surplus(manifests, self._config):
             self._delete(manifest)
 
     def discard(self, name: str) -> None:
         """Delete a checkpoint now, unless a restart or a pending validation needs it."""
-        pending = ReportedCheckpointStatus.PENDING_VALIDATION
-        for manifest in self.manifests[:-1]:
-            if manifest.name == name and manifest.status is not pending:
-                self._delete(manifest)
+        manifest = self._manifests.get(name)
+        if manifest is None or manifest is self.latest:
+            return
+        if manifest.status is not ReportedCheckpointStatus.PENDING_VALIDATION:
+            self._delete(manifest)
 
     def _delete(self, manifest: Manifest) -> None:
         # Emit before deleting files. A crash in between leaves an extra directory, but never a
         # journal entry for a checkpoint that no longer exists.
-        self.manifests.remove(manifest)
+        del self._manifests[manifest.name]
         self._emit(CheckpointDeleted(time=time.time(), name=manifest.name))
         self._background.submit(self._delete_files, manifest.name)
 
@@ -137,3 +155,7 @@ class CheckpointRegistry:
         manifest = read_manifest(self._checkpoints.path(name))
         if manifest is None or manifest.name == name:
             self._checkpoints.delete(name)
+
+
+def _index_by_name(manifests: Iterable[Manifest]) -> dict[str, Manifest]:
+    return {manifest.name: manifest for manifest in manifests}

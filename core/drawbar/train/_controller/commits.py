@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from drawbar.train._controller.background import BackgroundTasks, run_and_log_er
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
 from drawbar.train._controller.moved_files import MovedFiles
 from drawbar.train._controller.pending_checkpoint import PendingCheckpoint
-from drawbar.train._controller.progress import ReportRound
+from drawbar.train._controller.report_rounds import ReportRound
 from drawbar.train._controller.transfers import FileTransfers
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
@@ -111,7 +112,7 @@ class CheckpointCommitter:
         name = offers[min(offers)].name
         # Check before any upload: on an object store, the ranks would write their files into the
         # committed checkpoint before the rename fails.
-        if any(manifest.name == name for manifest in self.registry.manifests):
+        if name in self.registry:
             self._on_failed(make_already_committed_error(self._checkpoints.path(name)))
             return
         validations = [report_round.reports[rank].validation for rank in offers]
@@ -208,7 +209,7 @@ class CheckpointCommitter:
         # Journal the commit first: nothing may resume from a checkpoint that is not journaled.
         self._emit(CheckpointCommitted.of(manifest, seconds=seconds))
         fault_points.maybe_stop_at("commit.journaled")
-        self.registry.manifests.append(manifest)
+        self.registry.add(manifest)
         # Update before notifying the ranks: replies to their requests depend on it.
         self._committing.discard(manifest.index)
         self.moved_files.on_committed(manifest.index)
@@ -225,9 +226,10 @@ class CheckpointCommitter:
         remove_tree(trash)
         self._directory.run_files.upload()
 
-    def has_uncommitted(self, next_report: int) -> bool:
-        """Return whether a complete round before `next_report` has an uncommitted checkpoint."""
-        return any(index < next_report for index in self._committing)
+    @property
+    def first_uncommitted(self) -> float:
+        """Index of the first complete round whose checkpoint is not committed; else infinity."""
+        return min(self._committing, default=math.inf)
 
     def make_committed_command(self, manifest: Manifest) -> Committed:
         """Return the command that notifies a rank of this commit."""

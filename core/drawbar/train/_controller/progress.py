@@ -8,128 +8,21 @@ end of each rank are known here, which is sufficient to prove that some waits ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from collections.abc import Mapping
 
-from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Offer, Reported
-from drawbar.train._storage.contents import FileEntry
-
-
-@dataclass(frozen=True)
-class ReportRound:
-    """Complete round of reports.
-
-    Attributes:
-        index: Report index.
-        reports: Reports by rank.
-        assigned_files: Files that each rank must upload, for the ranks with an offer.
-    """
-
-    index: int
-    reports: Mapping[int, Reported]
-    assigned_files: Mapping[int, tuple[FileEntry, ...]]
-
-    @property
-    def offers(self) -> dict[int, Offer]:
-        """Checkpoint offers by rank."""
-        return {
-            rank: report.offer
-            for rank, report in sorted(self.reports.items())
-            if report.offer is not None
-        }
-
-    def find_conflict(self) -> str | None:
-        """Return why the offers cannot form one checkpoint; None if they can."""
-        offers = self.offers
-        if len(offers) < 2:
-            return None
-        lowest = min(offers)
-        first_kinds: dict[str, tuple[str, int]] = {}  # by path: kind of entry, and its rank
-        for rank, offer in offers.items():
-            if offer.name != offers[lowest].name:
-                return (
-                    f"{self._format_rank(lowest)} names the checkpoint {offers[lowest].name!r}, "
-                    f"{self._format_rank(rank)} names it {offer.name!r}"
-                )
-            for path, kind in _iter_paths(offer):
-                first_kind, first_rank = first_kinds.setdefault(path, (kind, rank))
-                if kind != first_kind:
-                    return (
-                        f"the checkpoint has {path!r} as a {first_kind} from "
-                        f"{self._format_rank(first_rank)} and as a {kind} from "
-                        f"{self._format_rank(rank)}"
-                    )
-        return None
-
-    def _format_rank(self, rank: int) -> str:
-        return f"rank {rank} (report #{self.index} at {self.reports[rank].where})"
+from drawbar.train._controller.collective_calls import CollectiveCalls
+from drawbar.train._controller.divergence import DivergenceDetector
+from drawbar.train._controller.indexed_heap import IndexedHeap
+from drawbar.train._controller.rank_progress import RankActivity, RankProgress
+from drawbar.train._controller.report_rounds import ReportRound, ReportRounds
+from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Reported
 
 
-@dataclass(frozen=True)
-class RankActivity:
-    """Last activity of a rank that has not finished.
-
-    Attributes:
-        idle_seconds: Time since its last message.
-        waiting_in: Description of the Drawbar call that blocks the rank, "" if there is none.
-        waiters: Ranks that wait for this rank in Drawbar calls.
-        last_location: Line of its last report or collective.
-    """
-
-    idle_seconds: float
-    waiting_in: str = ""
-    waiters: tuple[int, ...] = ()
-    last_location: str = ""
-
-
-@dataclass
-class RankProgress:
-    """Progress of one rank: its calls, the call that blocks it, and whether it has finished.
-
-    Attributes:
-        reports: Number of the next report.
-        collectives: Number of collective calls, including those that Drawbar makes.
-        users_collectives: Number of collective calls of the user's code.
-        last: Line of the last report or collective call of the user's code, "" if there is none.
-        awaited_report: Report whose checkpoint the rank waits for.
-        awaited_collective: Collective that the rank waits in.
-        awaited_checkpoints: Request for the list of checkpoints that the rank waits for.
-        is_finished: Whether the rank's function has returned.
-    """
-
-    reports: int
-    collectives: int = 0
-    users_collectives: int = 0
-    last: str = ""
-    awaited_report: Reported | None = None
-    awaited_collective: CollectiveCalled | None = None
-    awaited_checkpoints: CheckpointsAsked | None = None
-    is_finished: bool = False
-
-    def describe(self) -> str:
-        """Describe the call that the rank is in."""
-        if self.awaited_collective is not None:
-            call = self.awaited_collective
-            which = "internal collective" if call.number is None else f"collective #{call.number}"
-            return f"waits in {which} ({_name_of(call)}) at {call.where}"
-        if self.awaited_report is not None:
-            report = self.awaited_report
-            return f"waits for report #{report.index} with a checkpoint at {report.where}"
-        if self.awaited_checkpoints is not None:
-            where = self.awaited_checkpoints.where
-            return (
-                f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at {where}"
-            )
-        if self.is_finished:
-            calls = f"{self.reports} reports and {self.users_collectives} collectives"
-            return f"finished after {calls}" + (f", the last at {self.last}" if self.last else "")
-        return "runs"
-
-
-@dataclass
 class AttemptProgress:
     """Progress of all ranks. Each rank's messages must be passed in order.
+
+    The report indexes of a rank increase. A message takes amortized O(log n) for n ranks: a rank is
+    compared with all others only after they have diverged.
 
     Args:
         world_size: Number of ranks.
@@ -137,18 +30,23 @@ class AttemptProgress:
         should_keep_all_rounds: Whether `on_report` also returns rounds without files.
 
     Attributes:
+        first_index: Index of the first report.
         ranks: Progress by rank.
     """
 
-    world_size: int
-    first_index: int
-    should_keep_all_rounds: bool = False
-    ranks: dict[int, RankProgress] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ranks = {rank: RankProgress(self.first_index) for rank in range(self.world_size)}
-        self._rounds: dict[int, dict[int, Reported]] = {}
-        self._calls: dict[int, CollectiveCalled] = {}
+    def __init__(
+        self, world_size: int, first_index: int, *, should_keep_all_rounds: bool = False
+    ) -> None:
+        self.first_index = first_index
+        self.ranks = {rank: RankProgress(first_index) for rank in range(world_size)}
+        self._rounds = ReportRounds(world_size, first_index, should_keep_all=should_keep_all_rounds)
+        self._collectives = CollectiveCalls(world_size)
+        self._divergence = DivergenceDetector(self.ranks, self._collectives)
+        # Of the running ranks: number of the next report.
+        self._running_reports = IndexedHeap[int]()
+        for rank in self.ranks:
+            self._running_reports.set(rank, first_index)
+        self._waiting_ranks: dict[int, set[int]] = {}  # by the report whose commit they wait for
 
     def on_report(self, rank: int, report: Reported) -> list[ReportRound]:
         """Record a report. Return the rounds that it completes.
@@ -156,206 +54,129 @@ class AttemptProgress:
         Rounds without files are returned only with `should_keep_all_rounds`. Otherwise their
         reports are not kept, so that memory is bounded if only one rank reports.
         """
+        progress = self.ranks[rank]
         # Use the index instead of counting: reports are numbered across all attempts of a run.
-        self.ranks[rank].reports = report.index + 1
-        self.ranks[rank].last = report.where
+        progress.reports = report.index + 1
+        progress.last = report.where
+        if not progress.is_finished:
+            self._running_reports.set(rank, progress.reports)
+        if report.offer is not None:
+            progress.pending_offers[report.index] = report
         if report.waits:
-            self.ranks[rank].awaited_report = report
-        if report.offer is not None or self.should_keep_all_rounds:
-            self._rounds.setdefault(report.index, {})[rank] = report
-        # Fast path for a report without files.
-        if not self._rounds:
-            return []
-        num_complete = min(progress.reports for progress in self.ranks.values())
-        return [self._pop_round(index) for index in sorted(self._rounds) if index < num_complete]
-
-    def _pop_round(self, index: int) -> ReportRound:
-        reports = self._rounds.pop(index)
-        return ReportRound(index, reports, _assign_files(reports))
+            self._set_awaited_report(rank, report)
+        completed = self._rounds.add(rank, report)
+        self._divergence.update(rank)
+        for report_round in completed:
+            for offering_rank in report_round.offers:
+                del self.ranks[offering_rank].pending_offers[report_round.index]
+                self._divergence.update(offering_rank)
+        return completed
 
     def on_waiting_for_checkpoint(self, rank: int, index: int) -> None:
         """Record that a rank waits for a checkpoint that it reported earlier."""
-        report = self._rounds.get(index, {}).get(rank)
+        report = self._rounds.get_report(index, rank)
         if report is not None:
-            self.ranks[rank].awaited_report = report
+            self._set_awaited_report(rank, report)
+            self._divergence.update(rank)
+
+    def _set_awaited_report(self, rank: int, report: Reported) -> None:
+        self.ranks[rank].awaited_report = report
+        self._waiting_ranks.setdefault(report.index, set()).add(rank)
 
     def on_checkpoints_requested(self, rank: int, request: CheckpointsAsked) -> None:
         """Record that a rank waits until all ranks have reported as often as it has."""
         is_blocking = request.until is not None and not request.timed
         self.ranks[rank].awaited_checkpoints = request if is_blocking else None
+        self._divergence.update(rank)
 
     def on_checkpoints_reply(self, rank: int) -> None:
         """Record that a rank has received the list of checkpoints."""
         self.ranks[rank].awaited_checkpoints = None
+        self._divergence.update(rank)
 
-    def has_missing_reports(self, next_report: int) -> bool:
-        """Return whether a running rank has not made all reports before `next_report`."""
-        return any(
-            not progress.is_finished and progress.reports < next_report
-            for progress in self.ranks.values()
-        )
+    @property
+    def next_running_report(self) -> float:
+        """Index of the first report that a running rank has yet to make; infinity if none runs."""
+        return self._running_reports.smallest
 
     def on_committed(self, index: int) -> None:
         """Record the commit of checkpoint `index`, which unblocks the ranks that wait for it."""
-        for progress in self.ranks.values():
+        for rank in self._waiting_ranks.pop(index, set()):
+            progress = self.ranks[rank]
             if progress.awaited_report is not None and progress.awaited_report.index == index:
                 progress.awaited_report = None
+                self._divergence.update(rank)
 
     def on_collective(
         self, rank: int, call: CollectiveCalled
     ) -> dict[int, CollectiveCalled] | None:
         """Record a collective call. Return every rank's call when this one completes it."""
-        self.ranks[rank].collectives = call.sequence + 1
-        self.ranks[rank].awaited_collective = call
+        progress = self.ranks[rank]
+        progress.collectives = call.sequence + 1
+        progress.awaited_collective = call
         if call.number is not None:
-            self.ranks[rank].users_collectives = call.number + 1
-            self.ranks[rank].last = call.where
-        self._calls[rank] = call
-        same = [(c.sequence, c.kind) == (call.sequence, call.kind) for c in self._calls.values()]
-        # Keep calls that differ, since they prove a divergence.
-        if len(same) < self.world_size or not all(same):
+            progress.users_collectives = call.number + 1
+            progress.last = call.where
+        calls = self._collectives.add(rank, call)
+        if calls is None:
+            self._divergence.update(rank)
             return None
         # Unblock all ranks before any result is sent. Otherwise the next call of the first rank
         # would look like a divergence from ranks that have not received the result.
-        for progress in self.ranks.values():
-            progress.awaited_collective = None
-        calls, self._calls = self._calls, {}
+        for caller in calls:
+            self.ranks[caller].awaited_collective = None
+        self._divergence.on_collective_completed()
         return calls
 
     def on_finished(self, rank: int) -> bool:
         """Record that a rank's function has returned. Return whether all have."""
         self.ranks[rank].is_finished = True
-        return all(progress.is_finished for progress in self.ranks.values())
+        self._running_reports.discard(rank)
+        self._divergence.update(rank)
+        return not self._running_reports
 
     def find_divergence(self) -> str | None:
-        """Return why some rank waits forever, and the remedy on a second line; None if none does.
+        """Return why a rank waits forever, and the remedy on a second line; None if none does."""
+        return self._divergence.find()
 
-        The proof is one pair of ranks: one waits for a call of all ranks, and the other one has
-        finished without that call, or is blocked in a different call that needs the first rank.
+    def get_activity(
+        self, idle_seconds: Mapping[int, float], last_locations: Mapping[int, str]
+    ) -> dict[int, RankActivity]:
+        """Return the last activity of each rank that has not finished.
+
+        Args:
+            idle_seconds: Time since the last message of each rank.
+            last_locations: Line of the last report or collective, for the ranks that made one.
         """
-        for waiter in self._list_waiting_ranks():
-            for other in self.ranks:
-                reason = self._explain_deadlock(waiter, other)
-                if reason:
-                    return f"{reason}\n{self._remedy(waiter, other)}"
-        return None
+        running = {rank: p for rank, p in self.ranks.items() if not p.is_finished}
+        waiters = find_waiters(running)
+        return {
+            rank: RankActivity(
+                idle_seconds[rank],
+                progress.describe() if progress.is_blocked else "",
+                waiters[rank],
+                last_locations.get(rank, ""),
+            )
+            for rank, progress in running.items()
+        }
 
-    def _remedy(self, waiter: int, other: int) -> str:
-        """Return what to change in the training function, for ranks that wait forever."""
-        if not self.ranks[other].is_finished:
-            return (
-                "All ranks must reach both calls, in the same order. Move them out of branches "
-                "that depend on the rank."
-            )
-        call = self.ranks[waiter].awaited_collective
-        if call is None:
-            return (
-                "All ranks must call report() equally often as long as one of them reports "
-                "checkpoints. Call report(metrics) without a checkpoint at the same step on the "
-                "other ranks."
-            )
-        if call.number is None:
-            return (
-                f"All ranks must run the line that rank {waiter} is at, equally often. Move it out "
-                "of branches that depend on the rank, and run the same number of steps on each."
-            )
-        return (
-            f"All ranks must call {_name_of(call)}() equally often. Move it out of branches that "
-            "depend on the rank, and run the same number of steps on each."
+
+def find_waiters(running: Mapping[int, RankProgress]) -> dict[int, tuple[int, ...]]:
+    """Return, for each running rank, the running ranks that are blocked until it acts."""
+    # Most ranks wait for the same call. Ranks that lack the same calls share one tuple.
+    needs: dict[tuple[int, int], list[int]] = {}  # by number of collectives and of reports
+    for rank, progress in running.items():
+        if progress.awaited_collective is not None:
+            needs.setdefault((progress.awaited_collective.sequence + 1, 0), []).append(rank)
+        elif progress.is_blocked:
+            needs.setdefault((0, progress.needed_report + 1), []).append(rank)
+    waiters: dict[int, tuple[int, ...]] = {}
+    shared: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
+    for rank, progress in running.items():
+        lacking = tuple(
+            need for need in needs if progress.collectives < need[0] or progress.reports < need[1]
         )
-
-    def find_waiters(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that are blocked until this rank acts."""
-        return tuple(
-            waiter
-            for waiter in self.ranks
-            if waiter != rank and self._is_blocked(waiter) and self._depends_on(waiter, rank)
-        )
-
-    def get_activity(self, rank: int, idle_seconds: float, last_location: str) -> RankActivity:
-        """Return the last activity of a rank that has not finished."""
-        waiting_in = self.ranks[rank].describe() if self._is_blocked(rank) else ""
-        return RankActivity(idle_seconds, waiting_in, self.find_waiters(rank), last_location)
-
-    def _list_waiting_ranks(self) -> list[int]:
-        # A rank with a checkpoint in flight is not blocked yet, but will wait for it at its end.
-        offering = {rank for reports in self._rounds.values() for rank in reports}
-        return [rank for rank in self.ranks if self._is_blocked(rank) or rank in offering]
-
-    def _explain_deadlock(self, waiter: int, other: int) -> str | None:
-        a, b = self.ranks[waiter], self.ranks[other]
-        if waiter == other:
-            return None
-        # Check this first, because it is the clearest case: a finished rank never calls again.
-        if self._depends_on(waiter, other) and b.is_finished:
-            return f"rank {other} {b.describe()}; rank {waiter} {self._describe_wait(waiter)}"
-        if a.awaited_collective is not None and b.awaited_collective is not None:
-            call_a, call_b = a.awaited_collective, b.awaited_collective
-            if (call_a.sequence, call_a.kind) != (call_b.sequence, call_b.kind):
-                return f"rank {waiter} {a.describe()}; rank {other} {b.describe()}"
-        are_blocked = self._is_blocked(waiter) and self._is_blocked(other)
-        if are_blocked and self._depends_on(waiter, other) and self._depends_on(other, waiter):
-            return f"rank {waiter} {a.describe()}; rank {other} {b.describe()}"
-        return None
-
-    def _is_blocked(self, rank: int) -> bool:
-        progress = self.ranks[rank]
-        waits = (progress.awaited_report, progress.awaited_collective, progress.awaited_checkpoints)
-        return any(wait is not None for wait in waits)
-
-    def _depends_on(self, waiter: int, other: int) -> bool:
-        """Return whether `waiter` is blocked until `other` makes a call."""
-        call = self.ranks[waiter].awaited_collective
-        if call is not None:
-            return self.ranks[other].collectives <= call.sequence
-        other_progress, reports = self.ranks[other], self.ranks[waiter].reports
-        if (
-            self.ranks[waiter].awaited_checkpoints
-            and not other_progress.is_finished
-            and other_progress.reports < reports
-        ):
-            return True
-        oldest = self._find_oldest_offer(waiter)
-        return oldest is not None and self.ranks[other].reports <= oldest.index
-
-    def _find_oldest_offer(self, rank: int) -> Reported | None:
-        for index in sorted(self._rounds):
-            report = self._rounds[index].get(rank)
-            if report is not None and report.offer is not None:
-                return report
-        return None
-
-    def _describe_wait(self, rank: int) -> str:
-        if self._is_blocked(rank):
-            return self.ranks[rank].describe()
-        offer = self._find_oldest_offer(rank)
-        assert offer is not None  # only called for a rank that depends on another one
-        return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
-
-
-def _name_of(call: CollectiveCalled) -> str:
-    """Return the name of the function that made a collective call."""
-    is_public = call.kind in ("barrier", "broadcast_from_rank_zero", "all_gather")
-    return call.kind if is_public else "should_checkpoint"
-
-
-def _iter_paths(offer: Offer) -> Iterator[tuple[str, str]]:
-    """Iterate over the files of an offer and the directories that contain them."""
-    for file in offer.files:
-        yield file.path, "file"
-        for directory in PurePosixPath(file.path).parents[:-1]:
-            yield str(directory), "directory"
-
-
-def _assign_files(reports: Mapping[int, Reported]) -> dict[int, tuple[FileEntry, ...]]:
-    """Assign each file to the lowest rank that offers it."""
-    assigned_paths: set[str] = set()
-    assigned_files: dict[int, tuple[FileEntry, ...]] = {}
-    for rank in sorted(reports):
-        offer = reports[rank].offer
-        if offer is not None:
-            assigned_files[rank] = tuple(
-                file for file in offer.files if file.path not in assigned_paths
-            )
-            assigned_paths.update(file.path for file in offer.files)
-    return assigned_files
+        if lacking not in shared:
+            shared[lacking] = tuple(sorted(waiter for need in lacking for waiter in needs[need]))
+        waiters[rank] = shared[lacking]
+    return waiters

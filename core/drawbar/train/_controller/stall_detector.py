@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.diagnosis import find_outlier_ranks
-from drawbar.train._controller.progress import RankActivity
+from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import Notice, RanksStalled
 from drawbar.train._worker.stack import Frame, Stack
@@ -80,12 +80,15 @@ def find_stalled_ranks(
 
 def _find_blocking_ranks(activity: Mapping[int, RankActivity], threshold: float) -> list[int]:
     """Return the idle ranks that other idle ranks wait for in Drawbar calls."""
+    idle = {
+        rank for rank, rank_activity in activity.items() if rank_activity.idle_seconds >= threshold
+    }
     return [
         rank
         for rank, rank_activity in activity.items()
-        if not rank_activity.waiting_in
-        and rank_activity.idle_seconds >= threshold
-        and any(activity[waiter].idle_seconds >= threshold for waiter in rank_activity.waiters)
+        if rank in idle
+        and not rank_activity.waiting_in
+        and not idle.isdisjoint(rank_activity.waiters)
     ]
 
 
@@ -109,12 +112,12 @@ def _describe_stall(
     rank: int, activity: Mapping[int, RankActivity], stack: Stack | None
 ) -> StalledRank:
     rank_activity = activity[rank]
-    waits = [
-        f"rank {waiter} {activity[waiter].waiting_in}"
+    waits = (
+        f" while rank {waiter} {activity[waiter].waiting_in}"
         for waiter in rank_activity.waiters
         if activity[waiter].waiting_in
-    ]
-    while_waiting = f" while {waits[0]}" if waits else ""
+    )
+    while_waiting = next(waits, "")
     last_location = rank_activity.last_location
     last_call = f"; its last report or collective was at {last_location}" if last_location else ""
     if stack is None:

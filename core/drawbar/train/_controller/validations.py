@@ -12,6 +12,7 @@ of their checkpoints still mark them as pending, so they are rerun on resume.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,9 +77,10 @@ class ValidationScheduler:
             task = asyncio.create_task(self._validate(self._validator, manifest))
             self._running[manifest.index] = _RunningValidation(manifest.name, task)
 
-    def has_pending(self, next_report: int) -> bool:
-        """Return whether validations of reports before `next_report` have not finished."""
-        return any(index < next_report for index in self._running)
+    @property
+    def first_pending(self) -> float:
+        """Index of the first report whose checkpoint is not validated yet; infinity if none."""
+        return min(self._running, default=math.inf)
 
     def has_running(self) -> bool:
         """Return whether any validation has not finished."""

@@ -10,7 +10,7 @@ Pure decisions: the files are deleted elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from numbers import Real
 
@@ -73,14 +73,17 @@ def rank_checkpoints(checkpoints: Sequence[Manifest], config: CheckpointConfig) 
     return sorted(checkpoints, key=key)
 
 
-def select_surplus(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> list[Manifest]:
+def select_surplus(checkpoints: Collection[Manifest], config: CheckpointConfig) -> list[Manifest]:
     """Return the checkpoints to delete, worst first.
 
     Keeps the `num_to_keep` best of the checkpoints that are not being validated, and the newest. If
     the score ranks checkpoints and none of them has it, returns none.
     """
-    settled = _exclude_pending(checkpoints)
-    if config.num_to_keep is None or not settled or not _can_rank(settled, config):
+    # Do not look at each checkpoint if all are kept.
+    if config.num_to_keep is None:
+        return []
+    settled = list(_exclude_pending(checkpoints))
+    if not settled or not _can_rank(settled, config):
         return []
     newest = max(checkpoint.index for checkpoint in checkpoints)
     surplus = rank_checkpoints(settled, config)[: -config.num_to_keep]
@@ -88,15 +91,18 @@ def select_surplus(checkpoints: Sequence[Manifest], config: CheckpointConfig) ->
 
 
 def describe_missing_scores(
-    checkpoints: Sequence[Manifest], config: CheckpointConfig
+    checkpoints: Collection[Manifest], config: CheckpointConfig
 ) -> str | None:
     """Return a message if there are checkpoints but none has a score, with the available metrics.
 
     Returns None if a checkpoint has a score, or may get one from a running validation.
     """
-    settled = _exclude_pending(checkpoints)
     attribute = config.checkpoint_score_attribute
-    if not settled or attribute is None or _can_rank(settled, config):
+    # This stops at the first score.
+    if attribute is None or _can_rank(_exclude_pending(checkpoints), config):
+        return None
+    settled = list(_exclude_pending(checkpoints))
+    if not settled:
         return None
     newest = max(settled, key=lambda checkpoint: checkpoint.index)
     setting = f"CheckpointConfig(checkpoint_score_attribute={attribute!r})"
@@ -108,12 +114,12 @@ def describe_missing_scores(
     return f"{setting}: {newest.name} does not have this metric. {available}"
 
 
-def _exclude_pending(checkpoints: Sequence[Manifest]) -> list[Manifest]:
+def _exclude_pending(checkpoints: Iterable[Manifest]) -> Iterator[Manifest]:
     pending = ReportedCheckpointStatus.PENDING_VALIDATION
-    return [checkpoint for checkpoint in checkpoints if checkpoint.status is not pending]
+    return (checkpoint for checkpoint in checkpoints if checkpoint.status is not pending)
 
 
-def _can_rank(checkpoints: Sequence[Manifest], config: CheckpointConfig) -> bool:
+def _can_rank(checkpoints: Iterable[Manifest], config: CheckpointConfig) -> bool:
     attribute = config.checkpoint_score_attribute
     return attribute is None or any(
         get_score(c.metrics, attribute) is not None for c in checkpoints

@@ -1,0 +1,103 @@
+"""Progress and last activity of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from drawbar.train._controller.collective_calls import get_collective_name
+from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Reported
+
+
+@dataclass(frozen=True)
+class RankActivity:
+    """Last activity of a rank that has not finished.
+
+    Attributes:
+        idle_seconds: Time since its last message.
+        waiting_in: Description of the Drawbar call that blocks the rank, "" if there is none.
+        waiters: Ranks that wait for this rank in Drawbar calls.
+        last_location: Line of its last report or collective.
+    """
+
+    idle_seconds: float
+    waiting_in: str = ""
+    waiters: tuple[int, ...] = ()
+    last_location: str = ""
+
+
+@dataclass
+class RankProgress:
+    """Progress of one rank: its calls, the call that blocks it, and whether it has finished.
+
+    Attributes:
+        reports: Number of the next report.
+        collectives: Number of collective calls, including those that Drawbar makes.
+        users_collectives: Number of collective calls of the user's code.
+        last: Line of the last report or collective call of the user's code, "" if there is none.
+        awaited_report: Report whose checkpoint the rank waits for.
+        awaited_collective: Collective that the rank waits in.
+        awaited_checkpoints: Request for the list of checkpoints that the rank waits for.
+        is_finished: Whether the rank's function has returned.
+        pending_offers: Reports with files whose rounds are not complete, in order, by index.
+    """
+
+    reports: int
+    collectives: int = 0
+    users_collectives: int = 0
+    last: str = ""
+    awaited_report: Reported | None = None
+    awaited_collective: CollectiveCalled | None = None
+    awaited_checkpoints: CheckpointsAsked | None = None
+    is_finished: bool = False
+    pending_offers: dict[int, Reported] = field(default_factory=dict)
+
+    @property
+    def is_blocked(self) -> bool:
+        """True if a call of Drawbar blocks the rank."""
+        return (
+            self.awaited_collective is not None
+            or self.awaited_report is not None
+            or self.awaited_checkpoints is not None
+        )
+
+    @property
+    def oldest_offer(self) -> Reported | None:
+        """First report with files whose round is not complete; None if there is none."""
+        return next(iter(self.pending_offers.values()), None)
+
+    @property
+    def needed_report(self) -> int:
+        """Index of the last report that the rank needs from all running ranks; -1 if none.
+
+        A rank that waits in a collective needs no report.
+        """
+        if self.awaited_checkpoints is not None:
+            return self.reports - 1  # includes the oldest offer
+        offer = self.oldest_offer
+        return -1 if offer is None else offer.index
+
+    def describe(self) -> str:
+        """Describe the call that the rank is in."""
+        if self.awaited_collective is not None:
+            call = self.awaited_collective
+            which = "internal collective" if call.number is None else f"collective #{call.number}"
+            return f"waits in {which} ({get_collective_name(call)}) at {call.where}"
+        if self.awaited_report is not None:
+            report = self.awaited_report
+            return f"waits for report #{report.index} with a checkpoint at {report.where}"
+        if self.awaited_checkpoints is not None:
+            where = self.awaited_checkpoints.where
+            return (
+                f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at {where}"
+            )
+        if self.is_finished:
+            calls = f"{self.reports} reports and {self.users_collectives} collectives"
+            return f"finished after {calls}" + (f", the last at {self.last}" if self.last else "")
+        return "runs"
+
+    def describe_wait(self) -> str:
+        """Describe why the rank needs calls of other ranks."""
+        offer = self.oldest_offer
+        if offer is None or self.is_blocked:
+            return self.describe()
+        return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
