@@ -28,7 +28,7 @@ class ScriptConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Controller-side backend class."""
+        """Backend class, whose hooks the controller calls."""
         return _ScriptBackend
 
 

@@ -25,8 +25,8 @@ class RayLightningEnvironment(
     Every method raises RuntimeError outside a training function.
 
     Args:
-        *args: Positional arguments of Lightning's `ClusterEnvironment`, which has none.
-        **kwargs: Keyword arguments of Lightning's `ClusterEnvironment`, which has none.
+        *args: Passed to Lightning's `ClusterEnvironment`, which takes no arguments.
+        **kwargs: Passed to Lightning's `ClusterEnvironment`, which takes no arguments.
 
     Example:
         ```python

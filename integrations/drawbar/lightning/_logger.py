@@ -21,13 +21,14 @@ class DrawbarLogger(LateBoundBase, Logger, base="loggers.Logger"):
 
     Each rank reports its values when Lightning logs: every `log_every_n_steps` steps, and after
     epochs and validations. Reports do not wait for other ranks and have no checkpoint. The values
-    are in the journal, in `Result.metrics_dataframe`, and in `after_report` of callbacks.
+    are stored in the journal and in `Result.metrics_dataframe`, and passed to `after_report` of
+    callbacks.
 
     Hyperparameters are not reported as metrics; Lightning stores them in its checkpoints.
 
     Args:
-        *args: Positional arguments of Lightning's `Logger`, which has none.
-        **kwargs: Keyword arguments of Lightning's `Logger`, which has none.
+        *args: Passed to Lightning's `Logger`, which takes no arguments.
+        **kwargs: Passed to Lightning's `Logger`, which takes no arguments.
 
     Example:
         ```python
@@ -54,7 +55,7 @@ class DrawbarLogger(LateBoundBase, Logger, base="loggers.Logger"):
         return str(get_context().get_storage())
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Report the values with the step to which Lightning assigns them."""
+        """Report the values together with Lightning's step number."""
         train.report({**metrics, "step": step})
 
     def log_hyperparams(

@@ -29,9 +29,9 @@ _selected_package: Package | None = None
 
 
 def set_lightning_package(package: Package) -> None:
-    """Select the Lightning package if a process imports both.
+    """Select the package to use if a process imports `lightning` and `pytorch_lightning`.
 
-    It applies to objects that are created afterwards.
+    The selection applies to objects that are created afterwards.
 
     Args:
         package: "lightning" or "pytorch_lightning", the package of your Trainer.

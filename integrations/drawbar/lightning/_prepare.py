@@ -33,9 +33,10 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
         The same Trainer.
 
     Raises:
-        ValueError: The strategy is not from `drawbar.lightning`, so that each worker would train
-            alone; or the Trainer has a cluster environment other than `RayLightningEnvironment`; or
-            its callbacks cannot save into the run. The message names the replacement.
+        ValueError: The strategy is not from `drawbar.lightning`, and each worker would train a
+            separate model; or the Trainer has a cluster environment other than
+            `RayLightningEnvironment`; or a callback of the Trainer cannot save checkpoints into the
+            run. The message names the replacement.
 
     Example:
         ```python

@@ -30,11 +30,13 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
     Args:
         checkpoint_upload_mode: SYNC (default) waits until a checkpoint is committed; ASYNC
             continues training in the meantime.
-        validation: Whether to validate each checkpoint with the trainer's `validation_config`, or
-            how. See `drawbar.train.report()`.
+        validation: Whether to validate each checkpoint with the `validation_config` of the
+            `TorchTrainer`. A `ValidationTaskConfig` also sets the arguments and the timeout of the
+            validation. See `drawbar.train.report()`.
         every_n_train_steps: Report after every n optimizer steps. Default: no reports by steps.
         every_n_epochs: Report after every n-th training epoch and its validation. None disables
-            reports by epochs. If the last step of the epoch is due too, only one report is made.
+            reports by epochs. If a report by steps is also due at the last step of the epoch, only
+            one report is made.
         save_checkpoints: Whether reports have a checkpoint. If False, the Trainer's
             `ModelCheckpoint`, if any, decides when to save.
 
@@ -88,7 +90,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         self._reported_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the step that training resumes from as reported, since its checkpoint exists."""
+        """Do not report the step from which training resumes: its checkpoint exists."""
         self._reported_step = trainer.global_step
 
     def on_train_batch_end(

@@ -32,9 +32,9 @@ def attempt_cleanup() -> Iterator[None]:
 def on_attempt_end(callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Call a function when the attempt ends, before its process group is destroyed.
 
-    Use it to release state that a library keeps in the process, for example process groups: the
-    process may run the next attempt. Callbacks are called in reverse order. Outside an attempt, the
-    callback is never called.
+    Use it to release state that a library keeps in the process, for example process groups. The
+    next attempt may run in the same process and would find this state. Callbacks are called in
+    reverse order. Outside an attempt, the callback is never called.
 
     Args:
         callback: Function to call.

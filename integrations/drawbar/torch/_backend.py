@@ -42,16 +42,15 @@ class TorchConfig(BackendConfig):
     """Configure the `torch.distributed` process group of the workers.
 
     When the training function starts, `torch.distributed` is initialized on every worker, its CUDA
-    device is set, and torch uses as many threads as the worker has CPUs. Drawbar also sets
-    ACCELERATE_TORCH_DEVICE and, on CPU workers, ACCELERATE_USE_CPU, so that Accelerate uses the
-    same device.
+    device is set, and torch uses as many threads as the worker has CPUs. For Accelerate, Drawbar
+    sets ACCELERATE_TORCH_DEVICE to the device and, on CPU workers, ACCELERATE_USE_CPU.
 
     Args:
         backend: Backend of `torch.distributed`, such as "gloo" or "cpu:gloo,cuda:nccl". Default:
             "nccl" if the workers have GPUs, otherwise "gloo".
-        init_method: "env" also sets MASTER_ADDR and MASTER_PORT to the address of the process
-            group's store, like torchrun; "tcp" does not set these variables. In both cases, rank 0
-            binds a free port before it sends the address to the other ranks.
+        init_method: With "env", Drawbar sets MASTER_ADDR and MASTER_PORT to the address of the
+            process group's store, as torchrun does. With "tcp", it does not set these variables.
+            With both, rank 0 binds a free port before it sends the address to the other ranks.
         timeout_s: Maximum time that a collective waits for other ranks, in seconds or as a
             timedelta.
 
@@ -85,7 +84,7 @@ class TorchConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Controller-side backend class."""
+        """Backend class, whose hooks the controller calls."""
         return TorchBackend
 
     def resolve_backend(self, *, has_gpus: bool) -> str:
@@ -122,7 +121,7 @@ class TorchConfig(BackendConfig):
             )
 
     def get_launcher_store(self) -> LauncherStore | None:
-        """Return torchrun's store if torchrun started this process as one of several."""
+        """Return torchrun's store if torchrun started several processes, otherwise None."""
         return torchrun_store() if is_multiprocess_torchrun() else None
 
     def train_func_context(self) -> AbstractContextManager[None]:
@@ -131,7 +130,9 @@ class TorchConfig(BackendConfig):
 
 
 class TorchBackend(Backend):
-    """Backend of TorchTrainer. Worker processes are reused after a restart.
+    """Backend of TorchTrainer. A restart reuses the worker processes that are still alive.
+
+    A config class selects its backend with the property `backend_cls`.
 
     Example:
         ```python

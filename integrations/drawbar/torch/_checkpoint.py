@@ -50,7 +50,8 @@ class TorchCheckpoint(Checkpoint):
         """Save a model in a new temporary directory.
 
         Args:
-            model: Model to pickle. Its class is stored by reference, without its code.
+            model: Model to pickle. The pickle contains no code, so the model's class must be
+                importable when the model is loaded.
 
         Returns:
             The checkpoint.

@@ -46,8 +46,10 @@ def prepare_data_loader(
     of batches.
 
     Your sampler defines the order of the samples. It may be a batch sampler, have no length, or be
-    infinite. Each sample is assigned to one rank. To give all ranks the same number, the first few
-    are repeated at the end of the epoch, or the last few are dropped if the loader has `drop_last`.
+    infinite. Each sample is assigned to one rank. If the samples cannot be divided equally, the
+    first samples are repeated at the end of the epoch. If the loader has `drop_last`, the last
+    samples are dropped instead.
+
     Each iteration is a new epoch with a new order. `loader.sampler.set_epoch(n)` works, but is not
     needed. The order is derived from the epoch and a seed of rank 0: the seed of the loader's
     `generator`, or `torch.initial_seed()`. It does not depend on the number of workers.
@@ -55,30 +57,33 @@ def prepare_data_loader(
     Each checkpoint contains the position in the data: the samples that the training function has
     received when it reports the checkpoint. After a restart, the first iteration yields the
     remainder of the interrupted epoch, on any number of workers, without loading earlier samples.
-    `len()` remains the length of a complete epoch. A loader that is prepared once per epoch
-    continues the epochs of the previous one. See the guide's page on data.
+    `len()` remains the length of a complete epoch. If the training function prepares a new loader
+    for each epoch, the new loader continues with the next epoch. See the guide's page on data.
 
-    A distributed sampler is kept as it is, and an `IterableDataset` is not split: use
-    `get_context().get_world_rank()` in its `__iter__`. These loaders begin an interrupted epoch
-    from its start, except for an `IterableDataset` with `state_dict` and `load_state_dict` and
-    `num_workers=0`, whose state is saved as JSON. So does a subclass with its own `__iter__`.
+    Some loaders are not split, or repeat an interrupted epoch from its start:
 
-    Worker processes of the loader are seeded from the seed of the loader's `generator`, or of
-    `enable_reproducibility`, or `torch.initial_seed()`, together with the rank, the epoch, and the
-    samples consumed. The prepared loader has its own generator for this. So augmentations differ
-    between ranks and epochs, and nothing is drawn from PyTorch's global generator.
+    - A loader with a distributed sampler keeps this sampler, and repeats the epoch.
+    - An `IterableDataset` is not split: use `get_context().get_world_rank()` in its `__iter__`. It
+      repeats the epoch. However, if it has `state_dict` and `load_state_dict`, and the loader has
+      `num_workers=0`, its state is saved as JSON and it resumes within the epoch.
+    - A subclass of `DataLoader` with its own `__iter__` is split, but repeats the epoch.
+
+    The loader's worker processes get different seeds on each rank and in each epoch, so that
+    augmentations differ. These seeds are derived from the seed of the loader's `generator`. Without
+    a `generator`, the seed of `enable_reproducibility` or `torch.initial_seed()` is used. Nothing
+    is drawn from PyTorch's global generator.
 
     Args:
         data_loader: Data loader to prepare. It is not changed.
         add_dist_sampler: Whether to split the data.
         move_to_device: Whether to move batches to `get_device()`: tensors, also inside dicts,
             lists, tuples, dataclasses, and objects with a method `to`.
-        auto_transfer: On a GPU, copy the next batch while the model works on this one. Give the
-            loader `pin_memory=True`, otherwise the copy has to wait.
+        auto_transfer: On a GPU, copy the next batch while the model processes the current one.
+            This needs a loader with `pin_memory=True`. Without it, the copy has to wait.
         resume: Whether checkpoints contain this loader's position.
         name: Identifies the loader after a restart. By default, it is identified by the line that
-            prepares it, and the type and length of its dataset. Loaders of the same name, for
-            example one per epoch, form one sequence of epochs.
+            prepares it, and the type and length of its dataset. If several loaders have the same
+            name, for example one per epoch, each continues with the epoch after the previous one.
 
     Returns:
         A `DataLoader` with the attributes of the original, except for samplers and `generator`.

@@ -27,8 +27,8 @@ def accelerate(amp: bool | torch.dtype = False) -> None:
             precision.
 
     Raises:
-        RuntimeError: Called twice, after a function that depends on it, or outside a training
-            function of a trainer that uses `TorchConfig`.
+        RuntimeError: Called twice; or after `prepare_model`, `prepare_optimizer`, or `backward`; or
+            outside a training function; or the trainer does not use `TorchConfig`.
         ValueError: `amp` is another dtype.
 
     Example:
@@ -64,8 +64,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
         optimizer: Optimizer to wrap.
 
     Returns:
-        An optimizer that unscales its gradients; the same object if gradients are not scaled,
-        that is, without float16.
+        With float16, an optimizer that unscales its gradients. Otherwise, gradients are not scaled,
+        and `optimizer` is returned.
 
     Raises:
         RuntimeError: Called outside a training function.

@@ -31,8 +31,8 @@ def prepare_model(
     the optimizer afterwards, because "fsdp" and "fsdp2" replace the parameters.
 
     Args:
-        model: Model to prepare. For a sharding strategy it may be on the meta device; you must then
-            initialize its weights.
+        model: Model to prepare. For "fsdp" and "fsdp2", it may be on the meta device. In this case,
+            you must initialize its weights yourself.
         move_to_device: True for `get_device()`, False to keep the model's device, or a device. The
             sharding strategies use `get_device()` if this is False.
         parallel_strategy: "ddp" for `DistributedDataParallel`; "fsdp" for
@@ -47,8 +47,9 @@ def prepare_model(
 
     Raises:
         TypeError: `model` is not a `torch.nn.Module`.
-        ValueError: The strategy is unknown, or has arguments although it is None.
-        RuntimeError: Called outside a training function, or several workers have no process group.
+        ValueError: The strategy is unknown, or it is None and `parallel_strategy_kwargs` is set.
+        RuntimeError: Called outside a training function, or there are several workers but no
+            process group.
 
     Example:
         ```python

@@ -33,8 +33,8 @@ def enable_reproducibility(seed: int = 0) -> None:
     - `prepare_data_loader()` shuffles with this seed. It seeds each rank's DataLoader workers
       differently. A `generator` of the loader takes precedence over this seed.
 
-    When the training function ends, these settings get their previous values. The random number
-    generators keep their state.
+    When the training function ends, these settings get their previous values. The generators of
+    Python, NumPy, and PyTorch are not reset.
 
     Args:
         seed: Seed from 0 to 2**32 - 1.

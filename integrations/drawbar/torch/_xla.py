@@ -48,9 +48,9 @@ class TorchXLAConfig(TorchConfig):
         backend: Backend of `torch.distributed`. Default: "xla".
         init_method: See `TorchConfig`.
         timeout_s: See `TorchConfig`.
-        neuron_parallel_compile: Make this a trial run. After it, one worker per node compiles all
-            required graphs in parallel into the Neuron cache. A few steps are enough; their results
-            are not valid.
+        neuron_parallel_compile: Whether the run is a trial run, whose results are not valid. When
+            the training function ends, one worker per node compiles all required graphs in parallel
+            into the Neuron cache. A few training steps are enough.
 
     Example:
         ```python

@@ -83,7 +83,7 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
         }
 
     def lightning_module_state_dict(self) -> StateDict:
-        """Return the weights according to `state_dict_type`: this rank's, or all on rank 0."""
+        """Return the weights of this rank, or all weights on rank 0; see `state_dict_type`."""
         return (
             self.full_state_dict()
             if self._is_full_state_dict
@@ -97,7 +97,7 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
             return self.model.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return optimizer state according to `state_dict_type`: this rank's, or all on rank 0."""
+        """Return the optimizer state of this rank, or all on rank 0; see `state_dict_type`."""
         if not self._is_full_state_dict:
             return super().optimizer_state(optimizer)
         from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType

@@ -100,10 +100,10 @@ class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
     # -- creation of the Trainer
 
     def set_world_ranks(self) -> None:
-        """Set the ranks of the run. Lightning calls it when a Trainer is created and at its start.
+        """Set the ranks of the run. Lightning calls this when it creates or starts a Trainer.
 
         Raises:
-            RuntimeError: The strategy cannot work where the Trainer is created.
+            RuntimeError: `num_workers` is missing outside a training function, or set inside one.
         """
         validate_context(
             type(self).__name__, in_worker=is_in_training_function(), launch=self.launch_config
@@ -177,7 +177,7 @@ class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
     def teardown(self) -> None:
         """Release the model. After a `fit` that was started in the driver, keep the weights.
 
-        The weights are gathered here because the base classes then take the model apart.
+        The weights are gathered before the base classes run, because these release the model.
         """
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         if self._should_collect_weights and trainer is not None and _is_fit_teardown(trainer):
