@@ -149,6 +149,26 @@ def test_prepare_dataset_with_invalid_arguments_raises(run_config: RunConfig) ->
         assert all(re.search(message, text) for text in refusals(prepare, config))
 
 
+@pytest.mark.parametrize("is_positional", [False, True])
+def test_fit_of_prepared_dataset_with_validation_split_raises(
+    keras: Any, run_config: RunConfig, is_positional: bool
+) -> None:
+    def function() -> str:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        prepare_model(model)
+        data = prepare_dataset(np.ones((8, 1)), np.ones(8), batch_size=4)
+        # Positional arguments of `fit` after `x`; the last one is the split.
+        arguments = (None, None, 1, 0, None, 0.5) if is_positional else ()
+        options = {} if is_positional else {"validation_split": 0.5}
+        with pytest.raises(ValueError, match="validation_split") as raised:
+            model.fit(data, *arguments, **options)
+        return str(raised.value)
+
+    (text,) = run_in_threads(function, num_workers=1, run_config=run_config).return_values
+    assert text.startswith("fit(validation_split=0.5) does not support prepare_dataset(). Split")
+
+
 class Endless(IterableDataset[int]):
     """A dataset without a size."""
 

@@ -40,6 +40,8 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
     )
 
     def resumable_fit(x: Any = None, *args: Any, **options: Any) -> Any:
+        # From here on, positional arguments are in `options` too.
+        options.update(zip(positional_names, args, strict=False))
         if isinstance(x, ResumableBatches) and options.get("validation_split"):
             raise ValueError(
                 f"fit(validation_split={options['validation_split']}) does not support "
@@ -53,8 +55,6 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
         ):
             # Keras cannot shuffle a Dataset or DataLoader. Without this, it would print a warning.
             options["shuffle"] = False
-        # From here on, positional arguments are in `options` too.
-        options.update(zip(positional_names, args, strict=False))
         callback_list = options.get("callbacks")
         # Keras accepts a `CallbackList`, a list, one callback, or None.
         options["callbacks"] = keras.tree.flatten(

@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train import BackendConfig, RunConfig, WorkerFailure, WorkerGroupError, get_context
+from drawbar.train import (
+    BackendConfig,
+    PreemptionError,
+    RunConfig,
+    WorkerFailure,
+    WorkerGroupError,
+    get_context,
+)
 from drawbar.train._controller.attempt_failure import AttemptFailure
+from drawbar.train._controller.failures import make_training_failed_error
 from drawbar.train._messages import Gone
 from drawbar.train.testing import run_in_threads
 
@@ -85,3 +93,14 @@ def test_root_cause_of_plain_exception_does_not_wait() -> None:
         return bool((await asyncio.wait([task], timeout=TIMEOUT_S))[0])
 
     assert asyncio.run(is_done())
+
+
+def test_preemption_after_a_checkpoint_without_budget_raises_preemption_error() -> None:
+    error = make_training_failed_error(
+        "preemption", [], None, reason="no budget", path="/runs/a", recoverable="Resume it."
+    )
+    assert isinstance(error, PreemptionError)
+    assert str(error) == (
+        "a node of the workers was lost or is being removed\n\n"
+        "The run ends: no budget.\nRun directory: /runs/a\nResume it."
+    )

@@ -198,6 +198,9 @@ def make_training_failed_error(
     footer = f"\n\nThe run ends: {reason}.\nRun directory: {path}\n{recoverable}"
     if isinstance(exception, InsufficientResourcesError):
         return InsufficientResourcesError(f"{exception}{footer}", path=path)
+    if cause == "preemption" and exception is None and not failures:
+        # The workers stopped after a checkpoint, before the node was removed.
+        return PreemptionError(f"{_SUMMARY_BY_CAUSE[cause]}{footer}", path=path)
     if not failures or failures[0].kind == "startup":
         error = failures[0].describe() if failures else f"{type(exception).__name__}: {exception}"
         summary = _SUMMARY_BY_CAUSE.get(cause, "the run failed")
