@@ -361,7 +361,7 @@ def test_report_of_non_utf8_file_name_raises_with_path(tmp_path: Path) -> None:
         Path(os.fsdecode(os.fsencode(source) + b"/bad\xff")).write_text("x")
         train.report({}, checkpoint=source)
 
-    message = r"rank 0: .*/source/bad\\xff', because its name is not UTF-8"
+    message = r"/source/bad\\xff', because its name is not UTF-8"
     with pytest.raises(WorkerGroupError, match=message):
         fit(function, tmp_path)
 
@@ -395,9 +395,8 @@ def test_report_of_moved_checkpoint_dir_raises(tmp_path: Path) -> None:
             train.report({}, checkpoint=path)
             train.report({}, checkpoint=path)
 
-    with pytest.raises(
-        WorkerGroupError, match=r"checkpoint_dir\(\) only once, because report\(\) moves it"
-    ):
+    message = r"If checkpoint_dir\(\) created it, report it only once, because report\(\) moves it"
+    with pytest.raises(WorkerGroupError, match=message):
         fit(function, tmp_path)
 
 
