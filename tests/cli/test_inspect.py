@@ -342,6 +342,7 @@ def test_plot_draws_in_terminal_and_to_file(
     assert json.loads(cli("plot", run, "--json").out)["loss"]["1"] == 0.5
     assert "Available: loss, val/acc." in cli("plot", run, "los").err
     assert cli("plot", run, "-o", tmp_path / "curves.doc").code == 2
+    assert cli("plot", run, "--json", "-o", tmp_path / "curves.png").code == 2
 
 
 def test_export_writes_one_row_per_report(

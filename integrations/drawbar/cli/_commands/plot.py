@@ -38,6 +38,8 @@ def plot(
 
     Plots the values that rank 0 reported.
     """
+    if as_json and output is not None:
+        raise CommandError("Use only one of --json and --output.")
     curves = _select_curves(open_record(run).get_curves(), metrics or [], run)
     if as_json:
         write_json(curves)
