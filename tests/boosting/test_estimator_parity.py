@@ -327,7 +327,7 @@ def test_xgboost_queries() -> None:
     assert np.array_equal(by_argument.predict(frame), in_frame.predict(frame.assign(qid=qid)))
     with pytest.raises(ValueError, match="qid must be in ascending order"):
         RayXGBRanker(**HERE).fit(frame, y, qid=qid[::-1])
-    with pytest.raises(ValueError, match="also for each dataset in eval_set"):
+    with pytest.raises(ValueError, match="and for eval_set eval_group or eval_qid"):
         RayXGBRanker(**HERE).fit(frame, y, qid=qid, eval_set=[(frame, y)])
 
 
