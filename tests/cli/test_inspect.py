@@ -132,7 +132,10 @@ def test_show_of_damaged_run_prints_readable_parts(cli: Command, storage: Path) 
     assert "checkpoint_000001" in shown
 
 
-def test_runs_lists_unreadable_runs_after_others(cli: Command, storage: Path) -> None:
+def test_runs_lists_unreadable_runs_after_others(
+    cli: Command, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no cell is shortened
     (storage / "loop").symlink_to("loop")
     (storage / "long" / "loop").symlink_to("loop")
     (storage / "folder" / "journal.jsonl").mkdir(parents=True)
