@@ -18,7 +18,8 @@ NUM_PEEKED_BATCHES = 2
 class ResumableBatches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no types
     """Sequence of batches that can skip the first batches of an epoch.
 
-    Keras requests the length once at the start and once per epoch, so an epoch may be shorter.
+    The first epoch after a resume may be shorter than later ones: Keras requests the length when
+    `fit` starts and again in each epoch.
     """
 
     _num_batches_total: int
@@ -140,10 +141,11 @@ class ShardedPyDataset(ResumableBatches):
 
 
 def rank_rows(rows: Any, rank: int, size: int) -> Any:
-    """Return every `size`-th row. The result is empty if a batch has fewer rows than ranks.
+    """Return this worker's rows of a batch: every `size`-th row, beginning with row `rank`.
 
-    JAX needs the same number of rows on each worker, at least one. Remaining rows are dropped, and
-    if a batch has fewer rows than workers, some workers use the same row.
+    If a batch has fewer rows than workers, some workers get no rows. With JAX, each worker must get
+    the same number of rows, at least one. So the remaining rows of a batch are dropped, and if it
+    has fewer rows than workers, some workers use the same row.
     """
     if keras.backend.backend() == "jax":
         number = len(rows)
@@ -188,7 +190,10 @@ class RayDataBatches(ResumableBatches):
         self._peeked: list[object] = []
 
     def skip_batches(self, batches: int) -> None:
-        """Skip the batches that the shard has consumed, unless `batches` is 0."""
+        """Skip the batches that the shard has consumed, or no batches if `batches` is 0.
+
+        The position of the shard determines the number, so other values of `batches` are ignored.
+        """
         super().skip_batches(self._num_consumed if batches else 0)
 
     def __getitem__(self, index: int) -> object:

@@ -228,7 +228,10 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         return _with_class_weights(weight, by_class, label)
 
     def predict(self, X: FeatureData, *args: Any, **options: Any) -> Any:
-        """Predict like the base class. A Ray Dataset gets a column `prediction`."""
+        """Predict like the base class.
+
+        For a Ray Dataset, return a dataset with an additional column `prediction`.
+        """
         if not is_ray_dataset(X):
             return super().predict(X, *args, **options)
         return predict_rows(self, "predict", X, options)
@@ -355,13 +358,19 @@ class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
         return self
 
     def predict(self, X: FeatureData, *args: Any, **options: Any) -> Any:
-        """Predict like the base class. A Ray Dataset gets a column `prediction`."""
+        """Predict like the base class.
+
+        For a Ray Dataset, return a dataset with an additional column `prediction`.
+        """
         if not is_ray_dataset(X):
             return super().predict(X, *args, **options)
         return predict_rows(self, "predict", X, options)
 
     def predict_proba(self, X: FeatureData, *args: Any, **options: Any) -> Any:
-        """Predict probabilities like the base class. A Ray Dataset gets a column `prediction`."""
+        """Predict probabilities like the base class.
+
+        For a Ray Dataset, return a dataset with an additional column `prediction`.
+        """
         if not is_ray_dataset(X):
             return super().predict_proba(X, *args, **options)
         return predict_rows(self, "predict_proba", X, options)

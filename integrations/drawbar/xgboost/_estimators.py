@@ -47,7 +47,10 @@ class _RayXGBModel(RayEstimator):
     callbacks: Any
 
     _builtin_objective = "reg:squarederror"
-    """Objective for XGBoost next to a custom one. It determines how scores become predictions."""
+    """Name of the objective that XGBoost gets in addition to a custom objective function.
+
+    It determines how scores become predictions.
+    """
 
     def get_xgb_params(self) -> dict[str, object]:
         """Return the parameters for XGBoost."""
@@ -67,7 +70,10 @@ class _RayXGBModel(RayEstimator):
         base_margin_eval_set: Sequence[ColumnData] | None = None,
         feature_weights: object = None,
     ) -> Self:
-        """Fit like the base class, on workers. `run_config` replaces `verbose`."""
+        """Fit like the base class, on workers.
+
+        `verbose` has no effect. Use `run_config` to configure the output.
+        """
         training = self._make_data(X, y, weight=sample_weight, margin=base_margin)
         evaluated = [
             self._make_data(
@@ -155,7 +161,10 @@ class _RayXGBModel(RayEstimator):
         return rows
 
     def predict(self, X: FeatureData, **options: object) -> Any:
-        """Predict like the base class. A Ray Dataset gets a column `prediction`."""
+        """Predict like the base class.
+
+        For a Ray Dataset, return a dataset with an additional column `prediction`.
+        """
         if not is_ray_dataset(X):
             return super().predict(X, **options)  # type: ignore[misc]  # XGBModel's
         return predict_with_estimator(self, "predict", X, options)
@@ -228,7 +237,10 @@ class RayXGBClassifier(_RayXGBModel, XGBClassifier):
         return self
 
     def predict_proba(self, X: FeatureData, *args: Any, **options: Any) -> Any:
-        """Predict probabilities like the base class. A Ray Dataset gets a column `prediction`."""
+        """Predict probabilities like the base class.
+
+        For a Ray Dataset, return a dataset with an additional column `prediction`.
+        """
         if not is_ray_dataset(X):
             return super().predict_proba(X, *args, **options)
         return predict_with_estimator(self, "predict_proba", X, options)
@@ -293,7 +305,11 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         weight: ColumnData,
         margin: ColumnData,
     ) -> UserData:
-        """Return rows with the sizes of their queries. XGBoost's weights are per query."""
+        """Return the data for training or evaluation, including the query of each row.
+
+        For arrays, `weight` has one value per query, as in XGBoost. The returned data has this
+        value in each row of the query.
+        """
         if not is_ray_dataset(X):
             X, qid = _get_qid(X, qid)
         if group is None and qid is None:

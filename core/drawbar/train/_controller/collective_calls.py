@@ -1,4 +1,4 @@
-"""Collective calls that some ranks have yet to make."""
+"""Collective calls that some ranks have not made yet."""
 
 from __future__ import annotations
 

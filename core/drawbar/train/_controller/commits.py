@@ -147,8 +147,8 @@ class CheckpointCommitter:
                     rank, Persist(index=report_round.index, files=assigned_files, name=name)
                 )
         self._pending[report_round.index] = pending
-        # Add the checkpoint when its round is complete, not when its last file is persisted:
-        # requests for the list of checkpoints wait for it too.
+        # Record the commit as unfinished before the last file is persisted: requests for the list
+        # of checkpoints must wait for it.
         self._committing.add(report_round.index)
         self._commit_if_ready(report_round.index)
 
@@ -177,8 +177,8 @@ class CheckpointCommitter:
     def _commit_if_ready(self, index: int) -> None:
         if self._pending[index].awaited_files:
             return
-        # Commit one at a time and in order, although disks could do more: the latest checkpoint
-        # must never be an older one than before.
+        # Commit one at a time and in order, although some disks could commit several in parallel.
+        # Otherwise an older checkpoint could be committed last and become the latest one.
         self._ready.put_nowait(self._pending.pop(index))
         if self._task is None:
             self._task = asyncio.create_task(self._commit_loop())
@@ -210,12 +210,14 @@ class CheckpointCommitter:
         self._emit(CheckpointCommitted.of(manifest, seconds=seconds))
         fault_points.maybe_stop_at("commit.journaled")
         self.registry.add(manifest)
-        # Update before notifying the ranks: replies to their requests depend on it.
+        # Update `_committing` before the ranks are notified: it determines which of their requests
+        # for the list of checkpoints can be answered.
         self._committing.discard(manifest.index)
         self.moved_files.on_committed(manifest.index)
         self._on_committed(manifest)
         self.registry.apply_retention()
-        # Rename the directory now: more files may have been preserved before it is deleted.
+        # Rename the directory now, because the background task deletes it later. Files that are
+        # preserved in the meantime must not be deleted.
         trash = self._staging.move_to_trash(self._staging.preserved_path)
         self._background.submit(self._finalize, manifest.name, trash)
 
@@ -237,12 +239,13 @@ class CheckpointCommitter:
 
     async def finish_attempt(self) -> None:
         """Finish the commits whose files are all persisted, and drop the others."""
-        # Otherwise requests for the list of checkpoints would wait for them forever.
+        # Requests for the list of checkpoints would wait for the dropped commits forever.
         self._committing.difference_update(self._pending)
         self._pending.clear()
-        # Wait for their chunks, which are written to the staging directories removed below.
+        # Wait until all received chunks are written: their staging directories are removed below.
         await self.transfers.finish()
-        # All ranks have persisted these files, so a restart can resume from them.
+        # Finish the other commits. All ranks have persisted their files, so a restart can resume
+        # from these checkpoints.
         await self._ready.join()
         await run_in_daemon_thread(self.moved_files.warn_of_remaining)
         # Preserve moved files before the staging directories are removed: there is no other copy.

@@ -42,7 +42,7 @@ class AttemptProgress:
         self._rounds = ReportRounds(world_size, first_index, should_keep_all=should_keep_all_rounds)
         self._collectives = CollectiveCalls(world_size)
         self._divergence = DivergenceDetector(self.ranks, self._collectives)
-        # Of the running ranks: number of the next report.
+        # Index of the next report of each running rank.
         self._running_reports = IndexedHeap[int]()
         for rank in self.ranks:
             self._running_reports.set(rank, first_index)
@@ -51,8 +51,8 @@ class AttemptProgress:
     def on_report(self, rank: int, report: Reported) -> list[ReportRound]:
         """Record a report. Return the rounds that it completes.
 
-        Rounds without files are returned only with `should_keep_all_rounds`. Otherwise their
-        reports are not kept, so that memory is bounded if only one rank reports.
+        Without `should_keep_all_rounds`, reports without files are not stored, and rounds without
+        files are not returned. This limits the memory that is used if only one rank reports.
         """
         progress = self.ranks[rank]
         # Use the index instead of counting: reports are numbered across all attempts of a run.
@@ -96,7 +96,7 @@ class AttemptProgress:
 
     @property
     def next_running_report(self) -> float:
-        """Index of the first report that a running rank has yet to make; infinity if none runs."""
+        """Index of the first report that a running rank has not made; infinity if no rank runs."""
         return self._running_reports.smallest
 
     def on_committed(self, index: int) -> None:
@@ -163,7 +163,8 @@ class AttemptProgress:
 
 def find_waiters(running: Mapping[int, RankProgress]) -> dict[int, tuple[int, ...]]:
     """Return, for each running rank, the running ranks that are blocked until it acts."""
-    # Most ranks wait for the same call. Ranks that lack the same calls share one tuple.
+    # Group the blocked ranks by the call that they wait for. Most of them wait for the same call,
+    # so most running ranks have the same waiters and can share one tuple.
     needs: dict[tuple[int, int], list[int]] = {}  # by number of collectives and of reports
     for rank, progress in running.items():
         if progress.awaited_collective is not None:

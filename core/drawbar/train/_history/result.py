@@ -43,12 +43,12 @@ class Result:
     Returned by `fit()`. `Result.from_path` reads the result of any run again from its directory.
 
     Attributes:
-        metrics: Last metrics of the lowest rank that reported, usually rank 0, including
-            metrics of the checkpoint's validation; None without reports.
+        metrics: Metrics of the last report of the lowest rank that reported, usually rank 0. They
+            include the validation metrics of this report's checkpoint. None without reports.
         checkpoint: Latest committed checkpoint; None if there is none.
         best_checkpoints: Committed checkpoints that were not deleted, with their metrics, from
-            worst to best, as `CheckpointConfig` ranks them. If none has the score, they are sorted
-            by age, and a warning is logged.
+            worst to best, as `CheckpointConfig` ranks them. If none has the metric that
+            determines the order, they are sorted by age, and a warning is logged.
         error: Error of a failed run, else None. `fit()` raises it; `from_path` returns it here.
         path: Directory of the run on its filesystem.
         return_values: Return value of the training function on each rank, by rank. Empty for
@@ -117,8 +117,8 @@ class Result:
                 config, error = parse_checkpoint_config(event), None
             elif isinstance(event, RunEnded) and event.outcome == "failed":
                 error = TrainingFailedError(event.error, path=directory.uri)
-        # Not from the journal: a user may have deleted checkpoints, or a kill may have interrupted
-        # retention.
+        # Read the checkpoints from their directories. The journal may list checkpoints that a user
+        # has deleted, or whose deletion by retention was interrupted by a kill.
         manifests = _list_intact_checkpoints(directory.checkpoints)
         if missing_scores := describe_missing_scores(manifests, config):
             _logger.warning(
@@ -294,7 +294,8 @@ def _list_intact_checkpoints(checkpoints: CheckpointStore) -> list[Manifest]:
     committed = checkpoints.list_committed()
     damage = {manifest.name: checkpoints.find_damage(manifest) for manifest in committed}
     if any(damage.values()):
-        for manifest in checkpoints.list_committed():  # without those that retention just deleted
+        # List them again: retention may have deleted some of them while they were checked.
+        for manifest in checkpoints.list_committed():
             if reason := damage.get(manifest.name):
                 _logger.warning(
                     "%s is damaged and not part of the result: %s", manifest.name, reason

@@ -49,7 +49,7 @@ RequestFile = Callable[[str, str, int], FileReply]
 
 
 class NodeLocalStorage(UploadTarget):
-    """Storage on a node whose run directory is not the one of the driver's node.
+    """Storage on a node that does not share the run directory with the driver's node.
 
     Args:
         directory: Run directory on this node.

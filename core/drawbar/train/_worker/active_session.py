@@ -85,7 +85,7 @@ def find_session(function_name: str | None = None) -> Session:
 
 
 def _find_public_caller() -> str:
-    """Return the name of the function of Drawbar or an integration that the user called."""
+    """Return the name of the Drawbar or integration function that the user called."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_drawbar_frame(frame.f_back):
         frame = frame.f_back

@@ -44,7 +44,8 @@ class Placement:
         """Request a new placement group from Ray."""
         count = scaling.max_workers
         if ray.get_runtime_context().get_actor_id() is not None:
-            # Of the previous trial: Ray Tune runs trials one after the other in an actor.
+            # The previous trial may have left groups: Ray Tune runs trials one after the other in
+            # an actor.
             remove_orphaned_groups()
         group = placement_group(
             # Ray rejects a bundle without resources.
