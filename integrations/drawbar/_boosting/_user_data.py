@@ -24,9 +24,9 @@ FeatureData: TypeAlias = Any
 """A NumPy or SciPy array, a pandas or Arrow table, or a Ray Dataset."""
 
 ColumnData: TypeAlias = Any
-"""One value per row, array-like, or None. With a Ray Dataset, the name of a column.
+"""Array-like object with one value per row, or None. With a Ray Dataset, the name of a column.
 
-If rows have several values, an array with columns, or a list of column names.
+For several values per row: an array with several columns, or a list of column names.
 """
 
 
@@ -41,7 +41,8 @@ class UserData:
         weight: One value per row.
         group: Number of rows of each query, in order. With a Ray Dataset, the column of the query.
         margin: Initial scores: one value per row, or one for each class.
-        classes: Values of the label codes 0, 1, ..., if a Ray Dataset contains the values.
+        classes: Distinct labels in a Ray Dataset. Drawbar replaces each label by its index in this
+            sequence. None if the labels must not be replaced.
         missing: Value of missing features, in addition to NaN.
         sparse_fill_value: Value of entries that a sparse array omits.
     """
@@ -157,12 +158,15 @@ class UserData:
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """Ray Dataset wrapped for the library's classifier, which encodes the labels it receives.
+    """Ray Dataset that `fit` of the library's classifier receives as `X` or in `eval_set`.
+
+    The classifier encodes the labels that it receives as `y`. It therefore receives the distinct
+    labels as `y`, and Drawbar encodes the label column of the dataset later.
 
     Args:
         dataset: Rows.
         label: Column with the labels.
-        classes: Distinct labels of the training rows, used in place of the column.
+        classes: Distinct labels of the training rows.
     """
 
     dataset: FeatureData
@@ -316,7 +320,8 @@ def unique_labels(dataset: FeatureData, label: ColumnData) -> Any:
 
 
 def _encode_labels(classes: Sequence[object], batch: pa.Table) -> pa.Table:
-    import pyarrow.compute as pc  # takes 0.04 s, and workers that train import this module
+    # Not imported with the module: it takes 0.04 s, and training workers do not need it.
+    import pyarrow.compute as pc
 
     codes = pc.index_in(batch[LABEL], pa.array(classes).cast(batch[LABEL].type))
     return batch.set_column(batch.schema.get_field_index(LABEL), LABEL, codes)

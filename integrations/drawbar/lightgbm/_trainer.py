@@ -23,9 +23,10 @@ class LightGBMTrainer(BoostingTrainer):
     With a training function, call `drawbar.lightgbm.train` or `lightgbm.train` in it. LightGBM's
     network is connected before it starts.
 
-    Without a `dataset_config`, all datasets are split and every row is used. If the objective is
-    `l1`, `quantile`, or `mape`, the rows of "train" are shuffled before the split, because LightGBM
-    averages percentiles of each worker's rows.
+    All datasets are split and every row is used. With `params`, if the objective is `l1`,
+    `quantile`, or `mape`, the rows of "train" are shuffled before the split, because LightGBM
+    averages percentiles of each worker's rows. Rows are not shuffled with a `group_column`. A
+    `dataset_config` replaces this split and shuffle.
 
     Args:
         train_loop_per_worker: Training function; takes `train_loop_config` or nothing. Cannot be
@@ -49,8 +50,8 @@ class LightGBMTrainer(BoostingTrainer):
             checkpoints. Default: report all metrics and save at the end.
         feval: Custom metric of `lightgbm.train`, or a list of them; see `allreduce_metric`, and
             `GlobalEvaluation` for the global values.
-        external_memory: Directory on the workers for rows until LightGBM has binned them; bins are
-            in memory. Default, and with True: the system's temporary directory.
+        external_memory: Directory on the workers for a temporary file of rows, from which LightGBM
+            creates bins in memory. Default, and with True: the system's temporary directory.
         lightgbm_config: Configuration of LightGBM's network; see `LightGBMConfig`.
         scaling_config: Number of workers and their resources.
         run_config: Run configuration: storage, restarts, callbacks.

@@ -21,16 +21,17 @@ class XGBoostTrainer(BoostingTrainer):
     """Train XGBoost on Ray workers, from parameters or with a training function.
 
     With `params`, no function is needed. Each dataset is split between the workers, every row is
-    used, and each column without another role is a feature. A worker bins its part block by block.
-    All datasets are evaluated every round, over all workers; "train" is the training data.
+    used, and each column without another role is a feature. XGBoost trains on the dataset "train"
+    and evaluates all datasets every round, over all workers. If the objective is
+    `reg:absoluteerror` or `reg:quantileerror`, the rows of "train" are shuffled before the split,
+    because XGBoost averages percentiles of each worker's rows. Rows are not shuffled with a
+    `group_column`.
 
     With a training function, the function runs on every worker with XGBoost's communicator
     initialized. Create a matrix of the worker's rows, and call `drawbar.xgboost.train` or
-    `xgboost.train`.
+    `xgboost.train`. The datasets are split in the same way, but never shuffled.
 
-    Without a `dataset_config`, all datasets are split and every row is used. If the objective is
-    `reg:absoluteerror` or `reg:quantileerror`, the rows of "train" are shuffled before the split,
-    because XGBoost averages percentiles of each worker's rows.
+    A `dataset_config` replaces this split and shuffle.
 
     Args:
         train_loop_per_worker: Training function; takes `train_loop_config` or nothing. Cannot be
@@ -63,8 +64,8 @@ class XGBoostTrainer(BoostingTrainer):
         custom_metric: Custom metric; see `xgboost.train`. It receives the rows of one worker. Its
             values are averaged over the workers, weighted by their rows. For metrics that are not
             a mean over rows, use `allreduce_metric`.
-        external_memory: Whether to store each worker's rows on disk instead of memory, or the
-            directory on the workers for them.
+        external_memory: True stores each worker's bins on disk instead of in memory. A path does
+            the same in this directory on the workers.
 
     Raises:
         TypeError, ValueError: An argument is invalid; see `drawbar.train.DataParallelTrainer`.

@@ -16,7 +16,7 @@ def list_config_changes(
 ) -> list[str]:
     """Return the differences between two configurations, one per key: `a.b: 1 -> 2`.
 
-    Secrets are not compared, because their values are not stored. Only their presence is.
+    The values of secrets are not stored, so only the presence of a secret is compared.
     """
     changes = []
     for key in sorted({*before, *now}):

@@ -117,7 +117,9 @@ class HostActor:
     def poll_events(self, client_id: str, position: Position | None) -> EventBatch:
         """Return the events after a position. Waits up to `POLL_SECONDS` for the first one."""
         self._clients.record(client_id)
-        outcome = self._outcome  # read before the events: no event follows it
+        # Read first: all events are emitted before the outcome is stored. A batch with an outcome
+        # therefore also has the last events.
+        outcome = self._outcome
         events, position = self._event_buffer.since(position, POLL_SECONDS)
         # Again, because the wait took up to a second, and the timeout counts from the reply.
         self._clients.record(client_id)
@@ -173,7 +175,8 @@ class HostActor:
         try:
             if self._wait_for_start():
                 host = self._get_controller_thread()
-                # Without its clients, a run that is not detached ends, as with a dead driver.
+                # A run that is not detached must end with its driver, so it ends when it has no
+                # clients.
                 if not self._is_detached:
                     threading.Thread(target=self._stop_without_clients, daemon=True).start()
                 host.join()

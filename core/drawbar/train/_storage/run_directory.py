@@ -3,19 +3,21 @@
     <storage_path>/<name>/
         journal.jsonl             events of the run (_history/journal.py)
         trainer.pkl               data for restore()
-        places.json               index of other checkpoints (external_checkpoints.py)
+        places.json               index of checkpoints in other places (external_checkpoints.py)
         outcome.pkl               return values and error of a detached run
         logs/rank_N.log           complete output of each rank
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
         broken/                   quarantined checkpoints
         .staging/                 files that are not committed yet
-        .uncommitted/             moved files of checkpoints that were not committed
+        .uncommitted/             uncommitted files that the user moved to Drawbar
         .workers/                 exit reports of worker processes (_worker/sentinel.py)
 
 `.staging` and `.workers` are deleted when the run ends.
 
-For remote storage, such as an object store, this is a work directory on the driver's node, and the
-storage has the checkpoints and copies of journal, logs, stacks, and `trainer.pkl`.
+A run is local if its storage is a local path, and remote if Drawbar accesses its storage through a
+filesystem object, such as an object store. For a remote run, the directory above is a work
+directory on the driver's node. The remote storage has the checkpoints and copies of journal, logs,
+stacks, and `trainer.pkl`.
 """
 
 from __future__ import annotations

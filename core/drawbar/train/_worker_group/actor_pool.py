@@ -70,8 +70,8 @@ class ActorSlot:
     Attributes:
         actor: Handle of the actor.
         info: Node and process, as soon as the process is ready.
-        run_task: Receives the messages of the process during an attempt.
-        on_messages: Receives the messages during an attempt.
+        run_task: Task that reads the process's messages during an attempt.
+        on_messages: Callback to which these messages are passed.
         is_marked_dead: Whether the process died or cannot be used further.
         is_retired: Whether the process must not run another attempt.
     """
@@ -180,7 +180,9 @@ class ActorPool:
             "resources": resources,
             # Ray's own restart would create a process that no attempt knows.
             "max_restarts": 0,
-            "scheduling_strategy": "DEFAULT",  # not a surrounding group without room
+            # Without a strategy, Ray may use the placement group of the calling process, which may
+            # be full.
+            "scheduling_strategy": "DEFAULT",
         }
         if self._placement is not None:
             options["scheduling_strategy"] = self._placement.get_scheduling_strategy(slot)

@@ -1,10 +1,10 @@
 """Assign ranks to workers by node and GPU.
 
 Ranks are contiguous per node, because frameworks compute `rank - local_rank` as the first rank of a
-node. Within a node they follow the GPUs, so that local rank i uses the i-th GPU. A node is a Ray
-node *ID*: two Ray nodes may share a host and an address. A slot is the index of a worker's bundle
-in the placement group and outlives the process in it. A worker that is replaced in its slot, on the
-same node and GPUs, therefore leaves all ranks unchanged.
+node. Within a node they follow the GPUs, so that local rank i uses the i-th GPU. Nodes are
+distinguished by their Ray node ID, because two Ray nodes may share a host and an address. A slot is
+the index of a worker's bundle in the placement group and outlives the process in it. A worker that
+is replaced in its slot, on the same node and GPUs, therefore leaves all ranks unchanged.
 """
 
 from __future__ import annotations
