@@ -157,4 +157,5 @@ def test_report_from_other_thread_in_run_in_threads_raises(run_config: RunConfig
         lambda: catch_error_in_thread(lambda: train.report({})), run_config=run_config
     )
     assert "report() works inside a training function only" in result.return_value
-    assert "With drawbar.train.testing, call it in the thread of the function." in result.return_value
+    remedy = "With drawbar.train.testing, call it in the thread of the function."
+    assert remedy in result.return_value
