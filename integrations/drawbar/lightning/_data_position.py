@@ -135,8 +135,8 @@ class LoaderPosition:
     def resume_from(self, position: EpochPosition) -> None:
         """Resume at a position and adjust Lightning's batch count.
 
-        Lightning ends an epoch when its batch count reaches the length of the loader. If the number
-        of workers has changed, the restored count would end the epoch too early or too late.
+        Lightning compares its batch count with the length of the loader to find the last batch. If
+        the number of workers has changed, the restored count does not fit the remaining batches.
         """
         self._sampler.resume_from(position)
         if position.length is None:
