@@ -66,13 +66,16 @@ class TrainLoaderTracker:
         return loader
 
     def _next_loader_name(self, epoch: int) -> str:
-        """Return the name of the epoch's next loader; recreated loaders get the same names."""
+        """Return a name for the epoch's next loader.
+
+        The k-th loader of an epoch has the same name in every epoch and attempt.
+        """
         self._numbers[epoch] += 1
         return f"lightning.train_dataloader-{self._numbers[epoch]}"
 
 
 class ShardBatches:
-    """Batches of a dataset shard, where an empty iteration is followed by the next epoch.
+    """Batches of a dataset shard. If an epoch has no batches left, the next epoch is returned.
 
     After a restart, the first iteration yields the rest of the epoch. If the checkpoint was saved
     at the end of an epoch, nothing is left, but Lightning has already started the next epoch.
@@ -116,7 +119,10 @@ def _to_epoch_sampler(sampler: DistributedSampler[int]) -> EpochSampler[int]:
 
 
 class LoaderPosition:
-    """Position of a loader: Lightning's batch count as samples consumed by all ranks together."""
+    """Position of a loader, computed from Lightning's batch count.
+
+    Lightning counts the batches of one rank. The position counts the samples of all ranks.
+    """
 
     def __init__(self, sampler: EpochSampler[int], batches: BatchSampler, fit_loop: Any) -> None:
         self._sampler = sampler
@@ -129,8 +135,8 @@ class LoaderPosition:
     def resume_from(self, position: EpochPosition) -> None:
         """Resume at a position and adjust Lightning's batch count.
 
-        The number of remaining batches differs from the recorded one if the number of workers has
-        changed.
+        Lightning compares its batch count with the length of the loader to find the last batch. If
+        the number of workers has changed, the restored count does not fit the remaining batches.
         """
         self._sampler.resume_from(position)
         if position.length is None:

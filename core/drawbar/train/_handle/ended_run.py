@@ -35,7 +35,10 @@ class EndedRun:
 
     @property
     def is_complete(self) -> bool:
-        """True if the outcome is stored too: the host of a detached run writes it last."""
+        """True if all files of the run are written.
+
+        The host actor of a detached run writes the outcome last. Other runs store no outcome.
+        """
         return (
             not self._state.is_detached or self._directory.run_files.read(OUTCOME_FILE) is not None
         )
@@ -82,7 +85,8 @@ class EndedRun:
     def get_outcome(self) -> RunOutcome:
         """Return the outcome of the run, with return values if it was detached.
 
-        For other runs nothing is unpickled, because their directory contains no trusted outcome.
+        Other runs store no outcome. A file with its name in their directory is not trusted, and is
+        therefore not unpickled.
         """
         serialized = (
             self._directory.run_files.read(OUTCOME_FILE) if self._state.is_detached else None

@@ -44,7 +44,10 @@ class CheckpointDraft:
 
 
 class UploadTarget(Protocol):
-    """Target for the assigned files of a rank, on the rank's node."""
+    """Storage to which a rank copies or moves its assigned files.
+
+    The methods run on the rank's node.
+    """
 
     def is_staged(self, path: Path) -> bool:
         """Return True if a commit can use this directory without copying it."""
@@ -150,7 +153,7 @@ class CheckpointStore(UploadTarget, ABC):
         """
 
     def clean_up(self) -> None:
-        """Remove files of earlier processes that are uncommitted or partly deleted."""
+        """Remove uncommitted files, and the remaining files of interrupted deletions."""
 
     @abstractmethod
     def _list_directories(self) -> list[str]:
@@ -176,7 +179,10 @@ class CheckpointStore(UploadTarget, ABC):
         return assign_directory_names(manifests)
 
     def list_readable(self) -> tuple[list[Manifest], dict[str, str]]:
-        """Return the readable manifests, and for each unreadable checkpoint the reason by name."""
+        """Return the readable manifests, and a dict of unreadable checkpoints.
+
+        The dict maps the name of a checkpoint to the reason why it cannot be read.
+        """
         names = [*self._list_directories()]
         manifests, errors = dict[str, Manifest](), dict[str, str]()
         try:

@@ -223,9 +223,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def assign_directory_names(manifests: Mapping[str, Manifest]) -> list[Manifest]:
-    """Return the manifests of directories, oldest first, with their directories' names.
+    """Return the manifests, oldest first, each with the name of its directory.
 
-    Copies that the user made of a checkpoint are omitted if the original exists.
+    The name in a manifest differs if the user has renamed or copied the directory. A copy is
+    omitted if the original exists.
 
     Args:
         manifests: Manifest in each directory, by the name of the directory.

@@ -2,8 +2,10 @@
 
 Object stores cannot rename, so the manifest is the commit. Ranks write their files under the name
 of the checkpoint. When all ranks have finished, the controller checks the files and writes the
-manifest. A deletion removes the manifest first. A directory without a manifest that has a Drawbar
-file is uncommitted, and is deleted at the next start. See docs/decisions/0005-remote-storage.md.
+manifest. A deletion removes the manifest first. A directory that has a file of Drawbar but no
+manifest is uncommitted, and is deleted at the next start.
+
+See docs/decisions/0005-remote-storage.md.
 """
 
 from __future__ import annotations
