@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 import ray
 
-PATIENCE_S = 200
+PATIENCE_S = 280
 MAIN = "import sys, cloudpickle; cloudpickle.load(open(sys.argv[1], 'rb'))()"
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # other processes cannot import it

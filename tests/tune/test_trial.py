@@ -101,7 +101,7 @@ def test_apply_parameters_of_training_spec() -> None:
     ("config", "message"),
     [
         ({"lr": 1}, r"not an argument of DataParallel.* 'train_loop_config': \{'lr': ...\}"),
-        ({"run_config": {}}, "stored in the directory of the trial"),
+        ({"run_config": {}}, "each trial stores its run in the trial's directory"),
     ],
 )
 def test_validate_param_space_of_unknown_argument_raises(

@@ -69,6 +69,8 @@ def short_directory() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.alone  # starts Ray several times
+@pytest.mark.timeout(900)
 def test_local_ray_is_shared_by_threads_and_ends_with_driver(
     tmp_path: Path,
     run_config: RunConfig,
@@ -255,6 +257,8 @@ def run_trial_on_far_node(folder: Path) -> dict[str, Any]:
     return dict(tune.Tuner(trainable, run_config=run_config).fit()[0].metrics or {})
 
 
+@pytest.mark.alone  # starts Ray several times
+@pytest.mark.timeout(900)
 def test_ranks_on_two_nodes_are_contiguous_and_trials_get_env(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, short_directory: str
 ) -> None:
