@@ -197,7 +197,8 @@ def test_result_of_journal_without_some_lines_is_read_or_damaged(run: Path) -> N
             (run / "journal.jsonl").write_bytes(b"".join(remaining))
             if newest.isdisjoint(remaining):
                 message = (
-                    r"journal\.jsonl ends before checkpoint_000001 was committed: reports . to 1"
+                    r"journal\.jsonl, reports \d to 1 are missing, although checkpoint_000001 was "
+                    "committed"
                 )
                 with pytest.raises(DamagedRunError, match=message):
                     Result.from_path(run)
