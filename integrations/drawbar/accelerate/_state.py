@@ -52,8 +52,8 @@ def report_state(
 def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | None:
     """Load the latest reported state into an Accelerator.
 
-    Collective: call it on all ranks after `accelerator.prepare()`. The state is that of the run's
-    latest checkpoint, also after a restart.
+    Collective: call it on all ranks after `accelerator.prepare()`. It loads the run's latest
+    checkpoint, also after a restart.
 
     Args:
         accelerator: Accelerator that has prepared model, optimizer, and scheduler.

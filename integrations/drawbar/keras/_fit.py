@@ -42,24 +42,7 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
     def resumable_fit(x: Any = None, *args: Any, **options: Any) -> Any:
         # From here on, positional arguments are in `options` too.
         options.update(zip(positional_names, args, strict=False))
-        if isinstance(x, ResumableBatches) and options.get("validation_split"):
-            raise ValueError(
-                f"fit(validation_split={options['validation_split']}) does not support "
-                "prepare_dataset(). Split the arrays and pass "
-                "validation_data=prepare_dataset(x_val, y_val)."
-            )
-        if (
-            isinstance(x, ResumableBatches)
-            or hasattr(x, "element_spec")  # a tf.data.Dataset
-            or hasattr(x, "batch_sampler")  # a DataLoader
-        ):
-            # Keras cannot shuffle a Dataset or DataLoader. Without this, it would print a warning.
-            options["shuffle"] = False
-        callback_list = options.get("callbacks")
-        # Keras accepts a `CallbackList`, a list, one callback, or None.
-        options["callbacks"] = keras.tree.flatten(
-            getattr(callback_list, "callbacks", callback_list) or []
-        )
+        _normalize_options(x, options)
         if (set_epoch := getattr(getattr(x, "batch_sampler", None), "set_epoch", None)) is not None:
             _prepend_callback(options, on_epoch_begin=lambda epoch, logs: set_epoch(epoch))
         if _was_stopped_early(model, options):
@@ -86,6 +69,32 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
         return history
 
     return resumable_fit
+
+
+def _normalize_options(x: object, options: dict[str, Any]) -> None:
+    """Check the options of `fit`, turn off shuffling if `x` has an order, and list the callbacks.
+
+    Raises:
+        ValueError: `x` is from `prepare_dataset`, and `validation_split` is set.
+    """
+    if isinstance(x, ResumableBatches) and options.get("validation_split"):
+        raise ValueError(
+            f"fit(validation_split={options['validation_split']}) does not support "
+            "prepare_dataset(). Split the arrays and pass "
+            "validation_data=prepare_dataset(x_val, y_val)."
+        )
+    if (
+        isinstance(x, ResumableBatches)
+        or hasattr(x, "element_spec")  # a tf.data.Dataset
+        or hasattr(x, "batch_sampler")  # a DataLoader
+    ):
+        # Keras cannot shuffle a Dataset or DataLoader. Without this, it would print a warning.
+        options["shuffle"] = False
+    callback_list = options.get("callbacks")
+    # Keras accepts a `CallbackList`, a list, one callback, or None.
+    options["callbacks"] = keras.tree.flatten(
+        getattr(callback_list, "callbacks", callback_list) or []
+    )
 
 
 def _should_call_epoch_end(model: Model, options: dict[str, Any]) -> bool:

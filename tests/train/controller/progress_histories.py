@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._messages import (
@@ -25,12 +25,8 @@ from tests.train.controller.progress_oracle import ProgressOracle
 
 Step = Literal["metrics", "async", "save", "list", "timed list", "wait"] | CollectiveKind
 
-COLLECTIVES: tuple[CollectiveKind, ...] = (
-    "barrier",
-    "broadcast_from_rank_zero",
-    "all_gather",
-    "wishes",
-)
+COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+USER_COLLECTIVES = ("barrier", "broadcast_from_rank_zero", "all_gather")
 STEPS: tuple[Step, ...] = (
     *("metrics", "async", "async", "save", "save", "list", "timed list", "wait"),
     *COLLECTIVES,
@@ -227,7 +223,7 @@ class History:
     def _call_collective(self, rank: int, kind: CollectiveKind) -> None:
         number = None
         # Integrations call all kinds, too.
-        if kind != "wishes" and self._random.random() < 0.8:
+        if kind in USER_COLLECTIVES and self._random.random() < 0.8:
             number = self._next_numbers[rank]
             self._next_numbers[rank] += 1
         call = CollectiveCalled(

@@ -1,4 +1,7 @@
-"""Oracle for `AttemptProgress`: simple code that compares each rank with all others."""
+"""Oracle for `AttemptProgress`: simple code that compares each rank with all others.
+
+It does not share the decisions and texts of the product, because the tests compare them.
+"""
 
 from __future__ import annotations
 

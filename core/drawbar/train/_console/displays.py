@@ -1,7 +1,6 @@
 """Show a run as one live terminal line or as plain lines.
 
-`Console` selects the events that a display shows. `DisplayStatus` holds the content of the live
-line.
+`Console` selects the events to show, and `DisplayStatus` holds the content of the live line.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ class CheckpointRegistry:
         config: Retention policy and durability.
         emit: Callback that publishes events.
         background: Runs file deletions outside the event loop.
-
     """
 
     def __init__(

@@ -110,14 +110,7 @@ class ControllerThread:
             self._socket = ControlSocket(self.directory.local_path, self)
             on_error.pop_all()  # from here on, `_close` closes them
         try:
-            directory = self.directory
-            write_atomically(
-                directory.trainer_path, spec.trainer_state, temp_directory=directory.staging.path
-            )
-            inherit_directory_mode(directory.trainer_path)
-            # Before the first worker: if the driver dies during the start, others can find and
-            # restore the run.
-            self.directory.run_files.upload(everything=True)
+            self._write_trainer_state()
             if self._open_run.warning:
                 self._events.emit(Notice(self._open_run.warning))
             self._check_initial_checkpoint()
@@ -149,6 +142,18 @@ class ControllerThread:
     def path(self) -> str:
         """Run directory, as a path or URI."""
         return self.directory.uri
+
+    def _write_trainer_state(self) -> None:
+        """Write the state of the trainer, and upload all files of the run.
+
+        If the driver dies before the first worker starts, others can find and restore the run.
+        """
+        directory = self.directory
+        write_atomically(
+            directory.trainer_path, self._spec.trainer_state, temp_directory=directory.staging.path
+        )
+        inherit_directory_mode(directory.trainer_path)
+        directory.run_files.upload(everything=True)
 
     def _check_initial_checkpoint(self) -> None:
         checkpoint = self._spec.resume_from_checkpoint

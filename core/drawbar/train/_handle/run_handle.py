@@ -85,8 +85,7 @@ class RunHandle:
     """Handle to a run: wait for it, stop it, and inspect it.
 
     `DataParallelTrainer.start` and `attach` return handles. Methods and properties that query a
-    detached run raise `TimeoutError` if the actor that controls it does not reply within ten
-    seconds.
+    detached run raise `TimeoutError` if the actor that controls it does not reply for 10 s.
 
     Args:
         run: View of the run. Drawbar passes it.
@@ -115,10 +114,7 @@ class RunHandle:
 
     @property
     def status(self) -> str:
-        """Status of the run.
-
-        One of "starting", "running", "restarting", "finished", "failed", and "stopped".
-        """
+        """Status: "starting", "running", "restarting", "finished", "failed", or "stopped"."""
         return self._run.get_state().status
 
     @property

@@ -185,13 +185,10 @@ class Session:
         if checkpoint is None and validation is False:
             self.report_metrics(metrics)
             return
-        # Resolve this first: it rejects a report that requests validation without a checkpoint.
         to_validate = resolve_validation(
             validation, self.assignment.spec.validation, has_checkpoint=checkpoint is not None
         )
-        if checkpoint is None:
-            self.report_metrics(metrics)
-            return
+        assert checkpoint is not None  # resolve_validation rejects a validation without one
         values = normalize(metrics)
         check_upload_mode(mode)
         if upload_fn is not None:
