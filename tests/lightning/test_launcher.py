@@ -109,9 +109,9 @@ def test_callbacks_after_fit_have_the_public_attributes_of_plain_lightning(
     )
     alone.fit(plain.Digits(), plain.DigitsData(1))
     for callback, expected in zip(trainer.callbacks, alone.callbacks, strict=True):
-        assert type(callback) is type(expected)
+        assert type(callback).__qualname__ == type(expected).__qualname__
         for name, value in vars(expected).items():
-            if name.startswith("_") or name in RUN_PATHS:
+            if name.startswith("_") or name in RUN_PATHS or name in MODULE_METHODS:
                 continue
             if name == "modules":  # the driver keeps its own objects
                 assert getattr(callback, name) == []
@@ -123,6 +123,7 @@ def test_callbacks_after_fit_have_the_public_attributes_of_plain_lightning(
     assert trainer.callback_metrics == approximately(alone.callback_metrics)
 
 
+MODULE_METHODS = {"log", "log_dict"}  # methods of the module that Lightning attaches for `fit`
 RUN_PATHS = {"dirpath", "best_model_path", "best_k_models", "kth_best_model_path"}
 
 
