@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from drawbar import train
 from drawbar.torch import enable_reproducibility, prepare_data_loader
+from drawbar.torch._attempt_cleanup import attempt_cleanup
 from drawbar.torch._order_stream import PrefixChecksum
 from drawbar.torch._sampler import EpochSampler
 from drawbar.train import RunConfig, TrainingFailedError
@@ -168,7 +169,8 @@ def test_unsized_batch_sampler_with_reproducibility_pads_the_last_turn(
             prepare_data_loader(DataLoader(Ids(9), batch_sampler=Threes(), collate_fn=list))
         )
 
-    ranks = run_in_threads(function, num_workers=2, run_config=run_config).return_values
+    with attempt_cleanup():  # the seed and the deterministic algorithms end with the test
+        ranks = run_in_threads(function, num_workers=2, run_config=run_config).return_values
     assert ranks == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [0, 1, 2]]]
 
 
