@@ -9,9 +9,12 @@ from types import FrameType
 import drawbar
 
 
+# Cached by the file alone, because every report() inspects the frames of its callers. Drawbar's
+# packages are on `sys.path` before their code runs, so a later change of it alters no answer.
+@functools.lru_cache(maxsize=4096)
 def is_drawbar_file(file: str) -> bool:
     """Return whether a source file belongs to Drawbar, installed or in a checkout."""
-    return _is_in_packages(file, tuple(drawbar.__path__))
+    return os.path.realpath(file).startswith(_list_package_directories(tuple(drawbar.__path__)))
 
 
 def is_drawbar_frame(frame: FrameType) -> bool:
@@ -21,14 +24,8 @@ def is_drawbar_frame(frame: FrameType) -> bool:
     return bool(file) and is_drawbar_file(str(file))
 
 
-# Cached, since every report() inspects the frames of its callers.
-@functools.lru_cache(maxsize=4096)
-def _is_in_packages(file: str, portions: tuple[str, ...]) -> bool:
-    return os.path.realpath(file).startswith(_package_directories(portions))
-
-
 @functools.lru_cache
-def _package_directories(portions: tuple[str, ...]) -> tuple[str, ...]:
+def _list_package_directories(portions: tuple[str, ...]) -> tuple[str, ...]:
     """Return the directories of Drawbar's packages, each with a separator at its end.
 
     `drawbar` is a namespace package, so every directory of this name in an entry of `sys.path` is
