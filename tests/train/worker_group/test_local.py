@@ -464,6 +464,7 @@ def test_failure_outside_function_releases_run_directory(
     assert fit(lambda: "again", tmp_path).return_value == "again"
 
 
+@pytest.mark.usefixtures("ray_cluster")  # datasets need Ray
 def test_dataset_factory_with_stop_iteration_fails_run(tmp_path: Path) -> None:
     def make() -> Any:
         return next(iter(()))
