@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Callable
@@ -91,6 +92,24 @@ def test_collective_after_return_of_other_rank_raises(fit: Callable[..., Result]
         fit(lambda: train_until(lambda: None), num_workers=2)
     assert raised.value.failures[0].rank == 0
     assert "another rank failed or left its training function" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "module", ["torch.distributed.nn.functional", "torch.distributed.fsdp.sharded_grad_scaler"]
+)
+def test_collective_with_group_in_default_arguments_raises(
+    fit: Callable[..., Result], module: str
+) -> None:
+    """These modules use the group as a default argument if it exists when they are imported."""
+
+    def function() -> None:
+        collective.barrier()
+        importlib.import_module(module)
+        train_until(boom)
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, num_workers=2)
+    assert raised.value.failures[0].headline().startswith("rank 1: ValueError: boom")
 
 
 @pytest.mark.alone  # a worker that takes more than a few seconds to stop is not kept

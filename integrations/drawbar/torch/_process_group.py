@@ -12,7 +12,8 @@ its connections close when the last reference to the group is dropped, and the o
 an error immediately. References are held by
 
 - DDP models, and through them by frames of the traceback and by reference cycles,
-- modules of torch that are imported while a group exists and store it as a default argument.
+- functions of modules that are imported while a group exists and have it as a default argument, for
+  example `torch.distributed.nn.functional`.
 
 All of these are released here. It must be fast, because Drawbar keeps a rank that stops within one
 second of another rank's failure. So objects that exist before the training function starts are
@@ -22,13 +23,13 @@ frozen, and the garbage collector only checks newer ones: less than 1 ms instead
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FunctionType
 
 import psutil
 import torch
@@ -38,12 +39,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from drawbar.torch._attempt_cleanup import on_attempt_end, set_env
 from drawbar.train import TrainContext, collective, get_context
 from drawbar.train.backend import get_worker_address
-
-_PREIMPORTED_MODULES = (
-    "torch.distributed.nn.functional",  # this and the next one store the default group
-    "torch.distributed.fsdp.sharded_grad_scaler",
-    "torch._dynamo",  # large, and every optimizer imports it
-)
 
 _owns_default_group = False
 """Whether this module created the default group of this process."""
@@ -76,9 +71,7 @@ def process_group(
         RuntimeError: The user has already created a default group in this process.
     """
     _ensure_no_group()
-    for module in _PREIMPORTED_MODULES:
-        importlib.import_module(module)
-    # Objects of the imports are permanent, so the collection in `_abort_group` can skip them. If
+    # Imported modules are permanent, so the collection in `_abort_group` can skip their objects. If
     # the user has frozen objects, do not change that.
     if not gc.get_freeze_count():
         on_attempt_end(gc.unfreeze)
@@ -178,6 +171,7 @@ def _destroy_group(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # queued collectives still need this rank
     if dist.is_initialized():
+        _release_default_arguments(dist.group.WORLD)
         dist.destroy_process_group()
 
 
@@ -187,10 +181,22 @@ def _abort_group() -> None:
     # Collect before the connections close, so that errors of other ranks come after this rank's.
     gc.collect()
     if dist.is_initialized():
+        _release_default_arguments(dist.group.WORLD)
         # destroy_process_group() would wait for NCCL collectives that can never finish.
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         abort()
     _owns_default_group = False
+
+
+def _release_default_arguments(group: object) -> None:
+    """Replace the group by None in the default arguments of all functions that store it.
+
+    Functions of `torch.distributed` use the current default group for None.
+    """
+    for function in gc.get_objects():
+        defaults = (isinstance(function, FunctionType) and function.__defaults__) or ()
+        if any(value is group for value in defaults):
+            function.__defaults__ = tuple(None if value is group else value for value in defaults)
 
 
 def _clear_traceback_locals(error: BaseException | None) -> None:
