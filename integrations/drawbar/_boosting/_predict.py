@@ -31,7 +31,8 @@ def predict_dataset(
         make_predictor: Called once in each process that predicts. It is pickled once.
         features: Columns to predict from, in the order of the model.
         keep_columns: Columns to keep in addition to the prediction; None for all.
-        output_column: Name of the prediction: a number, or a list with one number per class.
+        output_column: Name of the prediction column, which contains a number in each row, or a
+            list with one number per class.
         options: Arguments of `Dataset.map_batches`, such as `batch_size`, `compute`, and
             `num_gpus`. Default of `compute`: a pool of 1 to 8 actors.
 

@@ -111,7 +111,7 @@ class UserData:
             if not math.isnan(self.missing):
                 raise ValueError(
                     f"missing={self.missing} is not supported with a Ray Dataset. Replace these "
-                    "values with null and remove missing."
+                    "values with null and remove the argument `missing`."
                 )
             return partial(self._rename_columns)
         keeps_names = by_name and has_feature_names(self.features)

@@ -26,11 +26,12 @@ def report_state(
     """Save a sharded PyTree with Orbax and report it with metrics.
 
     Call it on all ranks. Each rank writes the arrays that it holds. Orbax's `StandardCheckpointer`
-    writes the directory `state` of the checkpoint in place; read it with `load_state` or Orbax. The
-    run's storage must be shared between the workers.
+    writes them to the directory `state` in `checkpoint_dir()` of rank 0; read it with `load_state`
+    or Orbax. The run's storage must be shared between the workers.
 
     Args:
-        state: PyTree of arrays, replicated or sharded over the devices of all ranks, and numbers.
+        state: PyTree of numbers and arrays. The arrays are replicated or sharded over the devices
+            of all ranks.
         metrics: See `drawbar.train.report()`. `load_state` returns them, so include the progress of
             the training function, such as the step.
         checkpoint_upload_mode: See `drawbar.train.report()`.

@@ -22,7 +22,8 @@ class JaxTrainer(DataParallelTrainer):
     """Run a JAX training function on every worker, as one program with one set of devices.
 
     `jax.distributed` is initialized before the function starts; do not initialize it again. After a
-    failure, all processes are replaced, because JAX cannot leave a program whose peers are dead.
+    failure, all processes are replaced, because a process cannot leave a JAX program in which other
+    processes are dead.
 
     Args:
         train_loop_per_worker: Training function; takes `train_loop_config` or nothing.
@@ -33,7 +34,7 @@ class JaxTrainer(DataParallelTrainer):
         datasets: Datasets by name, for `drawbar.train.get_dataset_shard()`.
         dataset_config: Distribution of the datasets to the workers.
         metadata: User data, for `drawbar.train.get_context().get_metadata()`.
-        resume_from_checkpoint: Checkpoint from which the first attempt starts.
+        resume_from_checkpoint: Checkpoint from which a new run starts.
         validation_config: Validation of checkpoints. See `drawbar.train.report()`.
 
     Raises:

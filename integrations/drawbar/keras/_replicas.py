@@ -220,6 +220,6 @@ def _matching_metrics(logs: Mapping[str, object], metrics: Mapping[str, Any]) ->
 
 
 def _weighted_means(values: Any, totals: AllReduce, rows: float) -> Any:
-    """Average a structure of values by the workers' rows of the batch."""
+    """Average a structure of values, weighted by the rows that each worker has of the batch."""
     tensors = [keras.ops.convert_to_tensor(leaf, "float32") for leaf in keras.tree.flatten(values)]
     return keras.tree.pack_sequence_as(values, totals(tensors, weight=rows))

@@ -33,7 +33,7 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
         The same Trainer.
 
     Raises:
-        ValueError: The strategy is not from `drawbar.lightning`, and each worker would train a
+        ValueError: The strategy is not from `drawbar.lightning`, so each worker would train a
             separate model; or the Trainer has a cluster environment other than
             `RayLightningEnvironment`; or a callback of the Trainer cannot save checkpoints into the
             run. The message names the replacement.

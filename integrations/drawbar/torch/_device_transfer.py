@@ -14,8 +14,8 @@ K = TypeVar("K")
 def move_to_device(batch: object, device: torch.device) -> Any:
     """Move every tensor in a batch to a device. Other values do not change.
 
-    Traverses mappings, lists, tuples, named tuples, and dataclasses. Any other object with a method
-    `to`, such as a `PackedSequence` or a tokenizer's `BatchEncoding`, is moved by that method.
+    Traverses mappings, lists, tuples, named tuples, and dataclasses. An object with a method `to`,
+    such as a `PackedSequence` or a tokenizer's `BatchEncoding`, is moved by that method instead.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """TorchXLAConfig: PyTorch/XLA devices such as AWS Trainium.
 
-This is tested without XLA devices only. Variables and commands follow the AWS Neuron documentation
+The tests use no XLA devices. Variables and commands follow the AWS Neuron documentation
 (https://awsdocs-neuron.readthedocs-hosted.com/en/latest/frameworks/torch/index.html).
 """
 
@@ -27,7 +27,7 @@ _INSTALL_NEURON = (
 )
 
 _EFA_ENV = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
-"""Variables that AWS requires for communication between nodes by the Elastic Fabric Adapter."""
+"""Variables that AWS requires for communication between nodes over the Elastic Fabric Adapter."""
 
 _GRAPH_EXTRACTION_ENV = {
     "NEURON_PARALLEL_COMPILE": "1",

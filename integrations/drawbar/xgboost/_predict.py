@@ -28,10 +28,12 @@ def predict(
     """Predict a Ray Dataset in parallel and add a prediction column.
 
     Args:
-        booster: Trained booster. Its best round is used if early stopping determined one.
+        booster: Trained booster. If early stopping determined a best round, later rounds are not
+            used.
         dataset: Dataset that contains the booster's features, in any order.
         keep_columns: Columns to keep in addition to the prediction. Default: all.
-        output_column: Name of the prediction: a number, or a list with one number per class.
+        output_column: Name of the prediction column, which contains a number in each row, or a
+            list with one number per class.
         predict_options: Arguments of `Booster.predict`, such as `output_margin=True`.
         options: Arguments of `Dataset.map_batches`, such as `batch_size` and `compute`.
 

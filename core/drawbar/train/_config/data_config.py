@@ -40,7 +40,7 @@ class DataConfig(ConfigRepr):
             does this only if the order of rows is not preserved.
         uneven_rows: Handling of rows that cannot be divided evenly between the workers.
             "drop" leaves out at most `num_workers - 1` rows of an epoch. If an epoch is resumed
-            with another number of workers, this limit also applies, except for streamed datasets:
+            with another number of workers, this limit also applies, except for Ray Data datasets:
             these leave out rows before the resume and again after it.
             "pad" repeats one row of a neighbouring worker on workers that have one row less.
             "keep" assigns every row to exactly one worker, so some workers have one more row and

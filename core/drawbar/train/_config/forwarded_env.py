@@ -41,7 +41,7 @@ EXCLUDED_PATTERNS: Mapping[str, str] = MappingProxyType(
         "ZE_AFFINITY_MASK": _DEVICE_REASON,
         "FURIOSA_DEVICES": _DEVICE_REASON,
         "RBLN_DEVICES": _DEVICE_REASON,
-        "DRAWBAR_*": "it describes a process of an other run",
+        "DRAWBAR_*": "it describes a process of another run",
         "RAY_*": "it describes the driver's connection to Ray",
         "RANK": _RANK_REASON,
         "LOCAL_RANK": _RANK_REASON,

@@ -87,7 +87,8 @@ class ScalingConfig(ConfigRepr):
         require_type("ScalingConfig.use_tpu", self.use_tpu, bool)
         if self.use_gpu and self.use_tpu:
             raise ValueError(
-                "ScalingConfig has use_gpu=True and use_tpu=True; a worker uses one kind"
+                "ScalingConfig has use_gpu=True and use_tpu=True, but a worker uses one kind of "
+                "accelerator; set one of them to False"
             )
         require_choice(
             "ScalingConfig.placement_strategy", self.placement_strategy, get_args(PlacementStrategy)

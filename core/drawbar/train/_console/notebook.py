@@ -77,7 +77,7 @@ class CurveBuffer:
     """Metrics of rank 0 as curves. Old points are thinned out, so that their number is bounded.
 
     Attributes:
-        points: Value by report index, by metric name.
+        points: For each metric, its value by report index.
     """
 
     def __init__(self) -> None:

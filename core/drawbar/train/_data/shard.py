@@ -28,7 +28,7 @@ class ShardSpec:
         dataset: Name of the dataset.
         shard_index: Index of the shard, from 0.
         num_shards: Number of workers between which the dataset is split, 1 if it is not split.
-        num_rows: Rows of a complete epoch over the shard; None if unknown before the first one.
+        num_rows: Rows of a complete epoch over the shard; None if unknown.
         total_rows: Rows of the dataset if it is split by row number, else None.
         uneven_rows: How the dataset is split by row number.
         is_ordered: Whether the order of the rows is always the same. If not, only complete epochs
@@ -284,8 +284,8 @@ def _describe_no_rows(part: ShardSpec) -> str:
 def _require_length(length: int | None) -> int:
     if length is None:
         raise TypeError(
-            "the length of this shard is unknown before it has been read. If you need it earlier, "
-            "pass dataset.materialize() to the trainer instead of the dataset"
+            "the length of this shard is unknown. If its dataset is streamed, pass "
+            "dataset.materialize() to the trainer instead of the dataset"
         )
     return length
 

@@ -72,13 +72,13 @@ def shard_stream(
 
 
 def _limit_resources(dataset: Dataset, remaining_resources: Mapping[str, float]) -> Dataset:
-    """Limit a dataset to the resources that the workers do not use, unless the user set limits.
+    """Limit a dataset to the resources that the workers do not use, or to lower limits of the user.
 
     Without limits, Ray Data plans with all CPUs of the cluster, including the workers' CPUs.
     `exclude_resources` would not work: Ray Data divides the cluster between all datasets that are
     read at the same time and subtracts the excluded resources from each share. Two datasets next to
-    workers that hold half of the CPUs would then get none: only one task would run at a time, and
-    none while a rank that waits for another one does not consume its rows.
+    workers that hold half of the CPUs would then get none. Ray Data would run only one task at a
+    time, and no task while a rank waits for another one and reads no rows.
     """
     options = dataset.context.execution_options
     limits = options.resource_limits

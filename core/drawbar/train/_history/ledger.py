@@ -37,7 +37,7 @@ class DatasetEpoch:
         Check that every row was read once::
 
             for epoch in result.data_ledger:
-                assert epoch.is_complete and not epoch.repeated_rows and not epoch.unread_rows
+                assert epoch.is_complete and epoch.repeated_rows == epoch.unread_rows == ()
     """
 
     dataset: str

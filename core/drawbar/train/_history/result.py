@@ -194,7 +194,7 @@ class Result:
             Check that every row was read exactly once in each epoch::
 
                 for epoch in result.data_ledger:
-                    assert not epoch.repeated_rows and not epoch.unread_rows
+                    assert epoch.repeated_rows == epoch.unread_rows == ()
         """
         return DataLedger.from_events(self._events())
 

@@ -111,7 +111,7 @@ class Checkpoint:
 
     @property
     def uri(self) -> str:
-        """Path or URI of the directory, as passed to the constructor."""
+        """URI of a remote directory that was passed without a `filesystem`; otherwise `path`."""
         return str(self._storage_path)
 
     @classmethod
@@ -188,7 +188,8 @@ class Checkpoint:
         Example:
             Export the best checkpoint of a run::
 
-                result.best_checkpoint.to_directory("exported_model")
+                best = result.get_best_checkpoint("loss", mode="min")
+                best.to_directory("exported_model")
         """
         self.check_exists()
         if path is None:
@@ -340,7 +341,7 @@ class Checkpoint:
             for name, expected in sums.items():
                 try:
                     checksum = compute_checksum(Path(directory) / name)
-                except FileNotFoundError as error:  # deleted by now, as by retention
+                except FileNotFoundError as error:  # deleted meanwhile, for example by retention
                     raise CheckpointError(f"{self._storage_path}/{name} is missing.") from error
                 if checksum != expected:
                     raise CheckpointError(

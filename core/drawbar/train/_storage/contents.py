@@ -76,6 +76,7 @@ MANIFEST_FILE = ".drawbar.json"
 CHECKSUMS_FILE = ".drawbar-checksums.json"
 VALIDATION_FILE = ".drawbar-validation.json"
 PENDING_MARKER = ".drawbar-pending"
+# Drawbar writes it too, but it counts as a user's file. Manifests do not list it.
 METADATA_FILE = ".metadata.json"
 _RESERVED_NAMES = re.compile(
     r"\.drawbar(-checksums|-validation)?\.json|\.drawbar-pending|\.drawbar-.+\.\d+\.tmp"
@@ -98,7 +99,7 @@ class DirectoryContents:
 
 
 def list_files(directory: Path) -> tuple[FileEntry, ...]:
-    """Return every file below `directory`; see `scan_directory`."""
+    """Return every file below `directory` except Drawbar's; see `scan_directory`."""
     return scan_directory(directory).files
 
 
@@ -157,7 +158,7 @@ def is_reserved(path: str) -> bool:
 
 
 def has_reserved_files(directory: Path) -> bool:
-    """Return True if a directory has a Drawbar file. Drawbar created it then, not the user."""
+    """Return True if a directory has a Drawbar file, so that Drawbar created the directory."""
     return any(map(is_reserved, os.listdir(directory)))
 
 

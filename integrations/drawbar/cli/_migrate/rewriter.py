@@ -204,7 +204,10 @@ def _replace_attributes(tree: ast.AST, changes: _Changes) -> list[ast.Attribute]
             case ast.Attribute(value=ast.Name(id="ray"), attr="train"):
                 assert node.end_col_offset is not None  # it comes from a parser
                 if is_shadowed or node.lineno != node.end_lineno:
-                    text = "check manually: 'ray' may be reassigned, so 'ray.train' is not replaced"
+                    text = (
+                        "check manually: 'ray.train' is not replaced, because 'ray' may be "
+                        "reassigned or the expression has several lines"
+                    )
                     changes.notes.append(MigrationNote(node.lineno, text))
                     continue
                 changes.edits.append(_Edit(node.lineno, node.col_offset, node.end_col_offset, _NEW))
@@ -221,7 +224,7 @@ def _missing_imports(
     lines: list[bytes],
     changes: _Changes,
 ) -> None:
-    """Add imports for names that the replaced `import ray.train` or `import ray` bound."""
+    """Add `import drawbar.train` or `import ray` if the rewritten script uses it but lacks it."""
     plain = [
         (node, alias)
         for node in imports
