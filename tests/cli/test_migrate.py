@@ -78,6 +78,9 @@ def test_rewrite_replaces_names_in_place(before: str, after: str) -> None:
         ("x = 'RAY_TRAIN_V2_ENABLED'", "does not read RAY_TRAIN_"),
         ("import_module('ray.train')", "string contains 'ray.train'"),
         ("def f(ray): ray.train.report()", "'ray' may be reassigned"),
+        ("import fish as ray; ray.train.report()", "'ray' may be reassigned"),
+        ("from sea import ray; ray.train.report()", "'ray' may be reassigned"),
+        ("ray.train.report(); from sea import fish as ray", "'ray' may be reassigned"),
     ],
 )
 def test_rewrite_notes_ambiguous_code(script: str, expected: str) -> None:

@@ -126,8 +126,9 @@ class DataParallelTrainer(ArgumentErrors):
     def fit(self) -> Result:
         """Run the training function and wait for the result.
 
-        Everything that can be checked is checked before a process starts. A local Ray is started if
-        this process is not connected to a cluster and `RAY_ADDRESS` is not set. With
+        Everything that can be checked is checked before a process starts. If this process
+        is not connected to a cluster, `fit()` connects to `RAY_ADDRESS` or to a cluster that `ray
+        start` has started on this machine; if there is neither, it starts Ray locally. With
         `num_workers=0`, Ray is not needed and the function runs in the calling thread. Under
         torchrun, a `TorchTrainer` uses the processes of torchrun as the ranks of one run.
 

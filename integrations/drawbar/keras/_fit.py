@@ -199,7 +199,7 @@ def make_distributed_predict(model: Model, predict: KerasMethod) -> KerasMethod:
     """Return a `predict` that divides arrays from `prepare_dataset` between the ranks.
 
     Every rank receives the predictions of all rows. For any other data, each rank predicts all rows
-    that it passes.
+    of the data that it passes.
     """
     if keras.backend.backend() == "jax":
         predict = _on_local_devices(model, predict)

@@ -24,8 +24,9 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
     """Report logged metrics and checkpoints every n steps or epochs.
 
     Each rank reports the Trainer's `callback_metrics` with `epoch` and `step`. A checkpoint has
-    Lightning's checkpoint as `checkpoint.ckpt`: a file or, with the FSDP, DTensor, and DeepSpeed
-    strategies, a directory of shards that all ranks write.
+    Lightning's checkpoint as `checkpoint.ckpt`: a file or, with the DTensor and DeepSpeed
+    strategies and with FSDP's `state_dict_type="sharded"`, a directory of shards that all ranks
+    write.
 
     Args:
         checkpoint_upload_mode: SYNC (default) waits until a checkpoint is committed; ASYNC

@@ -92,10 +92,10 @@ def _make_predictor(model: bytes, options: dict[str, object]) -> Predictor:
 def _to_dmatrix(booster: Booster, features: pd.DataFrame) -> DMatrix:
     """Create a matrix. Strings and numbers of categorical features become categories."""
     frame = _strings_to_categories(booster, features)
-    string_columns = any(
+    has_codes = any(
         frame[name].dtype.name != "category" for name in _categorical_features(booster, frame)
     )
-    types = booster.feature_types if string_columns else None
+    types = booster.feature_types if has_codes else None
     return DMatrix(frame, enable_categorical=True, feature_types=types)
 
 

@@ -339,6 +339,7 @@ def test_report_accepts_unusual_file_names(tmp_path: Path) -> None:
         "d" * 255,
         "deep/" * 200 + "x",
         "sub/.drawbar.json",
+        ".drawbar-x/a.1.tmp",
     ]
 
     def function() -> None:

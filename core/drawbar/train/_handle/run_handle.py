@@ -162,9 +162,11 @@ class RunHandle:
 
         Example: `print(run.get_logs(rank=1))`
         """
-        sizes = [attempt.world_size for attempt in self.timeline.attempts]
-        if rank < 0 or 0 < max(sizes, default=0) <= rank:
-            raise ValueError(f"run {self.name!r} has the ranks 0 to {max(sizes) - 1}, found {rank}")
+        if rank < 0:
+            raise ValueError(f"rank must be >= 0, found {rank}")
+        world_size = max((attempt.world_size for attempt in self.timeline.attempts), default=0)
+        if 0 < world_size <= rank:
+            raise ValueError(f"run {self.name!r} has the ranks 0 to {world_size - 1}, found {rank}")
         return self._run.read_log(rank)
 
     def diagnose(self) -> str:

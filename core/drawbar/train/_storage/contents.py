@@ -79,7 +79,7 @@ PENDING_MARKER = ".drawbar-pending"
 # Drawbar writes it too, but it counts as a user's file. Manifests do not list it.
 METADATA_FILE = ".metadata.json"
 _RESERVED_NAMES = re.compile(
-    r"\.drawbar(-checksums|-validation)?\.json|\.drawbar-pending|\.drawbar-.+\.\d+\.tmp"
+    r"\.drawbar(-checksums|-validation)?\.json|\.drawbar-pending|\.drawbar-[^/]+\.\d+\.tmp"
 )
 
 

@@ -191,14 +191,27 @@ def _format_aliases(names: Iterable[ast.alias]) -> str:
     return ", ".join(map(ast.unparse, names))
 
 
+def _rebinds_ray(node: ast.AST) -> bool:
+    """Return whether a node gives the name `ray` another meaning than the module."""
+    match node:
+        case ast.arg(arg="ray") | ast.Name(id="ray", ctx=ast.Store()):
+            return True
+        case ast.FunctionDef(name="ray") | ast.AsyncFunctionDef(name="ray"):
+            return True
+        case ast.ClassDef(name="ray"):
+            return True
+        case ast.Import(names) | ast.ImportFrom(names=names):
+            return any(alias.asname == "ray" for alias in names) or (
+                isinstance(node, ast.ImportFrom) and any(alias.name == "ray" for alias in names)
+            )
+        case _:
+            return False
+
+
 def _replace_attributes(tree: ast.AST, changes: _Changes) -> list[ast.Attribute]:
     """Replace `ray.train` in expressions. Returns the replaced nodes."""
     replaced = []
-    is_shadowed = any(
-        (isinstance(node, ast.arg) and node.arg == "ray")
-        or (isinstance(node, ast.Name) and node.id == "ray" and isinstance(node.ctx, ast.Store))
-        for node in ast.walk(tree)
-    )
+    is_shadowed = any(map(_rebinds_ray, ast.walk(tree)))
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="ray"), attr="train"):
