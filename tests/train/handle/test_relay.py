@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from drawbar.train._config.preemption_info import PreemptionInfo
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._handle.relay import KEPT, Position, Relay
 from drawbar.train._history.events import (
@@ -19,7 +20,7 @@ from drawbar.train._history.events import (
     ValidationsPending,
     WorkersFailed,
 )
-from drawbar.train._messages import PreemptionInfo, Printed
+from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from tests.train.event_factories import attempt_started, committed, reported, workers_started
@@ -31,9 +32,9 @@ FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="ki
 def test_since_returns_events_in_order_once() -> None:
     relay = Relay()
     relay.on_event(attempt_started(0))
-    relay.on_event(LinePrinted(0, Printed(text="a line")))
+    relay.on_event(LinePrinted(0, OutputLine(text="a line")))
     events, seen = relay.since(START, 0)
-    assert events == [attempt_started(0), LinePrinted(0, Printed(text="a line"))]
+    assert events == [attempt_started(0), LinePrinted(0, OutputLine(text="a line"))]
     assert relay.since(seen, 0) == ([], seen)
     relay.on_event(Notice("more"))
     assert relay.since(seen, 0)[0] == [Notice("more")]
@@ -55,7 +56,7 @@ def test_since_returns_events_in_order_once() -> None:
             seconds=1.5,
         ),
         Notice("waiting for CPU=4"),
-        LinePrinted(1, Printed(text="bad batch", stream="stderr")),
+        LinePrinted(1, OutputLine(text="bad batch", stream="stderr")),
         WorkersFailed("worker", [FAILURE], is_final=False),
         PreemptionAnnounced(PreemptionInfo(None, {"n": [0]})),
         ValidationsPending("checkpoint_000003"),

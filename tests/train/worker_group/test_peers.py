@@ -8,14 +8,15 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from drawbar.train._messages import CollectiveCalled, WorkerInfo
+from drawbar.train._protocol.assignment import WorkerInfo
+from drawbar.train._protocol.messages import CollectiveCalled
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.addresses import LOOPBACK
 from drawbar.train._worker_group.peers import Hello, Lost, Peers, Said, Wire, meet_rank_zero
 from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 
 LOCAL_INFO = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
-COLLECTIVE = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
+COLLECTIVE = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, location="")
 
 
 class Store:

@@ -269,8 +269,8 @@ def _create_host_actor(spec: RunSpec) -> HostHandle:
             remote(HostActor)
             .options(**options)
             .remote(
-                spec.worker_spec.environment,
-                spec.worker_spec.surroundings,
+                spec.worker_spec.env_vars,
+                spec.worker_spec.driver_env,
                 is_detached,
                 get_ray_worker_id(),
             )

@@ -27,8 +27,9 @@ from drawbar.train._errors import ControllerError
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._history.journal import read_events
 from drawbar.train._history.timeline import RunState
-from drawbar.train._messages import Assignment, Message, Ranks
-from drawbar.train._orders import Interrupt
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
+from drawbar.train._protocol.commands import InterruptFunction
+from drawbar.train._protocol.messages import Message
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._threads import DaemonThreadPool
 from drawbar.train._worker.actor import TrainLoop, enable_transfers_if_node_local
@@ -196,7 +197,7 @@ class TorchrunRun:
         use_caller_thread: bool,
     ) -> None:
         self._payload = payload
-        self._env_vars = spec.worker_spec.environment
+        self._env_vars = spec.worker_spec.env_vars
         self._cache: dict[object, object] = {}
         self._session: Session | None = None
         self._function_thread: threading.Thread | None = None
@@ -234,7 +235,7 @@ class TorchrunRun:
                 ControllerOutcome(error=lost), RunState(status="failed"), None
             )
             if self._session is not None:
-                self._session.obey(Interrupt(reason=str(lost)))
+                self._session.obey(InterruptFunction(reason=str(lost)))
         self._ended.set()
         self._executor.wake_up()
 
@@ -254,10 +255,10 @@ class TorchrunRun:
             case Over(outcome):
                 self._outcome = cloudpickle.loads(outcome)
 
-    def _start_attempt(self, assignment: Assignment) -> None:
+    def _start_attempt(self, assignment: WorkerAssignment) -> None:
         env_vars = {**self._env_vars, **_get_device_env_vars(assignment)}
         # Not rank 0's variables: torchrun sets different ones in each process.
-        spec = dataclasses.replace(assignment.spec, environment=env_vars)
+        spec = dataclasses.replace(assignment.spec, env_vars=env_vars)
         assignment = dataclasses.replace(assignment, spec=spec)
         self._session = session = Session(assignment, self._send, self._cache)
         self._executor.submit(partial(self._run_train_loop, session))
@@ -310,9 +311,9 @@ class TorchrunRun:
         return self._outcome
 
 
-def _get_device_env_vars(assignment: Assignment) -> dict[str, str]:
+def _get_device_env_vars(assignment: WorkerAssignment) -> dict[str, str]:
     name = "CUDA_VISIBLE_DEVICES"
-    variables = assignment.spec.environment
+    variables = assignment.spec.env_vars
     return {name: variables[name]} if name in variables else {}
 
 

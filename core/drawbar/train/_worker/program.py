@@ -24,8 +24,8 @@ from typing import IO, Literal
 import msgspec
 
 from drawbar.train._errors import ProgramFailedError
-from drawbar.train._messages import SignOfLife, Wrote
-from drawbar.train._orders import Interrupt, Order
+from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.messages import Heartbeat, OutputBytes
 from drawbar.train._worker import program_main, sentinel
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.interrupt import AttemptInterrupted
@@ -190,10 +190,10 @@ class Program:
         with contextlib.suppress(OSError):  # closed: the program has ended
             self._wakeup_writer.send(b".")
 
-    def obey(self, command: Order) -> None:
+    def obey(self, command: Command) -> None:
         """Handle a command: forward it to the program, or interrupt the wait for the program."""
-        if isinstance(command, Interrupt):
-            self._is_stopped_by_user = command.by_user
+        if isinstance(command, InterruptFunction):
+            self._is_stopped_by_user = command.is_user_request
             self._wake_up()
         else:
             self._session_connection.obey(command)
@@ -233,7 +233,7 @@ class Program:
         if time.monotonic() >= self._next_sign:
             self._next_sign = time.monotonic() + self._sign_seconds
             if self._activity.look():
-                self._session.forward(SignOfLife())
+                self._session.forward(Heartbeat())
         return bool(ready)
 
     def _on_wakeup(self) -> bool:
@@ -258,7 +258,7 @@ class Program:
         data = os.read(pipe.fileno(), _READ_BYTES)
         if data:
             write_to_log(data)
-            self._session.forward(Wrote(data=data, stream=stream))
+            self._session.forward(OutputBytes(data=data, stream=stream))
         return bool(data)
 
     @property

@@ -17,8 +17,9 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from drawbar.train._messages import Assignment, Message
-from drawbar.train._orders import Interrupt, Order
+from drawbar.train._protocol.assignment import WorkerAssignment
+from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.messages import Message
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._worker.program_main import SESSION_VARIABLE
 from drawbar.train._worker.session import Session
@@ -31,16 +32,16 @@ FLUSH_SECONDS = 2.0
 class Handover:
     """Initial state of the session in the program's process."""
 
-    assignment: Assignment
+    assignment: WorkerAssignment
     collectives_called: int
     is_unshared: bool
 
     @classmethod
     def of(cls, session: Session) -> Handover:
         """Capture the current state of the session in the worker process."""
-        spec = dataclasses.replace(session.assignment.spec, surroundings=None)
+        spec = dataclasses.replace(session.assignment.spec, driver_env=None)
         assignment = dataclasses.replace(
-            session.assignment, spec=spec, checkpoint=session.checkpoint
+            session.assignment, spec=spec, resume_checkpoint=session.checkpoint
         )
         return cls(assignment, session.collectives.call_count, session.is_storage_node_local)
 
@@ -75,10 +76,10 @@ class RanksEnd:
             self._is_open = True
         return True
 
-    def obey(self, command: Order) -> None:
+    def obey(self, command: Command) -> None:
         """Send a command to the program, if it has opened a session."""
         # An interrupt is sent as a signal instead.
-        if self._is_open and not isinstance(command, Interrupt):
+        if self._is_open and not isinstance(command, InterruptFunction):
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(serialize_without_references(command))
 

@@ -21,8 +21,9 @@ from typing import Any, TypedDict
 
 from drawbar.train._config.backend import LauncherStore
 from drawbar.train._errors import ControllerError
-from drawbar.train._messages import Assignment, Message, Ranks, WorkerInfo
-from drawbar.train._orders import Order
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.commands import Command
+from drawbar.train._protocol.messages import Message
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._threads import wait_to_accept_again
@@ -49,7 +50,7 @@ class Opened:
 class Begin:
     """Command to start an attempt."""
 
-    assignment: Assignment
+    assignment: WorkerAssignment
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Obey:
     """Command for the session of an attempt. Ignored if it is for an earlier attempt."""
 
     attempt: int
-    order: Order
+    order: Command
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from drawbar.train._messages import Assignment, Gone, Ranks, WorkerInfo
-from drawbar.train._orders import Interrupt, Order
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
@@ -102,7 +103,7 @@ class TorchrunWorkerGroup:
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
         """Do nothing: torchrun has assigned the ranks."""
 
-    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+    def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt."""
         self._attempt, self._on_messages = assignments[0].attempt, on_messages
         local = [assignment for assignment in assignments if assignment.ranks.world_rank == 0]
@@ -112,7 +113,7 @@ class TorchrunWorkerGroup:
             if rank > 0:
                 self._functions_ended[rank] = asyncio.Event()
                 # Peers have an environment already.
-                spec = dataclasses.replace(assignment.spec, surroundings=None)
+                spec = dataclasses.replace(assignment.spec, driver_env=None)
                 self._server.send(rank, Begin(dataclasses.replace(assignment, spec=spec)))
         for rank, detail in list(self._lost_peers.items()):  # lost after it joined
             self._on_message(rank, Lost(detail))
@@ -141,9 +142,9 @@ class TorchrunWorkerGroup:
                         self._resolve_request(request_id, Answer(request_id, error=detail))
                 if rank in self._functions_ended:
                     self._functions_ended[rank].set()
-                self._on_messages(rank, [Gone(detail=detail, time=time.time())])
+                self._on_messages(rank, [WorkerDied(detail=detail, time=time.time())])
 
-    def send_command(self, rank: int, command: Order) -> None:
+    def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank."""
         if rank == 0:
             self._local_group.send_command(rank, command)
@@ -164,7 +165,8 @@ class TorchrunWorkerGroup:
         }
         for rank in running:
             self.send_command(
-                rank, Interrupt(reason="the attempt is over", by_user=is_user_request)
+                rank,
+                InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
             )
         local_end = self._local_group.end_attempt(
             grace=grace, should_keep=should_keep, should_replace=should_replace
