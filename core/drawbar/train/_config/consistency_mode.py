@@ -1,4 +1,4 @@
-"""`CheckpointConsistencyMode`: what `get_all_reported_checkpoints` waits for."""
+"""`CheckpointConsistencyMode`: condition that `get_all_reported_checkpoints` waits for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class CheckpointConsistencyMode(Enum):
-    """Mode of `get_all_reported_checkpoints`: what it waits for.
+    """Condition that `get_all_reported_checkpoints` waits for.
 
     COMMITTED waits until every checkpoint of this rank's reports is committed. VALIDATED also waits
     until the validations of these and all earlier checkpoints have ended.

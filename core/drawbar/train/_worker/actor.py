@@ -47,7 +47,7 @@ from drawbar.train._worker.addresses import get_node_address
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import capture_output
-from drawbar.train._worker.session import Session
+from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
 from drawbar.train._worker.stack import Stack, capture_stack
 from drawbar.train._worker.worker_env import (
     compute_thread_count,
@@ -96,9 +96,6 @@ class Outbox:
         self._last_batch_time = time.monotonic()
         return batch
 
-
-FAILURE_FLUSH_S = 2.0
-"""Time limit for completing checkpoints in flight before a failure is reported."""
 
 _FINAL_MESSAGE_TYPES = (RankFinished, RankFailed, RankInterrupted)
 
@@ -193,10 +190,10 @@ class Worker:
                 session.uploads.async_commits.join()
                 return
 
-    def obey(self, attempt: int, command: Command) -> None:
+    def handle_command(self, attempt: int, command: Command) -> None:
         """Handle a command (control group). Commands for an attempt that has ended are ignored."""
         if self._session is not None and self._session.assignment.attempt == attempt:
-            self._session.obey(command)
+            self._session.handle_command(command)
 
     def capture_stack(self) -> Stack:
         """Return the stack of the training function or its program (control group)."""

@@ -58,13 +58,16 @@ from drawbar.train._worker.upload_mode import CheckpointUploadMode, check_upload
 from drawbar.train._worker.uploads import CheckpointUploadFn, Uploads
 from drawbar.train._worker.user_frames import format_caller_location
 
+FAILURE_FLUSH_S = 2.0
+"""Time limit for completing checkpoints in flight before a failure is reported."""
+
 T = TypeVar("T")
 
 
 class ProgramProxy(Protocol):
     """Program that runs in place of the training function."""
 
-    def obey(self, command: Command) -> None:
+    def handle_command(self, command: Command) -> None:
         """Handle a command from the controller. Called from any thread; never blocks."""
         ...
 
@@ -359,14 +362,14 @@ class Session:
 
     # -- commands
 
-    def obey(self, command: Command) -> None:
+    def handle_command(self, command: Command) -> None:
         """Handle a command from the controller. Called from any thread; never blocks."""
         # Read once: the thread that waits for the program may reset it concurrently.
         program = self.program
         if program is None or isinstance(command, InterruptFunction):
             self._apply_command(command)
         if program is not None:
-            program.obey(command)
+            program.handle_command(command)
 
     def _apply_command(self, command: Command) -> None:
         match command:

@@ -59,7 +59,7 @@ class WorkerHandle(Protocol):
     initialize: RemoteMethod[WorkerInfo]
     run: RemoteStream[list[Message]]
     execute: RemoteMethod[object]
-    obey: RemoteMethod[None]
+    handle_command: RemoteMethod[None]
     capture_stack: RemoteMethod[Stack]
     shut_down: RemoteMethod[None]
 

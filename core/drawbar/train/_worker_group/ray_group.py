@@ -121,7 +121,7 @@ class RayWorkerGroup:
         If the process is dead, its message stream reports the death.
         """
         slot = self._ranks[rank]
-        control = slot.actor.obey.options(concurrency_group="control")
+        control = slot.actor.handle_command.options(concurrency_group="control")
         delivery = asyncio.ensure_future(await_reference(control.remote(self._attempt, command)))
         self._undelivered_commands.add(delivery)
         delivery.add_done_callback(partial(self._on_command_delivered, rank, slot))

@@ -121,7 +121,7 @@ class ThreadWorkerGroup:
 
     def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank."""
-        self._sessions[rank].obey(command)
+        self._sessions[rank].handle_command(command)
 
     async def end_attempt(
         self,

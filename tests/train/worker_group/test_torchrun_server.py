@@ -12,7 +12,14 @@ from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._protocol.messages import CollectiveCalled
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.addresses import LOOPBACK
-from drawbar.train._worker_group.peers import Hello, Lost, Peers, Said, Wire, meet_rank_zero
+from drawbar.train._worker_group.torchrun_server import (
+    MessageSent,
+    PeerConnection,
+    PeerHello,
+    PeerLost,
+    TorchrunServer,
+    connect_to_rank_zero,
+)
 from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 
 LOCAL_INFO = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
@@ -32,38 +39,38 @@ class Store:
         return self._values.get()
 
 
-def connect(peers: Peers, folder: Path) -> Wire:
+def connect(server: TorchrunServer, folder: Path) -> PeerConnection:
     """Connect one peer to a run."""
     store = Store()
-    peers.invite(store, "run", RunDirectory(folder))
-    wire, _ = meet_rank_zero(store, "run", Hello(1, LOCAL_INFO))
-    assert peers.wait(30) == 1
-    return wire
+    server.publish_address(store, "run", RunDirectory(folder))
+    connection, _ = connect_to_rank_zero(store, "run", PeerHello(1, LOCAL_INFO))
+    assert server.wait_for_peers(30) == 1
+    return connection
 
 
-def test_peer_messages_before_handler_are_buffered(tmp_path: Path) -> None:
-    peers = Peers(1, LOOPBACK)
-    wire = connect(peers, tmp_path)
-    wire.send(Said(COLLECTIVE))
+def test_torchrun_server_buffers_messages_until_handler_is_set(tmp_path: Path) -> None:
+    server = TorchrunServer(1, LOOPBACK)
+    connection = connect(server, tmp_path)
+    connection.send(MessageSent(COLLECTIVE))
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    peers.hear(lambda rank, message: received.put((rank, message)))
-    assert received.get(timeout=30) == (1, Said(COLLECTIVE))
-    wire.close()
+    server.set_handler(lambda rank, message: received.put((rank, message)))
+    assert received.get(timeout=30) == (1, MessageSent(COLLECTIVE))
+    connection.close()
     rank, message = received.get(timeout=30)
-    assert (rank, type(message)) == (1, Lost)
+    assert (rank, type(message)) == (1, PeerLost)
 
 
-def test_peers_accept_again_after_file_descriptors_ran_out(tmp_path: Path) -> None:
-    peers, store = Peers(1, LOOPBACK), Store()
+def test_torchrun_server_accepts_again_after_file_descriptors_ran_out(tmp_path: Path) -> None:
+    server, store = TorchrunServer(1, LOOPBACK), Store()
     with socket.socket() as scanner:
         lowest = lowest_free_file_descriptor()
-        peers.invite(store, "run", RunDirectory(tmp_path))
+        server.publish_address(store, "run", RunDirectory(tmp_path))
         address = json.loads(store.get("run"))
         with no_free_file_descriptor(lowest) as wait_until_accept_failed:
             scanner.connect((address["host"], address["port"]))
             scanner.shutdown(socket.SHUT_RDWR)
             wait_until_accept_failed()
     store.set("run", json.dumps(address))
-    wire, _ = meet_rank_zero(store, "run", Hello(1, LOCAL_INFO))
-    assert peers.wait(30) == 1
-    wire.close()
+    connection, _ = connect_to_rank_zero(store, "run", PeerHello(1, LOCAL_INFO))
+    assert server.wait_for_peers(30) == 1
+    connection.close()
