@@ -53,7 +53,7 @@ def test_docstring_args_match_signature() -> None:
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     shown = [node for node in nodes if isinstance(node, Explained) and node.name in public]
     assert len(shown) > 100
-    unknown = {node.name: set(_explained(node)) - _taken(node, classes) for node in shown}
+    unknown = {node.name: set(_explained(node)) - _list_parameters(node, classes) for node in shown}
     assert {name: names for name, names in unknown.items() if names} == {}
 
 
@@ -84,7 +84,7 @@ def _last_part(base: ast.expr) -> str:
     return ast.unparse(base).partition("[")[0].rpartition(".")[2]
 
 
-def _taken(node: Explained, classes: Mapping[str, ast.ClassDef]) -> set[str]:
+def _list_parameters(node: Explained, classes: Mapping[str, ast.ClassDef]) -> set[str]:
     """Return the arguments of a function or `__init__`, and the fields of a class and its bases."""
     if isinstance(node, ast.ClassDef):
         fields = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
@@ -94,5 +94,5 @@ def _taken(node: Explained, classes: Mapping[str, ast.ClassDef]) -> set[str]:
         makers = [each for each in made if each.name in ("__init__", "__new__")]
         inner: list[Explained] = [*bases, *makers]
         inherited = map(_estimator_arguments, names)
-        return fields.union(*(_taken(each, classes) for each in inner), *inherited)
+        return fields.union(*(_list_parameters(each, classes) for each in inner), *inherited)
     return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}

@@ -14,7 +14,7 @@ from drawbar.train._history.events import (
     WorkersFailed,
     WorkersStarted,
 )
-from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 
 __all__ = [
     "LinePrinted",

@@ -81,7 +81,7 @@ def results_of(grid: tune.ResultGrid) -> list[Any]:
 
 
 @pytest.fixture
-def left_over(ray_cluster: None) -> Callable[[], list[str]]:
+def list_orphans(ray_cluster: None) -> Callable[[], list[str]]:
     """Names the actors and placement groups of this Ray that have come since, and are there.
 
     Other tests' may be there too: Ray Data keeps some for as long as Ray runs.
@@ -101,7 +101,7 @@ def _is_there(row: dict[str, Any]) -> bool:
 
 
 def test_halving_with_resources_for_half_of_trials_finishes(
-    tmp_path: Path, left_over: Callable[[], list[str]]
+    tmp_path: Path, list_orphans: Callable[[], list[str]]
 ) -> None:
     before = len(actors())
     grid = sweep(
@@ -110,7 +110,7 @@ def test_halving_with_resources_for_half_of_trials_finishes(
         {"train_loop_config": {"lr": tune.grid_search([1, 2, 3, 4])}},
         scheduler=ASHAScheduler(max_t=4, grace_period=2, reduction_factor=2),
     )
-    assert left_over() == []
+    assert list_orphans() == []
     assert len(actors()) - before == 4 * (1 + 2)  # each trial, and its workers
     assert sorted(each.metrics["training_iteration"] for each in grid)[-1] == 4
     assert sum(each.metrics["training_iteration"] == 2 for each in grid) >= 2
@@ -130,7 +130,7 @@ class CopiesResultsAtTheStart(tune.Callback):
 
 
 def test_population_based_training_keeps_all_results(
-    tmp_path: Path, left_over: Callable[[], list[str]]
+    tmp_path: Path, list_orphans: Callable[[], list[str]]
 ) -> None:
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
@@ -148,7 +148,7 @@ def test_population_based_training_keeps_all_results(
         scheduler=scheduler,
         reuse_actors=True,
     )
-    assert left_over() == []
+    assert list_orphans() == []
     for each in grid:
         assert list(each.metrics_dataframe["training_iteration"]) == [1, 2, 3]
     good, bad = grid
@@ -186,7 +186,7 @@ def test_killed_worker_restarts_within_its_trial(
 
 
 def test_tune_function_with_report_callback_reports_metrics(
-    tmp_path: Path, left_over: Callable[[], list[str]]
+    tmp_path: Path, list_orphans: Callable[[], list[str]]
 ) -> None:
     def trial(config: dict[str, Any]) -> None:
         context = tune.get_context()
@@ -197,7 +197,7 @@ def test_tune_function_with_report_callback_reports_metrics(
 
     trainable = tune.with_resources(trial, as_placement_group_factory(PAIR))
     grid = sweep(trainable, tmp_path, {"lr": tune.grid_search([1, 2])})
-    assert left_over() == []
+    assert list_orphans() == []
     for each in grid:
         assert each.metrics["training_iteration"] == 2
         (run, checkpoint) = Path(each.metrics["checkpoint_path"]).parts[-2:]
@@ -213,7 +213,7 @@ class KillsTheTrial(tune.Callback):
 
 
 def test_killed_optuna_trial_resumes_its_run(
-    tmp_path: Path, left_over: Callable[[], list[str]]
+    tmp_path: Path, list_orphans: Callable[[], list[str]]
 ) -> None:
     def function(config: dict[str, Any]) -> None:
         start = train.get_checkpoint()
@@ -241,7 +241,7 @@ def test_killed_optuna_trial_resumes_its_run(
     assert result.metrics["restored"]
     assert Path(result.checkpoint.path) == Path(result.path, "run_0", "checkpoint_000001")
     assert len(train.Result.from_path(f"{result.path}/run_0").timeline.attempts) == 2
-    assert left_over() == []
+    assert list_orphans() == []
 
 
 class Dies(tune.Callback):
@@ -276,7 +276,7 @@ def test_sweep_after_driver_kill_resumes_from_tune_state(
     tmp_path: Path,
     drivers: Drivers,
     wait_until_gone: Callable[..., None],
-    left_over: Callable[[], list[str]],
+    list_orphans: Callable[[], list[str]],
 ) -> None:
     """One of lr=2, whose checkpoint Tune has saved, and one of lr=3, of which it knows nothing."""
 
@@ -314,4 +314,4 @@ def test_sweep_after_driver_kill_resumes_from_tune_state(
     assert [Path(each.checkpoint.path).parent.name for each in found] == ["run_0", "run_1"]
     for each in found:
         assert list(each.metrics_dataframe["training_iteration"]) == [1, 2]
-    assert left_over() == []
+    assert list_orphans() == []

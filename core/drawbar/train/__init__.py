@@ -22,8 +22,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train import backend, collective
+from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
 from drawbar.train._config.packages import find_shadowing_file as _find_shadowing_file
+from drawbar.train._config.preemption_info import PreemptionInfo
 from drawbar.train._config.run_config import (
     CheckpointConfig,
     FailureConfig,
@@ -60,7 +62,6 @@ from drawbar.train._errors import (
 from drawbar.train._history.ledger import DataLedger, DatasetEpoch
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import AttemptTimes, Timeline
-from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train._storage.storage_context import StorageContext
@@ -76,7 +77,7 @@ from drawbar.train._worker.context import (
     should_checkpoint,
 )
 from drawbar.train._worker.train_context import TrainContext
-from drawbar.train._worker.uploads import CheckpointUploadMode
+from drawbar.train._worker.upload_mode import CheckpointUploadMode
 from drawbar.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:  # provided by __getattr__ at run time

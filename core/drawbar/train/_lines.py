@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from drawbar.train._messages import Printed
+from drawbar.train._protocol.messages import OutputLine
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -31,7 +31,7 @@ class LineSplitter:
         send: Receives each line, in the thread that calls `feed()` or `finish()`.
     """
 
-    def __init__(self, stream: StreamName, send: Callable[[Printed], None]) -> None:
+    def __init__(self, stream: StreamName, send: Callable[[OutputLine], None]) -> None:
         self._stream = stream
         self._send = send
         self._lock = threading.RLock()  # a signal handler may print while this prints
@@ -89,18 +89,18 @@ class LineSplitter:
             self._send_transient(line)
             return
         self._send_held_line()
-        self._send(Printed(text=line, stream=self._stream))
+        self._send(OutputLine(text=line, stream=self._stream))
 
     def _send_held_line(self) -> None:
         if self._held_line:
-            self._send(Printed(text=self._held_line, stream=self._stream))
+            self._send(OutputLine(text=self._held_line, stream=self._stream))
             self._held_line = ""
 
     def _send_transient(self, state: str) -> None:
         now = time.monotonic()
         if state and now - self._last_sent >= _REDRAW_SECONDS:
             self._last_sent = now
-            self._send(Printed(text=state, stream=self._stream, transient=True))
+            self._send(OutputLine(text=state, stream=self._stream, is_redraw=True))
 
 
 def last_state(line: str) -> str:

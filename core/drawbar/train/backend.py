@@ -35,7 +35,7 @@ from drawbar.train._worker.integration_api import (
     start_training,
     sync_report_index,
 )
-from drawbar.train._worker.program import run_program
+from drawbar.train._worker.program_process import run_program
 
 __all__ = [
     "Backend",

@@ -22,7 +22,7 @@ def run_script(config: dict[str, Any]) -> None:
     Args:
         config: Options of the script: `arguments` of `python`, additional variables
             (`environment`), `niceness` of the driver's shell, `max_restarts`, and the interval
-            between heartbeats (`sign_seconds`).
+            between heartbeats (`activity_check_seconds`).
 
     Raises:
         FileNotFoundError: This node does not have the script.
@@ -42,7 +42,7 @@ def run_script(config: dict[str, Any]) -> None:
         environment = script_env(os.environ, config["environment"])
         environment |= torchelastic_env(config["max_restarts"])
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        run_program(arguments, environment, sign_seconds=config["sign_seconds"])
+        run_program(arguments, environment, activity_check_seconds=config["activity_check_seconds"])
 
 
 def script_env(worker_env: Mapping[str, str], extra_env: Mapping[str, str]) -> dict[str, str]:

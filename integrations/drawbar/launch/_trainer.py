@@ -94,7 +94,7 @@ class ScriptTrainer(DataParallelTrainer):
                 "environment": {**_startup_env(), **(environment or {})},
                 "niceness": os.getpriority(os.PRIO_PROCESS, 0),
                 "max_restarts": run_config.failure_config.max_failures,
-                "sign_seconds": _heartbeat_interval(run_config.failure_config),
+                "activity_check_seconds": _heartbeat_interval(run_config.failure_config),
             },
             backend_config=ScriptConfig(),
             scaling_config=scaling_config,

@@ -20,7 +20,7 @@ from drawbar.train._console.console import Console
 from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import BytesWritten, LinePrinted, Notice, RunEnded, WorkersFailed
-from drawbar.train._messages import Printed
+from drawbar.train._protocol.messages import OutputLine
 from tests.train.event_factories import attempt_started, committed, reported, workers_started
 
 FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")
@@ -29,16 +29,16 @@ RUN_SCRIPT = """
 import logging
 from drawbar.train._console.console import Console
 from drawbar.train._console.displays import DisplayStatus
-from drawbar.train._messages import Printed
+from drawbar.train._protocol.messages import OutputLine
 from tests.train.event_factories import *
 
 console = Console(logging.INFO, "/runs/mnist")
 console.on_event(workers_started(2))
 for step in range(3000):
     console.on_event(reported(0, step, {"loss": 0.123456, "epoch": 1}))
-    console.on_event(LinePrinted(0, Printed(text=f" {step}/3000", transient=True)))
+    console.on_event(LinePrinted(0, OutputLine(text=f" {step}/3000", is_redraw=True)))
     if step % 1000 == 0:
-        console.on_event(LinePrinted(0, Printed(text=f"[b]{step}[/b] " + "wide " * 30 + ".")))
+        console.on_event(LinePrinted(0, OutputLine(text=f"[b]{step}[/b] " + "wide " * 30 + ".")))
         print("the driver prints", step)
 console.on_event(committed("checkpoint_000001", 123_000_000, 0.5))
 console.on_event(RunEnded(time=0, outcome="finished"))
@@ -60,8 +60,8 @@ def show_everything(console: Console) -> None:
     console.on_event(reported(0, 7, {"loss": 0.123456789, "note": "warm-up", "table": [1]}))
     console.on_event(reported(1, 7, {"loss": 9.0}))
     console.on_event(committed("checkpoint_000001", 1_234_567_890, 0.52))
-    console.on_event(LinePrinted(0, Printed(text="hello")))
-    console.on_event(LinePrinted(1, Printed(text="ERROR user: bad batch", stream="stderr")))
+    console.on_event(LinePrinted(0, OutputLine(text="hello")))
+    console.on_event(LinePrinted(1, OutputLine(text="ERROR user: bad batch", stream="stderr")))
     console.on_event(Notice("waiting for CPU=4"))
     console.on_event(WorkersFailed("worker", [FAILURE], is_final=False))
 
@@ -163,9 +163,9 @@ def test_console_with_many_redraws_prints_few_lines() -> None:
     console, file = make_plain_console()
     for number in range(1000):
         console.on_event(
-            LinePrinted(0, Printed(text=f"{number}/1000", stream="stderr", transient=True))
+            LinePrinted(0, OutputLine(text=f"{number}/1000", stream="stderr", is_redraw=True))
         )
-    console.on_event(LinePrinted(0, Printed(text="1000/1000", stream="stderr")))
+    console.on_event(LinePrinted(0, OutputLine(text="1000/1000", stream="stderr")))
     assert file.getvalue() == "0/1000\n1000/1000\n"
 
 
@@ -194,8 +194,8 @@ def test_plain_display_of_resumed_run_names_attempt_and_checkpoint(
 
 def test_console_writes_lines_to_their_original_stream(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(logging.INFO, "")
-    console.on_event(LinePrinted(0, Printed(text="[bold]out[/bold]")))
-    console.on_event(LinePrinted(0, Printed(text="err", stream="stderr")))
+    console.on_event(LinePrinted(0, OutputLine(text="[bold]out[/bold]")))
+    console.on_event(LinePrinted(0, OutputLine(text="err", stream="stderr")))
     console.on_event(Notice("a notice"))
     console.close()
     out, err = capsys.readouterr()

@@ -11,14 +11,14 @@ from collections import Counter
 from random import Random
 from typing import Any, Literal, get_args
 
+from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress
-from drawbar.train._messages import (
-    CheckpointConsistencyMode,
-    CheckpointsAsked,
+from drawbar.train._protocol.messages import (
+    CheckpointListRequest,
+    CheckpointOffer,
     CollectiveCalled,
     CollectiveKind,
-    Offer,
-    Reported,
+    Report,
 )
 from drawbar.train._storage.contents import FileEntry
 from tests.train.controller.progress_oracle import ProgressOracle
@@ -204,10 +204,14 @@ class History:
             self._offered[rank].append(index)
             names = self._random.sample(("a", "b", "c", f"rank_{rank}"), self._random.randint(0, 3))
             files = tuple(FileEntry(name, 1) for name in names)
-            offer = Offer(directory=f"/{rank}", files=files, staged=False, name="checkpoint")
+            offer = CheckpointOffer(
+                directory=f"/{rank}", files=files, is_staged=False, checkpoint_name="checkpoint"
+            )
         where = f"train.py:{10 + len(self._steps[rank])} in f"
         waits = step == "save"
-        report = Reported(index=index, metrics={}, time=0, where=where, offer=offer, waits=waits)
+        report = Report(
+            index=index, metrics={}, time=0, location=where, offer=offer, is_blocking=waits
+        )
         for complete in self.progress.call("on_report", rank, report):
             self.progress.counts["rounds"] += 1
             if complete.offers:
@@ -217,7 +221,9 @@ class History:
         is_cancelled = self._random.random() < self._error_rate
         until = None if is_cancelled else CheckpointConsistencyMode.COMMITTED
         where = f"train.py:{30 + len(self._steps[rank])} in f"
-        request = CheckpointsAsked(number=0, until=until, timed=is_timed, where=where)
+        request = CheckpointListRequest(
+            request_id=0, consistency_mode=until, has_timeout=is_timed, location=where
+        )
         self.progress.call("on_checkpoints_requested", rank, request)
 
     def _call_collective(self, rank: int, kind: CollectiveKind) -> None:
@@ -231,7 +237,7 @@ class History:
             number=number,
             kind=kind,
             payload=None,
-            where=f"train.py:{50 + len(self._steps[rank])} in f",
+            location=f"train.py:{50 + len(self._steps[rank])} in f",
         )
         if self.progress.call("on_collective", rank, call) is not None:
             self.progress.counts["collectives"] += 1

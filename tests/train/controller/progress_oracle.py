@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from drawbar.train._controller.report_rounds import ReportRound
-from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Reported
+from drawbar.train._protocol.messages import CheckpointListRequest, CollectiveCalled, Report
 from drawbar.train._storage.contents import FileEntry
 
 
@@ -32,9 +32,9 @@ class RankState:
     collectives: int = 0
     users_collectives: int = 0
     last: str = ""
-    awaited_report: Reported | None = None
+    awaited_report: Report | None = None
     awaited_collective: CollectiveCalled | None = None
-    awaited_checkpoints: CheckpointsAsked | None = None
+    awaited_checkpoints: CheckpointListRequest | None = None
     is_finished: bool = False
 
     def describe(self) -> str:
@@ -42,12 +42,12 @@ class RankState:
         if self.awaited_collective is not None:
             call = self.awaited_collective
             which = "internal collective" if call.number is None else f"collective #{call.number}"
-            return f"waits in {which} ({_name_of(call)}) at {call.where}"
+            return f"waits in {which} ({_name_of(call)}) at {call.location}"
         if self.awaited_report is not None:
             report = self.awaited_report
-            return f"waits for report #{report.index} with a checkpoint at {report.where}"
+            return f"waits for report #{report.index} with a checkpoint at {report.location}"
         if self.awaited_checkpoints is not None:
-            where = self.awaited_checkpoints.where
+            where = self.awaited_checkpoints.location
             return (
                 f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at {where}"
             )
@@ -77,10 +77,10 @@ class ProgressOracle:
 
     def __post_init__(self) -> None:
         self.ranks = {rank: RankState(self.first_index) for rank in range(self.world_size)}
-        self._rounds: dict[int, dict[int, Reported]] = {}
+        self._rounds: dict[int, dict[int, Report]] = {}
         self._calls: dict[int, CollectiveCalled] = {}
 
-    def on_report(self, rank: int, report: Reported) -> list[ReportRound]:
+    def on_report(self, rank: int, report: Report) -> list[ReportRound]:
         """Record a report. Return the rounds that it completes.
 
         Rounds without files are returned only with `should_keep_all_rounds`. Otherwise their
@@ -88,8 +88,8 @@ class ProgressOracle:
         """
         # Use the index instead of counting: reports are numbered across all attempts of a run.
         self.ranks[rank].reports = report.index + 1
-        self.ranks[rank].last = report.where
-        if report.waits:
+        self.ranks[rank].last = report.location
+        if report.is_blocking:
             self.ranks[rank].awaited_report = report
         if report.offer is not None or self.should_keep_all_rounds:
             self._rounds.setdefault(report.index, {})[rank] = report
@@ -109,9 +109,9 @@ class ProgressOracle:
         if report is not None:
             self.ranks[rank].awaited_report = report
 
-    def on_checkpoints_requested(self, rank: int, request: CheckpointsAsked) -> None:
+    def on_checkpoints_requested(self, rank: int, request: CheckpointListRequest) -> None:
         """Record that a rank waits until all ranks have reported as often as it has."""
-        is_blocking = request.until is not None and not request.timed
+        is_blocking = request.consistency_mode is not None and not request.has_timeout
         self.ranks[rank].awaited_checkpoints = request if is_blocking else None
 
     def on_checkpoints_reply(self, rank: int) -> None:
@@ -139,7 +139,7 @@ class ProgressOracle:
         self.ranks[rank].awaited_collective = call
         if call.number is not None:
             self.ranks[rank].users_collectives = call.number + 1
-            self.ranks[rank].last = call.where
+            self.ranks[rank].last = call.location
         self._calls[rank] = call
         same = [(c.sequence, c.kind) == (call.sequence, call.kind) for c in self._calls.values()]
         # Keep calls that differ, since they prove a divergence.
@@ -243,7 +243,7 @@ class ProgressOracle:
         oldest = self._find_oldest_offer(waiter)
         return oldest is not None and self.ranks[other].reports <= oldest.index
 
-    def _find_oldest_offer(self, rank: int) -> Reported | None:
+    def _find_oldest_offer(self, rank: int) -> Report | None:
         for index in sorted(self._rounds):
             report = self._rounds[index].get(rank)
             if report is not None and report.offer is not None:
@@ -255,7 +255,7 @@ class ProgressOracle:
             return self.ranks[rank].describe()
         offer = self._find_oldest_offer(rank)
         assert offer is not None  # only called for a rank that depends on another one
-        return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
+        return f"has a checkpoint pending in report #{offer.index} from {offer.location}"
 
 
 def _name_of(call: CollectiveCalled) -> str:
@@ -264,7 +264,7 @@ def _name_of(call: CollectiveCalled) -> str:
     return call.kind if is_public else "should_checkpoint"
 
 
-def _assign_files(reports: Mapping[int, Reported]) -> dict[int, tuple[FileEntry, ...]]:
+def _assign_files(reports: Mapping[int, Report]) -> dict[int, tuple[FileEntry, ...]]:
     """Assign each file to the lowest rank that offers it."""
     assigned_paths: set[str] = set()
     assigned_files: dict[int, tuple[FileEntry, ...]] = {}

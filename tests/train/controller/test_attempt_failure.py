@@ -21,7 +21,7 @@ from drawbar.train import (
 )
 from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._controller.failures import make_training_failed_error
-from drawbar.train._messages import Gone
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train.testing import run_in_threads
 
 
@@ -77,7 +77,7 @@ def test_root_cause_of_lost_connection_waits_for_peer_death(message: str) -> Non
         attempt_failure = AttemptFailure("worker", [failure])
         task = asyncio.create_task(attempt_failure.wait_for_root_cause(TIMEOUT_S))
         is_waiting = not (await asyncio.wait([task], timeout=0.1))[0]
-        attempt_failure.on_message(1, Gone(detail="SIGKILL", time=0.0))
+        attempt_failure.on_message(1, WorkerDied(detail="SIGKILL", time=0.0))
         await task
         return is_waiting
 

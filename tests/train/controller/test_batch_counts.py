@@ -7,19 +7,24 @@ from typing import Any
 import pytest
 
 from drawbar.train._controller.batch_counts import BatchCountCheck
-from drawbar.train._messages import PassEnded
+from drawbar.train._protocol.messages import ShardEpochEnded
 
 
-def shard_epoch(shard: int, batches: int, epoch: int = 0, **options: Any) -> PassEnded:
-    defaults: dict[str, Any] = {"parts": 2, "ended": True, "uneven_rows": "drop", "rows": None}
-    return PassEnded(
+def shard_epoch(shard: int, batches: int, epoch: int = 0, **options: Any) -> ShardEpochEnded:
+    defaults: dict[str, Any] = {
+        "num_shards": 2,
+        "is_complete": True,
+        "uneven_rows": "drop",
+        "num_rows": None,
+    }
+    return ShardEpochEnded(
         dataset="train",
         epoch=epoch,
-        before=[],
-        part=shard,
-        batches=batches,
-        shuffled=False,
-        in_all=None,
+        previous_reads=[],
+        shard_index=shard,
+        num_batches=batches,
+        is_shuffled=False,
+        total_rows=None,
         **defaults | options,
     )
 
@@ -35,7 +40,7 @@ def test_batch_counts_that_differ_warn_once_with_both_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"uneven_rows": "keep"}, {"parts": 1}, {"ended": False}, {"batches": 0}]
+    "options", [{"uneven_rows": "keep"}, {"num_shards": 1}, {"is_complete": False}, {"batches": 0}]
 )
 def test_batch_counts_with_allowed_differences_do_not_warn(options: dict[str, Any]) -> None:
     check = BatchCountCheck(2)
@@ -45,12 +50,12 @@ def test_batch_counts_with_allowed_differences_do_not_warn(options: dict[str, An
 
 def test_batch_counts_without_batches_warn_and_without_rows_raise() -> None:
     check = BatchCountCheck(2)
-    warning = check.add(1, shard_epoch(1, batches=0, empty="batch", epoch=3))
+    warning = check.add(1, shard_epoch(1, batches=0, missing_unit="batch", epoch=3))
     assert warning == "Rank 1 received no batch of datasets['train'] in epoch 3."
-    check.add(0, shard_epoch(0, batches=0, empty="row", epoch=4))
+    check.add(0, shard_epoch(0, batches=0, missing_unit="row", epoch=4))
     error = r"no rank received a row of datasets\['train'\] in epoch 4"
     with pytest.raises(ValueError, match=error):
-        check.add(1, shard_epoch(1, batches=0, empty="row", epoch=4))
+        check.add(1, shard_epoch(1, batches=0, missing_unit="row", epoch=4))
 
 
 def test_describe_ranks_ahead_lists_ranks_that_finished_the_epoch() -> None:

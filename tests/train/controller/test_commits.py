@@ -9,8 +9,8 @@ from pathlib import Path
 from drawbar.train import CheckpointConfig
 from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.report_rounds import ReportRound
-from drawbar.train._messages import FileSent, Offer, Reported
-from drawbar.train._orders import FileTaken, Order, Persist
+from drawbar.train._protocol.commands import Command, FileChunkAck, PersistFiles
+from drawbar.train._protocol.messages import CheckpointOffer, FileChunk, Report
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.run_directory import RunDirectory
@@ -19,13 +19,17 @@ TIMEOUT_S = 20
 FILES = (FileEntry("fast", 1), FileEntry("slow", 1))
 
 
-def make_report(rank: int) -> Reported:
-    offer = Offer(directory=f"/rank/{rank}", files=FILES, staged=False, name="checkpoint_000000")
-    return Reported(index=0, metrics={}, time=0.0, where="", offer=offer)
+def make_report(rank: int) -> Report:
+    offer = CheckpointOffer(
+        directory=f"/rank/{rank}", files=FILES, is_staged=False, checkpoint_name="checkpoint_000000"
+    )
+    return Report(index=0, metrics={}, time=0.0, location="", offer=offer)
 
 
-def make_chunk(number: int, path: str, data: bytes) -> FileSent:
-    return FileSent(number=number, name="checkpoint_000000", path=path, offset=0, data=data)
+def make_chunk(number: int, path: str, data: bytes) -> FileChunk:
+    return FileChunk(
+        request_id=number, checkpoint_name="checkpoint_000000", path=path, offset=0, data=data
+    )
 
 
 async def send_chunks_of_two_ranks(path: Path) -> None:
@@ -44,22 +48,22 @@ async def send_chunks_of_two_ranks(path: Path) -> None:
     async def receive_reply() -> object:
         return await asyncio.wait_for(replies.get(), TIMEOUT_S)
 
-    def send_command(rank: int, command: Order) -> None:
-        assert isinstance(command, Persist)
+    def send_command(rank: int, command: Command) -> None:
+        assert isinstance(command, PersistFiles)
 
     report_round = ReportRound(0, {0: make_report(0), 1: make_report(1)}, {0: FILES, 1: FILES})
     commits.start(report_round, run_id="r", attempt=0, world_size=2, send_command=send_command)
     commits.on_chunk(0, make_chunk(0, "fast", b"f"), replies.put_nowait)
-    assert await receive_reply() == FileTaken(number=0)
+    assert await receive_reply() == FileChunkAck(request_id=0)
     (staging_directory,) = directory.staging.path.glob("rank_0-*")
     slow_file = staging_directory / "slow"
     os.mkfifo(slow_file)  # opening it blocks until it is read, as on a slow disk
     commits.on_chunk(0, make_chunk(1, "slow", b"s"), replies.put_nowait)
     commits.on_chunk(1, make_chunk(2, "fast", b"f"), replies.put_nowait)
-    assert await receive_reply() == FileTaken(number=2)
+    assert await receive_reply() == FileChunkAck(request_id=2)
     reader = await asyncio.to_thread(open, slow_file, "rb")
     with reader:
-        assert await receive_reply() == FileTaken(number=1)
+        assert await receive_reply() == FileChunkAck(request_id=1)
         assert await asyncio.to_thread(reader.read) == b"s"
     slow_file.unlink()
     slow_file.mkdir()

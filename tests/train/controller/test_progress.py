@@ -8,42 +8,46 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
+from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._controller.report_rounds import ReportRound
-from drawbar.train._messages import (
-    CheckpointConsistencyMode,
-    CheckpointsAsked,
+from drawbar.train._protocol.messages import (
+    CheckpointListRequest,
+    CheckpointOffer,
     CollectiveCalled,
     CollectiveKind,
-    Offer,
-    Reported,
+    Report,
 )
 from drawbar.train._storage.contents import FileEntry
 
 
-def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Reported:
+def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Report:
     """Return a report. It has a checkpoint if there are files; "" makes one without any file."""
     entries = tuple(FileEntry(name, len(name)) for name in files if name)
-    offer = Offer(directory="/d", files=entries, staged=False, name="c") if files else None
-    return Reported(
+    offer = (
+        CheckpointOffer(directory="/d", files=entries, is_staged=False, checkpoint_name="c")
+        if files
+        else None
+    )
+    return Report(
         index=index,
         metrics={"m": metrics},
         time=0,
-        where=f"t.py:{index} in f",
+        location=f"t.py:{index} in f",
         offer=offer,
-        waits=waits,
+        is_blocking=waits,
     )
 
 
-def named(name: str, *files: str) -> Reported:
+def named(name: str, *files: str) -> Report:
     """Return a report with a checkpoint of this name."""
     unnamed = report(0, *files)
     assert unnamed.offer is not None
-    return replace(unnamed, offer=replace(unnamed.offer, name=name))
+    return replace(unnamed, offer=replace(unnamed.offer, checkpoint_name=name))
 
 
-def save(index: int) -> Reported:
+def save(index: int) -> Report:
     """Return a report that waits for its checkpoint."""
     return report(index, "model", waits=True)
 
@@ -51,7 +55,7 @@ def save(index: int) -> Reported:
 def call(sequence: int = 0, kind: CollectiveKind = "barrier") -> CollectiveCalled:
     location = f"t.py:9{sequence}"
     return CollectiveCalled(
-        sequence=sequence, number=sequence, kind=kind, payload=None, where=location
+        sequence=sequence, number=sequence, kind=kind, payload=None, location=location
     )
 
 
@@ -59,9 +63,11 @@ def assigned_paths(complete: ReportRound) -> dict[int, list[str]]:
     return {rank: [file.path for file in files] for rank, files in complete.assigned_files.items()}
 
 
-def request_list(*, timed: bool = False) -> CheckpointsAsked:
+def request_list(*, timed: bool = False) -> CheckpointListRequest:
     until = CheckpointConsistencyMode.COMMITTED
-    return CheckpointsAsked(number=0, until=until, timed=timed, where="t.py:7")
+    return CheckpointListRequest(
+        request_id=0, consistency_mode=until, has_timeout=timed, location="t.py:7"
+    )
 
 
 # -- the list of checkpoints
@@ -199,7 +205,7 @@ def test_assigned_files_come_from_the_lowest_rank(
     ],
 )
 def test_find_conflict_describes_incompatible_offers(
-    reports: list[Reported], conflict: str | None
+    reports: list[Report], conflict: str | None
 ) -> None:
     progress = AttemptProgress(world_size=len(reports), first_index=0)
     (complete,) = [

@@ -11,18 +11,18 @@ from typing import Any, cast
 
 import pytest
 
+from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_queries import CheckpointQueries
 from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.validations import ValidationScheduler
-from drawbar.train._messages import (
-    CheckpointConsistencyMode,
-    CheckpointsAsked,
+from drawbar.train._protocol.messages import (
+    CheckpointListRequest,
+    CheckpointOffer,
     CollectiveCalled,
-    Offer,
-    PassEnded,
-    Reported,
+    Report,
+    ShardEpochEnded,
 )
 from tests.train.controller.progress_histories import History
 
@@ -58,7 +58,7 @@ def test_divergence_is_not_suspected_after_commit_of_older_checkpoint() -> None:
     progress.on_waiting_for_checkpoint(0, 0)
     progress.on_report(1, make_report(0, has_offer=False))
     progress.on_committed(0)
-    call = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
+    call = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, location="")
     progress.on_collective(1, call)
     assert not progress._divergence.is_suspected
 
@@ -88,15 +88,19 @@ def send_to_all(progress: AttemptProgress, method: str, message: object) -> None
         assert progress.find_divergence() is None
 
 
-def make_report(index: int, *, has_offer: bool, waits: bool = False) -> Reported:
-    offer = Offer(directory="", files=(), staged=False, name=f"{index}") if has_offer else None
-    return Reported(index=index, metrics={}, time=0, where="", offer=offer, waits=waits)
+def make_report(index: int, *, has_offer: bool, waits: bool = False) -> Report:
+    offer = (
+        CheckpointOffer(directory="", files=(), is_staged=False, checkpoint_name=f"{index}")
+        if has_offer
+        else None
+    )
+    return Report(index=index, metrics={}, time=0, location="", offer=offer, is_blocking=waits)
 
 
 def call_barriers(progress: AttemptProgress) -> None:
     for number in range(3):
         call = CollectiveCalled(
-            sequence=number, number=number, kind="barrier", payload=None, where=""
+            sequence=number, number=number, kind="barrier", payload=None, location=""
         )
         send_to_all(progress, "on_collective", call)
 
@@ -128,7 +132,7 @@ def request_checkpoints(progress: AttemptProgress) -> None:
     until = CheckpointConsistencyMode.COMMITTED
     for index in range(3):
         send_to_all(progress, "on_report", make_report(index, has_offer=False))
-        request = CheckpointsAsked(number=index, until=until)
+        request = CheckpointListRequest(request_id=index, consistency_mode=until)
         send_to_all(progress, "on_checkpoints_requested", request)
         for rank in progress.ranks:
             progress.on_checkpoints_reply(rank)
@@ -142,7 +146,7 @@ def finish(progress: AttemptProgress) -> None:
 
 
 def look_at_activity_during_barrier(progress: AttemptProgress) -> None:
-    call = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, where="")
+    call = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, location="")
     for rank in range(len(progress.ranks) // 2):
         progress.on_collective(rank, call)
     progress.get_activity(dict.fromkeys(progress.ranks, 0.0), {})
@@ -160,7 +164,12 @@ def request_uncommitted_checkpoints(progress: AttemptProgress) -> None:
     )
     send_to_all(progress, "on_report", make_report(0, has_offer=False))
     for rank in progress.ranks:
-        queries.add(rank, CheckpointsAsked(number=0, until=CheckpointConsistencyMode.COMMITTED))
+        queries.add(
+            rank,
+            CheckpointListRequest(
+                request_id=0, consistency_mode=CheckpointConsistencyMode.COMMITTED
+            ),
+        )
         queries.send_ready_replies()
     assert replies == []
     commits.first_uncommitted = math.inf
@@ -171,17 +180,17 @@ def request_uncommitted_checkpoints(progress: AttemptProgress) -> None:
 def end_epochs(progress: AttemptProgress) -> None:
     check = BatchCountCheck(len(progress.ranks))
     for rank in progress.ranks:
-        shard_epoch = PassEnded(
+        shard_epoch = ShardEpochEnded(
             dataset="train",
             epoch=0,
-            before=[],
-            part=rank,
-            parts=len(progress.ranks),
-            rows=None,
-            batches=10,
-            shuffled=False,
-            ended=True,
-            in_all=None,
+            previous_reads=[],
+            shard_index=rank,
+            num_shards=len(progress.ranks),
+            num_rows=None,
+            num_batches=10,
+            is_shuffled=False,
+            is_complete=True,
+            total_rows=None,
             uneven_rows="drop",
         )
         assert check.add(rank, shard_epoch) == ""

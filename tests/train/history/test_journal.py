@@ -26,7 +26,7 @@ from drawbar.train._history.events import (
     WorkersStarted,
 )
 from drawbar.train._history.journal import Journal, replay, select_effective_reports
-from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 
 HERE = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1, gpu_ids=("0", "1"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from drawbar.train._history.events import AttemptStarted, DatasetEpochEnded, JournaledEvent
 from drawbar.train._history.ledger import DataLedger, DatasetEpoch
-from drawbar.train._messages import PassEnded
+from drawbar.train._protocol.messages import ShardEpochEnded
 
 
 def start_attempt(attempt: int, first_index: int) -> JournaledEvent:
@@ -20,18 +20,18 @@ def end_epoch(rank: int, rows: int | None, attempt: int = 0, **fields: Any) -> J
     plain: dict[str, Any] = {
         "dataset": "train",
         "epoch": 0,
-        "before": [],
-        "part": rank,
-        "parts": 2,
-        "rows": rows,
-        "batches": 1,
-        "shuffled": False,
-        "ended": True,
-        "in_all": 10,
+        "previous_reads": [],
+        "shard_index": rank,
+        "num_shards": 2,
+        "num_rows": rows,
+        "num_batches": 1,
+        "is_shuffled": False,
+        "is_complete": True,
+        "total_rows": 10,
         "uneven_rows": "drop",
     }
     return DatasetEpochEnded(
-        time=0, attempt=attempt, rank=rank, shard_epoch=PassEnded(**{**plain, **fields})
+        time=0, attempt=attempt, rank=rank, shard_epoch=ShardEpochEnded(**{**plain, **fields})
     )
 
 
@@ -47,32 +47,32 @@ def test_ledger_of_complete_epoch_counts_all_rows() -> None:
 
 
 def test_ledger_lists_repeated_and_unread_rows() -> None:
-    padded: dict[str, Any] = {"in_all": 9, "uneven_rows": "pad"}
+    padded: dict[str, Any] = {"total_rows": 9, "uneven_rows": "pad"}
     assert build_epoch(end_epoch(0, 5, **padded), end_epoch(1, 5, **padded)).repeated_rows == (
         (4, 5),
     )
-    assert build_epoch(end_epoch(0, 4, in_all=9), end_epoch(1, 4, in_all=9)).unread_rows == (
-        (8, 9),
-    )
-    stopped = build_epoch(end_epoch(0, 2, ended=False), end_epoch(1, 2, ended=False))
+    assert build_epoch(
+        end_epoch(0, 4, total_rows=9), end_epoch(1, 4, total_rows=9)
+    ).unread_rows == ((8, 9),)
+    stopped = build_epoch(end_epoch(0, 2, is_complete=False), end_epoch(1, 2, is_complete=False))
     assert (stopped.is_complete, stopped.unread_rows) == (False, ((2, 5), (7, 10)))
     assert not build_epoch(end_epoch(0, 5)).is_complete  # rank 1 has not ended the epoch
 
 
 def test_ledger_after_restart_counts_rows_up_to_checkpoint() -> None:
     """Each of two workers read two rows before the checkpoint; rows read after it are lost."""
-    before: dict[str, Any] = {"before": [[2, 2]], "parts": 3}
+    before: dict[str, Any] = {"previous_reads": [[2, 2]], "num_shards": 3}
     epoch = build_epoch(
         start_attempt(0, 0),
-        end_epoch(0, 5, index=1),
+        end_epoch(0, 5, report_index=1),
         start_attempt(1, 1),
-        *(end_epoch(rank, 2, attempt=1, index=1, **before) for rank in range(3)),
+        *(end_epoch(rank, 2, attempt=1, report_index=1, **before) for rank in range(3)),
     )
     assert (epoch.num_rows, epoch.row_ranges) == (10, ((0, 10),))
 
 
 def test_ledger_of_stream_counts_rows_without_numbers() -> None:
-    stream: dict[str, Any] = {"in_all": None, "before": [[4, 10]]}
+    stream: dict[str, Any] = {"total_rows": None, "previous_reads": [[4, 10]]}
     epoch = build_epoch(end_epoch(0, 7, **stream), end_epoch(1, 7, **stream))
     assert (epoch.num_rows, epoch.row_ranges, epoch.repeated_rows, epoch.unread_rows) == (
         54,
@@ -84,26 +84,30 @@ def test_ledger_of_stream_counts_rows_without_numbers() -> None:
 
 
 def test_ledger_of_unsplit_dataset_counts_one_rank() -> None:
-    unsplit: dict[str, Any] = {"part": 0, "parts": 1}
+    unsplit: dict[str, Any] = {"shard_index": 0, "num_shards": 1}
     assert (
-        build_epoch(end_epoch(0, 10, **unsplit), end_epoch(1, 3, ended=False, **unsplit)).num_rows
+        build_epoch(
+            end_epoch(0, 10, **unsplit), end_epoch(1, 3, is_complete=False, **unsplit)
+        ).num_rows
         == 10
     )
 
 
 def test_ledger_of_shuffled_epoch_is_known_only_when_complete() -> None:
     shuffled: dict[str, Any] = {
-        "shuffled": True,
-        "before": [[2, 2, {"buffer_size": 4, "batch_size": 2, "seed": 1}]],
+        "is_shuffled": True,
+        "previous_reads": [[2, 2, {"buffer_size": 4, "batch_size": 2, "seed": 1}]],
     }
     assert build_epoch(end_epoch(0, 3, **shuffled), end_epoch(1, 3, **shuffled)).unread_rows == ()
-    incomplete = build_epoch(end_epoch(0, 2, ended=False, **shuffled), end_epoch(1, 3, **shuffled))
+    incomplete = build_epoch(
+        end_epoch(0, 2, is_complete=False, **shuffled), end_epoch(1, 3, **shuffled)
+    )
     assert (incomplete.num_rows, incomplete.row_ranges) == (9, None)
 
 
 def test_ledger_after_resize_counts_rows_dropped_before_as_read() -> None:
     """4 workers have read one of 11 rows each; 3 workers share the other 7."""
-    fields: dict[str, Any] = {"in_all": 11, "before": [[4, 1]], "parts": 3}
+    fields: dict[str, Any] = {"total_rows": 11, "previous_reads": [[4, 1]], "num_shards": 3}
     epoch = build_epoch(*(end_epoch(rank, 2, **fields) for rank in range(3)))
     assert (epoch.num_rows, epoch.repeated_rows, epoch.unread_rows) == (10, (), ((10, 11),))
 
@@ -112,5 +116,5 @@ def test_ledger_of_restarted_epoch_lists_repeated_rows() -> None:
     restarted: dict[str, Any] = {"discarded": [[[2, 3]]]}
     epoch = build_epoch(end_epoch(0, 5, **restarted), end_epoch(1, 5, **restarted))
     assert (epoch.num_rows, epoch.repeated_rows, epoch.restarts) == (16, ((0, 3), (5, 8)), 1)
-    unknown = build_epoch(*(end_epoch(rank, 5, in_all=None, **restarted) for rank in range(2)))
+    unknown = build_epoch(*(end_epoch(rank, 5, total_rows=None, **restarted) for rank in range(2)))
     assert (unknown.num_rows, unknown.repeated_rows, unknown.restarts) == (16, None, 1)

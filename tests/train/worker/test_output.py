@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from drawbar.train._messages import Printed
+from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._worker.output import capture_output
 
 
 @contextmanager
 def capture(
     log: Path, *, errors_only: bool = False, redirect_fds: bool = True
-) -> Iterator[list[Printed]]:
-    sent: list[Printed] = []
+) -> Iterator[list[OutputLine]]:
+    sent: list[OutputLine] = []
     with capture_output(log, sent.append, errors_only=errors_only, redirect_fds=redirect_fds):
         yield sent
 
@@ -34,8 +34,8 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "logs" / "rank_0.log"
 
 
-def get_permanent(lines: list[Printed]) -> list[str]:
-    return [line.text for line in lines if not line.transient]
+def get_permanent(lines: list[OutputLine]) -> list[str]:
+    return [line.text for line in lines if not line.is_redraw]
 
 
 def test_capture_sends_each_line_once_and_logs_immediately(log: Path) -> None:
@@ -45,9 +45,9 @@ def test_capture_sends_each_line_once_and_logs_immediately(log: Path) -> None:
         print("careful", file=sys.stderr)
         assert log.read_text() == "one two\nthree\ncareful\n"
     assert sent == [
-        Printed(text="one two"),
-        Printed(text="three"),
-        Printed(text="careful", stream="stderr"),
+        OutputLine(text="one two"),
+        OutputLine(text="three"),
+        OutputLine(text="careful", stream="stderr"),
     ]
 
 
@@ -69,7 +69,7 @@ def test_capture_flushes_c_stdout_at_the_end(log: Path) -> None:
     libc = ctypes.CDLL(None)
     with capture(log) as sent:
         libc.printf(b"Parameters: { max_dept } are not used\n")
-    assert sent == [Printed(text="Parameters: { max_dept } are not used", stream="stderr")]
+    assert sent == [OutputLine(text="Parameters: { max_dept } are not used", stream="stderr")]
     assert log.read_text() == "Parameters: { max_dept } are not used\n"
 
 
@@ -90,16 +90,16 @@ def test_capture_with_full_disk_warns_once_and_sends_lines(
 
 def test_capture_sends_output_of_child_without_python_output(log: Path) -> None:
     is_sent = threading.Event()
-    sent: list[Printed] = []
+    sent: list[OutputLine] = []
 
-    def send(line: Printed) -> None:
+    def send(line: OutputLine) -> None:
         sent.append(line)
         is_sent.set()
 
     with capture_output(log, send, errors_only=False, redirect_fds=True):
         subprocess.run(["echo", "a child"], check=True)
         assert is_sent.wait(10)
-    assert sent == [Printed(text="a child", stream="stderr")]
+    assert sent == [OutputLine(text="a child", stream="stderr")]
 
 
 def test_output_of_chatty_child_is_truncated_on_console(log: Path) -> None:
@@ -133,7 +133,9 @@ def test_capture_with_errors_only_sends_only_error_records(log: Path) -> None:
         logging.getLogger("user").warning("not shown either")
         library_logger.error("loss is %s", "nan")
     library_logger.error("after the end")
-    assert sent == [Printed(text="ERROR a.library: loss is nan", stream="stderr", record=True)]
+    assert sent == [
+        OutputLine(text="ERROR a.library: loss is nan", stream="stderr", is_log_record=True)
+    ]
     assert "not shown" in log.read_text()
 
 
@@ -164,7 +166,7 @@ def test_capture_of_progress_bar_sends_few_transient_lines(log: Path) -> None:
         for _ in tqdm(range(1000), mininterval=0):
             pass
     duration = time.monotonic() - start
-    states = [line for line in sent if line.transient]
+    states = [line for line in sent if line.is_redraw]
     assert 1 <= len(states) <= 1 + duration / 0.25
     assert len(get_permanent(sent)) == 1
     assert "1000/1000" in get_permanent(sent)[0]
@@ -192,7 +194,7 @@ def test_capture_sends_unfinished_line_at_the_end(log: Path) -> None:
     with capture(log) as sent:
         print("no newline", end="")
         assert sent == []
-    assert sent == [Printed(text="no newline")]
+    assert sent == [OutputLine(text="no newline")]
 
 
 def test_capture_sends_output_of_forked_child_once(log: Path) -> None:
@@ -204,7 +206,7 @@ def test_capture_sends_output_of_forked_child_once(log: Path) -> None:
         os.waitpid(child, 0)
         print("after it")
     assert log.read_text() == "in the child\nafter it\n"
-    assert sent == [Printed(text="in the child", stream="stderr"), Printed(text="after it")]
+    assert sent == [OutputLine(text="in the child", stream="stderr"), OutputLine(text="after it")]
 
 
 def test_capture_sends_lines_of_several_threads(log: Path) -> None:
@@ -234,7 +236,7 @@ def test_capture_receives_output_of_handler_with_earlier_stream(log: Path) -> No
         handler = logging.StreamHandler()
     with capture(log) as sent:
         handler.emit(logging.makeLogRecord({"msg": "second run"}))
-    assert sent == [Printed(text="second run", stream="stderr")]
+    assert sent == [OutputLine(text="second run", stream="stderr")]
 
 
 def test_capture_without_redirect_writes_to_stream_and_log(

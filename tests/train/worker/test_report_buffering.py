@@ -12,7 +12,7 @@ import pytest
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_context
-from drawbar.train._messages import Interrupted, Message, Reported
+from drawbar.train._protocol.messages import Message, RankInterrupted, Report
 from drawbar.train._worker.actor import Outbox
 from drawbar.train.backend import report_buffered
 
@@ -23,7 +23,7 @@ LONG = 1000.0
 
 
 def report(index: int, *, is_buffered: bool) -> Message:
-    return Reported(index=index, metrics={}, time=0.0, where="", may_wait=is_buffered)
+    return Report(index=index, metrics={}, time=0.0, location="", is_buffered=is_buffered)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_outbox_sends_first_buffered_report_at_once(outbox: Outbox) -> None:
     assert outbox.take_batch() == [report(0, is_buffered=True)]
 
 
-@pytest.mark.parametrize("urgent", [report(2, is_buffered=False), Interrupted()])
+@pytest.mark.parametrize("urgent", [report(2, is_buffered=False), RankInterrupted()])
 def test_outbox_urgent_message_flushes_buffered_reports(outbox: Outbox, urgent: Message) -> None:
     batches: list[list[Message]] = []
     outbox.put(report(0, is_buffered=True))

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._worker_group.ranks import assign_ranks
 
 

@@ -27,8 +27,8 @@ from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
 
 if TYPE_CHECKING:
+    from drawbar.train._config.preemption_info import PreemptionInfo
     from drawbar.train._config.scaling_config import ScalingConfig
-    from drawbar.train._messages import PreemptionInfo
     from drawbar.train._storage.checkpoint import Checkpoint
 
 

@@ -42,7 +42,7 @@ from drawbar.train._history.events import (
     WorkersFailed,
     WorkersStarted,
 )
-from drawbar.train._messages import Printed
+from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.sizes import format_size
 
@@ -183,14 +183,14 @@ class Console:
                 f"The validation of {event.name} failed, training continues: {event.error}",
             )
 
-    def _show_line(self, rank: int, line: Printed) -> None:
+    def _show_line(self, rank: int, line: OutputLine) -> None:
         """Show a line of the training function, with a prefix such as `[rank 3]` unless rank 0."""
         # Up to level WARNING, show all lines of rank 0. Above it, show only errors that it logs.
-        if rank == 0 and line.record != (self._level > logging.WARNING):
+        if rank == 0 and line.is_log_record != (self._level > logging.WARNING):
             return
         text = line.text if rank == 0 else f"[rank {rank}] {line.text}"
-        self._line_status.redrawn_line = text if line.transient else ""
-        if line.transient:
+        self._line_status.redrawn_line = text if line.is_redraw else ""
+        if line.is_redraw:
             self._display.on_redraw(text, line.stream)
         else:
             self._display.print_user_line(text, line.stream)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from drawbar.train._lines import LineSplitter, StreamName
-from drawbar.train._messages import Printed
+from drawbar.train._protocol.messages import OutputLine
 
 if TYPE_CHECKING:
     from rich.console import RenderHook
@@ -373,9 +373,9 @@ class TerminalDisplay:
         else:
             self._streams.write(stream, data)
 
-    def _show_line(self, line: Printed) -> None:
-        self._status.redrawn_line = line.text if line.transient else ""
-        if not line.transient:
+    def _show_line(self, line: OutputLine) -> None:
+        self._status.redrawn_line = line.text if line.is_redraw else ""
+        if not line.is_redraw:
             self._print_above(line.text)
 
     def _print_above(self, text: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from drawbar.train._config.preemption_info import PreemptionInfo
 from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_queries import CheckpointQueries
@@ -34,32 +35,31 @@ from drawbar.train._history.events import (
     RoundCompleted,
     UserFunctionStarted,
 )
-from drawbar.train._messages import (
-    CheckpointsAsked,
+from drawbar.train._protocol.assignment import WorkerInfo
+from drawbar.train._protocol.commands import CollectiveResult, Command
+from drawbar.train._protocol.messages import (
+    CheckpointDiscarded,
+    CheckpointListRequest,
+    CheckpointWaitStarted,
     CollectiveCalled,
-    DiagnosisAsked,
-    Discarded,
-    Failed,
-    FileAsked,
-    FileSent,
-    Finished,
-    FunctionRaised,
+    ControllerRequests,
+    DiagnosisRequest,
+    FileChunk,
+    FileRequest,
+    FilesPersisted,
+    FunctionFailed,
     FunctionStarted,
-    Gone,
-    Interrupted,
+    Heartbeat,
     Message,
-    PassEnded,
-    Persisted,
-    PreemptionInfo,
-    Printed,
-    Reported,
-    SignOfLife,
-    WaitsForCheckpoint,
-    Wishes,
-    WorkerInfo,
-    Wrote,
+    OutputBytes,
+    OutputLine,
+    RankFailed,
+    RankFinished,
+    RankInterrupted,
+    Report,
+    ShardEpochEnded,
+    WorkerDied,
 )
-from drawbar.train._orders import CollectiveDone, Order
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import Manifest
 
@@ -88,17 +88,17 @@ class Attempt:
         run_id: str,
         first_index: int,
         workers: Sequence[WorkerInfo],
-        send_command: Callable[[int, Order], None],
+        send_command: Callable[[int, Command], None],
         emit: Emit,
         should_emit_rounds: bool,
         commits: CheckpointCommitter,
         validations: ValidationScheduler,
-        on_diagnosis_request: Callable[[int, DiagnosisAsked], None],
+        on_diagnosis_request: Callable[[int, DiagnosisRequest], None],
     ) -> None:
         self.number = number
         self.workers = list(workers)
-        self.finished: dict[int, Finished] = {}
-        self.requests = Wishes()
+        self.finished: dict[int, RankFinished] = {}
+        self.requests = ControllerRequests()
         self._run_id = run_id
         self._send_command = send_command
         self._emit = emit
@@ -189,13 +189,13 @@ class Attempt:
             # Printed before the attempt ended, or while the function cleans up. Lines on stderr are
             # omitted: most are libraries' messages about lost peers, and the log contains them. The
             # output of a script is shown completely instead, as under torchrun.
-            case Printed(stream="stdout") | Wrote():
+            case OutputLine(stream="stdout") | OutputBytes():
                 self._emit_output(rank, message)
             case _ if isinstance(self._error, AttemptFailure):
                 self._error.on_message(rank, message)
 
-    def _emit_output(self, rank: int, message: Printed | Wrote) -> None:
-        if isinstance(message, Printed):
+    def _emit_output(self, rank: int, message: OutputLine | OutputBytes) -> None:
+        if isinstance(message, OutputLine):
             self._emit(LinePrinted(rank, message))
         else:
             self._emit(BytesWritten(message.data, message.stream))
@@ -209,51 +209,51 @@ class Attempt:
         # Use the clock of this process: the clocks of the nodes may differ.
         self._last_activity[rank] = time.monotonic()
         match message:
-            case Reported():
+            case Report():
                 self._on_report(rank, message)
-            case Printed() | Wrote():
+            case OutputLine() | OutputBytes():
                 self._emit_output(rank, message)
-            case SignOfLife():
+            case Heartbeat():
                 pass  # only updates the time of the last activity
-            case WaitsForCheckpoint():
-                self._progress.on_waiting_for_checkpoint(rank, message.index)
+            case CheckpointWaitStarted():
+                self._progress.on_waiting_for_checkpoint(rank, message.report_index)
                 self._check_divergence()
-            case Persisted():
+            case FilesPersisted():
                 self._commits.on_persisted(rank, message)
-            case FileSent():
+            case FileChunk():
                 self._commits.on_chunk(rank, message, partial(self._send_command, rank))
-            case FileAsked():
+            case FileRequest():
                 self._commits.transfers.read_chunk(message, partial(self._send_command, rank))
             case CollectiveCalled():
                 self._on_collective(rank, message)
-            case CheckpointsAsked():
+            case CheckpointListRequest():
                 self.checkpoint_queries.add(rank, message)
                 self._check_divergence()
-            case Discarded():
-                self._commits.registry.discard(message.name)
-            case PassEnded():
+            case CheckpointDiscarded():
+                self._commits.registry.discard(message.checkpoint_name)
+            case ShardEpochEnded():
                 self._on_epoch_ended(rank, message)
-            case DiagnosisAsked():
+            case DiagnosisRequest():
                 self._on_diagnosis_request(rank, message)
-            case FunctionRaised():
+            case FunctionFailed():
                 self._failure_times[rank] = message.time
             case FunctionStarted():
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
-            case Finished():
+            case RankFinished():
                 self.finished[rank] = message
                 # A return value that cannot be pickled is not a failure: training has succeeded.
-                if message.value_error:
-                    self._emit(Notice(f"rank {rank}: {message.value_error}"))
+                if message.serialization_error:
+                    self._emit(Notice(f"rank {rank}: {message.serialization_error}"))
                 self._progress.on_finished(rank)
                 self.checkpoint_queries.send_ready_replies()
                 self._check_divergence()
                 if self.is_finished:
                     self._ended.set()
-            case Failed():
+            case RankFailed():
                 raise AttemptFailure(_get_end_cause(message.failure), [message.failure])
-            case Gone():
+            case WorkerDied():
                 raise AttemptFailure("worker", deaths={rank: message})
-            case Interrupted():
+            case RankInterrupted():
                 raise AttemptFailure("worker", [describe_interruption(rank)])
 
     @property
@@ -279,12 +279,12 @@ class Attempt:
         # The nodes are queried every two seconds, but announced once.
         if not ranks or info == self.requests.preemption:
             return None
-        self.requests = Wishes(checkpoint=True, preemption=info)
+        self.requests = ControllerRequests(should_checkpoint=True, preemption=info)
         return info
 
     def request_checkpoint(self) -> None:
         """Make `should_checkpoint()` return True on all ranks."""
-        self.requests = replace(self.requests, checkpoint=True)
+        self.requests = replace(self.requests, should_checkpoint=True)
 
     def get_activity(self) -> dict[int, RankActivity]:
         """Return the last activity of each rank that has not finished."""
@@ -294,14 +294,16 @@ class Attempt:
 
     def get_final_notices(self) -> list[str]:
         """Return the distinct notices that ranks sent when their functions returned."""
-        notices = (notice for _, value in sorted(self.finished.items()) for notice in value.remarks)
+        notices = (
+            notice for _, value in sorted(self.finished.items()) for notice in value.final_notices
+        )
         return list(dict.fromkeys(notices))
 
     def count_reports(self, rank: int) -> int:
         """Return the number of reports of a rank in this attempt."""
         return self._progress.ranks[rank].reports - self._progress.first_index
 
-    def on_committed(self, manifest: Manifest, command: Order) -> None:
+    def on_committed(self, manifest: Manifest, command: Command) -> None:
         """Record a commit and notify every rank."""
         self._progress.on_committed(manifest.index)
         for rank in range(len(self.workers)):
@@ -314,7 +316,7 @@ class Attempt:
             checkpoint = self._commits.registry.get_checkpoint(manifest)
             self._emit(RoundCompleted(manifest.index, metrics, checkpoint))
 
-    def _on_report(self, rank: int, report: Reported) -> None:
+    def _on_report(self, rank: int, report: Report) -> None:
         self._emit(
             ReportReceived(
                 time=report.time,
@@ -324,9 +326,9 @@ class Attempt:
                 metrics=report.metrics,
             )
         )
-        self._last_locations[rank] = report.where
+        self._last_locations[rank] = report.location
         # Only files that are moved by a report that does not block can get lost unnoticed.
-        if report.offer is not None and report.offer.handed_over and not report.waits:
+        if report.offer is not None and report.offer.should_move and not report.is_blocking:
             self._commits.moved_files.add(
                 report.index,
                 rank,
@@ -354,31 +356,35 @@ class Attempt:
         if report.offer is not None:
             self._check_divergence()
 
-    def _on_epoch_ended(self, rank: int, passed: PassEnded) -> None:
+    def _on_epoch_ended(self, rank: int, shard_epoch: ShardEpochEnded) -> None:
         self._emit(
-            DatasetEpochEnded(time=time.time(), attempt=self.number, rank=rank, shard_epoch=passed)
+            DatasetEpochEnded(
+                time=time.time(), attempt=self.number, rank=rank, shard_epoch=shard_epoch
+            )
         )
         try:
-            if text := self.batch_counts.add(rank, passed):
+            if text := self.batch_counts.add(rank, shard_epoch):
                 self._emit(Notice(text))
         except ValueError as error:
             raise AttemptFailure("configuration", exception=error) from error
 
     def _on_collective(self, rank: int, call: CollectiveCalled) -> None:
-        self._last_locations[rank] = call.where
+        self._last_locations[rank] = call.location
         calls = self._progress.on_collective(rank, call)
         if calls is None:
             self._check_divergence()
             return
         # Forward the payloads without deserializing them: only ranks deserialize user objects.
         payloads = tuple(payload_call.payload for _, payload_call in sorted(calls.items()))
-        if call.kind == "wishes":
+        if call.kind == "requests":
             payloads = (serialize(self.requests),)
         # Only rank 0 sends a payload; the payloads of the other ranks are None.
         if call.kind == "broadcast_from_rank_zero":
             payloads = payloads[:1]
         for receiver in calls:
-            self._send_command(receiver, CollectiveDone(sequence=call.sequence, payloads=payloads))
+            self._send_command(
+                receiver, CollectiveResult(sequence=call.sequence, payloads=payloads)
+            )
 
     def _check_divergence(self) -> None:
         reason = self._progress.find_divergence()

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import AttemptEndCause
-from drawbar.train._messages import Failed, Finished, FunctionRaised, Gone, Message
+from drawbar.train._protocol.messages import (
+    FunctionFailed,
+    Message,
+    RankFailed,
+    RankFinished,
+    WorkerDied,
+)
 
 PEER_DEATH_WAIT_S = 2.0
 """Time to wait for the death of a rank after a peer has reported a lost connection."""
@@ -41,7 +47,7 @@ class AttemptFailure(Exception):
 
     cause: AttemptEndCause
     failures: list[WorkerFailure] = field(default_factory=list)
-    deaths: dict[int, Gone] = field(default_factory=dict)
+    deaths: dict[int, WorkerDied] = field(default_factory=dict)
     exception: Exception | None = None
     failure_times: dict[int, float] = field(default_factory=dict)
     started: float = 0.0
@@ -53,13 +59,13 @@ class AttemptFailure(Exception):
     def on_message(self, rank: int, message: Message) -> None:
         """Add a message that arrives after the first failure."""
         match message:
-            case Failed():
+            case RankFailed():
                 self.failures.append(message.failure)
-            case FunctionRaised():
+            case FunctionFailed():
                 self.failure_times[rank] = message.time
-            case Finished():
+            case RankFinished():
                 self.returned.add(rank)
-            case Gone():
+            case WorkerDied():
                 # Describe it later: its exit report may take two seconds, and this runs on the
                 # event loop.
                 self.deaths[rank] = message

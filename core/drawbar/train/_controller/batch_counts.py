@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from drawbar.train._messages import PassEnded
+from drawbar.train._protocol.messages import ShardEpochEnded
 
 
 @dataclass
@@ -20,19 +20,19 @@ class _EpochCounts:
     """
 
     number: int
-    ended: dict[int, PassEnded] = field(default_factory=dict)
+    ended: dict[int, ShardEpochEnded] = field(default_factory=dict)
     ranks_without_rows: set[int] = field(default_factory=set)
     num_ranks: Counter[int] = field(default_factory=Counter)
 
-    def add(self, rank: int, shard_epoch: PassEnded) -> None:
+    def add(self, rank: int, shard_epoch: ShardEpochEnded) -> None:
         """Add the shard epoch of a rank. It replaces an earlier one."""
         previous = self.ended.get(rank)
         if previous is not None:
-            self.num_ranks[previous.batches] -= 1
+            self.num_ranks[previous.num_batches] -= 1
             self.ranks_without_rows.discard(rank)
         self.ended[rank] = shard_epoch
-        self.num_ranks[shard_epoch.batches] += 1
-        if shard_epoch.empty == "row":
+        self.num_ranks[shard_epoch.num_batches] += 1
+        if shard_epoch.missing_unit == "row":
             self.ranks_without_rows.add(rank)
 
     def find_rank_with_other_count(self, batches: int) -> int | None:
@@ -40,7 +40,9 @@ class _EpochCounts:
         # Do not look at each rank in the common case.
         if self.num_ranks[batches] + self.num_ranks[0] == len(self.ended):
             return None
-        return min(rank for rank, ended in self.ended.items() if ended.batches not in (0, batches))
+        return min(
+            rank for rank, ended in self.ended.items() if ended.num_batches not in (0, batches)
+        )
 
 
 class BatchCountCheck:
@@ -58,7 +60,7 @@ class BatchCountCheck:
         self._latest_epochs: dict[str, _EpochCounts] = {}
         self._warned: set[tuple[str, str]] = set()
 
-    def add(self, rank: int, shard_epoch: PassEnded) -> str:
+    def add(self, rank: int, shard_epoch: ShardEpochEnded) -> str:
         """Add an epoch that a rank has finished.
 
         Returns:
@@ -67,7 +69,7 @@ class BatchCountCheck:
         Raises:
             ValueError: No rank received a row.
         """
-        if not shard_epoch.ended:
+        if not shard_epoch.is_complete:
             return ""
         epoch = self._latest_epochs.get(shard_epoch.dataset)
         if epoch is None or epoch.number < shard_epoch.epoch:
@@ -77,32 +79,36 @@ class BatchCountCheck:
         epoch.add(rank, shard_epoch)
         if len(epoch.ranks_without_rows) == self._world_size:
             raise ValueError(f"no rank received a row of {_format_dataset_epoch(shard_epoch)}")
-        if shard_epoch.empty:
+        if shard_epoch.missing_unit:
             dataset_epoch = _format_dataset_epoch(shard_epoch)
-            text = f"Rank {rank} received no {shard_epoch.empty} of {dataset_epoch}."
+            text = f"Rank {rank} received no {shard_epoch.missing_unit} of {dataset_epoch}."
             return self._format_once("empty", shard_epoch, text)
         return self._check_counts(rank, shard_epoch, epoch)
 
-    def _check_counts(self, rank: int, shard_epoch: PassEnded, epoch: _EpochCounts) -> str:
-        if shard_epoch.parts == 1 or shard_epoch.uneven_rows == "keep" or not shard_epoch.batches:
+    def _check_counts(self, rank: int, shard_epoch: ShardEpochEnded, epoch: _EpochCounts) -> str:
+        if (
+            shard_epoch.num_shards == 1
+            or shard_epoch.uneven_rows == "keep"
+            or not shard_epoch.num_batches
+        ):
             return ""
         if ("unequal", shard_epoch.dataset) in self._warned:
             return ""
-        other_rank = epoch.find_rank_with_other_count(shard_epoch.batches)
+        other_rank = epoch.find_rank_with_other_count(shard_epoch.num_batches)
         if other_rank is None:
             return ""
         return self._format_once(
             "unequal",
             shard_epoch,
-            f"Rank {other_rank} read {epoch.ended[other_rank].batches} batches of "
+            f"Rank {other_rank} read {epoch.ended[other_rank].num_batches} batches of "
             f"{_format_dataset_epoch(shard_epoch)}, but rank {rank} read "
-            f"{shard_epoch.batches}. If the ranks synchronize at every batch, a rank with more "
+            f"{shard_epoch.num_batches}. If the ranks synchronize at every batch, a rank with more "
             "batches waits forever. Set the same batch_size on all ranks and give them the same "
             "number of rows. If the numbers of batches may differ, set "
             'DataConfig(uneven_rows="keep").',
         )
 
-    def _format_once(self, kind: str, shard_epoch: PassEnded, text: str) -> str:
+    def _format_once(self, kind: str, shard_epoch: ShardEpochEnded, text: str) -> str:
         if (kind, shard_epoch.dataset) in self._warned:
             return ""
         self._warned.add((kind, shard_epoch.dataset))
@@ -112,10 +118,10 @@ class BatchCountCheck:
         """Return a line for each epoch that only some ranks have finished; the others may hang."""
         lines = []
         for name, epoch in self._latest_epochs.items():
-            num_shards = next(iter(epoch.ended.values())).parts
+            num_shards = next(iter(epoch.ended.values())).num_shards
             if num_shards > 1 and len(epoch.ended) < self._world_size:
                 ranks = [
-                    f"rank {rank} ({ended.batches} batches)"
+                    f"rank {rank} ({ended.num_batches} batches)"
                     for rank, ended in sorted(epoch.ended.items())
                 ]
                 lines.append(
@@ -125,5 +131,5 @@ class BatchCountCheck:
         return "".join(lines)
 
 
-def _format_dataset_epoch(shard_epoch: PassEnded) -> str:
+def _format_dataset_epoch(shard_epoch: ShardEpochEnded) -> str:
     return f"datasets[{shard_epoch.dataset!r}] in epoch {shard_epoch.epoch}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.indexed_heap import IndexedHeap
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.validations import ValidationScheduler
-from drawbar.train._messages import CheckpointConsistencyMode, CheckpointsAsked
-from drawbar.train._orders import CheckpointsAnswer, Order
+from drawbar.train._protocol.commands import CheckpointListReply, Command
+from drawbar.train._protocol.messages import CheckpointListRequest
 
 
 class CheckpointQueries:
@@ -27,26 +28,26 @@ class CheckpointQueries:
         progress: AttemptProgress,
         commits: CheckpointCommitter,
         validations: ValidationScheduler,
-        send_command: Callable[[int, Order], None],
+        send_command: Callable[[int, Command], None],
     ) -> None:
         self._progress = progress
         self._commits = commits
         self._validations = validations
         self._send_command = send_command
-        # Number of the rank's next report, by rank and query number. The reply waits for the
+        # Number of the rank's next report, by rank and request ID. The reply waits for the
         # checkpoints of all reports with a lower number, of all ranks.
         self._until_committed = IndexedHeap[tuple[int, int]]()
         self._until_validated = IndexedHeap[tuple[int, int]]()
 
-    def add(self, rank: int, message: CheckpointsAsked) -> None:
-        """Add a query. It replaces an earlier query of this rank with the same number."""
-        query = rank, message.number
+    def add(self, rank: int, message: CheckpointListRequest) -> None:
+        """Add a query. It replaces an earlier query of this rank with the same ID."""
+        query = rank, message.request_id
         self._until_committed.discard(query)
         self._until_validated.discard(query)
         self._progress.on_checkpoints_requested(rank, message)
         # The number of reports cannot change, since the rank is blocked until it gets the reply.
         next_report = self._progress.ranks[rank].reports
-        match message.until:
+        match message.consistency_mode:
             case CheckpointConsistencyMode.COMMITTED:
                 self._until_committed.set(query, next_report)
             case CheckpointConsistencyMode.VALIDATED:
@@ -68,9 +69,11 @@ class CheckpointQueries:
 
     def _reply(self, queries: list[tuple[int, int]]) -> None:
         checkpoints = self._commits.registry.list_entries()
-        for rank, number in queries:
+        for rank, request_id in queries:
             self._progress.on_checkpoints_reply(rank)
-            self._send_command(rank, CheckpointsAnswer(number=number, checkpoints=checkpoints))
+            self._send_command(
+                rank, CheckpointListReply(request_id=request_id, checkpoints=checkpoints)
+            )
 
     @property
     def is_waiting_for_validation(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drawbar.train._messages import CollectiveCalled, CollectiveKind
+from drawbar.train._protocol.messages import CollectiveCalled, CollectiveKind
 
 
 class CollectiveCalls:

@@ -28,8 +28,8 @@ from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
     CheckpointCommitted,
 )
-from drawbar.train._messages import FileSent, Persisted
-from drawbar.train._orders import Committed, FileTaken, Order, Persist
+from drawbar.train._protocol.commands import Command, CommitCompleted, FileChunkAck, PersistFiles
+from drawbar.train._protocol.messages import FileChunk, FilesPersisted
 from drawbar.train._storage import fault_points, upkeep
 from drawbar.train._storage.checkpoint_store import CheckpointDraft
 from drawbar.train._storage.files import remove_tree
@@ -93,7 +93,7 @@ class CheckpointCommitter:
         run_id: str,
         attempt: int,
         world_size: int,
-        send_command: Callable[[int, Order], None],
+        send_command: Callable[[int, Command], None],
     ) -> None:
         """Start to commit the files that ranks offer in this round, if there are any.
 
@@ -109,7 +109,7 @@ class CheckpointCommitter:
             return
         # Ranks may report different metrics. Use the metrics of the lowest rank that has files.
         report = report_round.reports[min(offers)]
-        name = offers[min(offers)].name
+        name = offers[min(offers)].checkpoint_name
         # Check before any upload: on an object store, the ranks would write their files into the
         # committed checkpoint before the rename fails.
         if name in self.registry:
@@ -126,25 +126,28 @@ class CheckpointCommitter:
                 world_size=world_size,
                 time=time.time(),
                 metrics=report.metrics,
-                data_positions=report.positions,
+                data_positions=report.data_positions,
                 validation=next((value for value in validations if value is not None), None),
             )
             return manifest.with_files(file for part in staged_files for file in part.files)
 
-        in_place = any(offer.in_place for offer in offers.values())
+        in_place = any(offer.is_in_place for offer in offers.values())
         pending = PendingCheckpoint(
             report_round.index, make_manifest, time.monotonic(), name, in_place
         )
         for rank, offer in offers.items():
             assigned_files = report_round.assigned_files[rank]
-            if offer.staged:
+            if offer.is_staged:
                 pending.staged_files[rank] = StagedFiles(Path(offer.directory), assigned_files)
             # A checkpoint that is stored by a user's upload function involves all ranks, even those
             # without assigned files: the function may write other files or call a collective.
-            elif assigned_files or offer.in_place:
+            elif assigned_files or offer.is_in_place:
                 pending.awaited_files[rank] = assigned_files
                 send_command(
-                    rank, Persist(index=report_round.index, files=assigned_files, name=name)
+                    rank,
+                    PersistFiles(
+                        report_index=report_round.index, files=assigned_files, checkpoint_name=name
+                    ),
                 )
         self._pending[report_round.index] = pending
         # Record the commit as unfinished before the last file is persisted: requests for the list
@@ -152,27 +155,29 @@ class CheckpointCommitter:
         self._committing.add(report_round.index)
         self._commit_if_ready(report_round.index)
 
-    def on_persisted(self, rank: int, message: Persisted) -> None:
+    def on_persisted(self, rank: int, message: FilesPersisted) -> None:
         """Record that a rank has staged its assigned files."""
-        pending = self._pending.get(message.index)
+        pending = self._pending.get(message.report_index)
         # Ignore messages of earlier attempts. Their checkpoints were dropped, and the names may
         # have been used again.
         if pending is not None and rank in pending.awaited_files:
             assigned_files = pending.awaited_files.pop(rank)
             transferred = self.transfers.pop_staging_directory(pending.name, rank)
-            directory = Path(message.directory) if message.directory else transferred
+            directory = (
+                Path(message.staging_directory) if message.staging_directory else transferred
+            )
             pending.staged_files[rank] = StagedFiles(directory, assigned_files, message.checksums)
-            if message.name:
-                pending.uploaded_names[rank] = message.name
-            self._commit_if_ready(message.index)
+            if message.checkpoint_name:
+                pending.uploaded_names[rank] = message.checkpoint_name
+            self._commit_if_ready(message.report_index)
 
-    def on_chunk(self, rank: int, chunk: FileSent, reply: Callable[[Order], None]) -> None:
+    def on_chunk(self, rank: int, chunk: FileChunk, reply: Callable[[Command], None]) -> None:
         """Write a chunk that a rank with node-local storage sends, and acknowledge it."""
         # Always reply: the rank sends the next chunk only after the reply.
-        if any(pending.name == chunk.name for pending in self._pending.values()):
+        if any(pending.name == chunk.checkpoint_name for pending in self._pending.values()):
             self.transfers.write_chunk(rank, chunk, reply)
         else:  # the checkpoint was dropped
-            reply(FileTaken(number=chunk.number))
+            reply(FileChunkAck(request_id=chunk.request_id))
 
     def _commit_if_ready(self, index: int) -> None:
         if self._pending[index].awaited_files:
@@ -233,9 +238,9 @@ class CheckpointCommitter:
         """Index of the first complete round whose checkpoint is not committed; else infinity."""
         return min(self._committing, default=math.inf)
 
-    def make_committed_command(self, manifest: Manifest) -> Committed:
+    def make_committed_command(self, manifest: Manifest) -> CommitCompleted:
         """Return the command that notifies a rank of this commit."""
-        return Committed(index=manifest.index, name=manifest.name)
+        return CommitCompleted(report_index=manifest.index, checkpoint_name=manifest.name)
 
     async def finish_attempt(self) -> None:
         """Finish the commits whose files are all persisted, and drop the others."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import Notice
-from drawbar.train._messages import DiagnosisAsked
-from drawbar.train._orders import Diagnosis
+from drawbar.train._protocol.commands import DiagnosisReply
+from drawbar.train._protocol.messages import DiagnosisRequest
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack
@@ -52,16 +52,16 @@ class DiagnosisWriter:
         self._emit(Notice(f"Location of each rank (stacks in {directory}):\n{difference}"))
         return difference
 
-    def reply(self, rank: int, request: DiagnosisAsked) -> None:
+    def reply(self, rank: int, request: DiagnosisRequest) -> None:
         """Start a task that collects the stacks and sends a reply to a rank."""
         task = asyncio.create_task(self._reply(rank, request))
         # asyncio keeps only a weak reference to a task, so it could be deleted before it ends.
         self._reply_tasks.add(task)
         task.add_done_callback(self._reply_tasks.discard)
 
-    async def _reply(self, rank: int, request: DiagnosisAsked) -> None:
+    async def _reply(self, rank: int, request: DiagnosisRequest) -> None:
         text = await self.emit()
-        self._group.send_command(rank, Diagnosis(number=request.number, text=text))
+        self._group.send_command(rank, DiagnosisReply(request_id=request.request_id, text=text))
 
 
 def format_difference(stacks: Mapping[int, Stack | None]) -> str:

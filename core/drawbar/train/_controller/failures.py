@@ -22,7 +22,8 @@ from drawbar.train._errors import (
     WorkerGroupError,
 )
 from drawbar.train._history.events import AttemptEndCause
-from drawbar.train._messages import Gone, WorkerInfo
+from drawbar.train._protocol.assignment import WorkerInfo
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker_group.exit_status import (
     describe_exit,
@@ -35,7 +36,7 @@ EXIT_REPORT_SECONDS = 2.0
 
 
 async def describe_death(
-    rank: int, death: Gone, worker: WorkerInfo, directory: RunDirectory, num_reports: int
+    rank: int, death: WorkerDied, worker: WorkerInfo, directory: RunDirectory, num_reports: int
 ) -> WorkerFailure:
     """Describe a worker process that died, and why it died if that is known.
 
@@ -52,7 +53,7 @@ async def describe_death(
     log = directory.get_log_path(rank)
     # faulthandler writes the stack of a crash to stderr, which is redirected to the log.
     cause = describe_exit(exit_report, death.detail, _read_tail(log))
-    if death.preempted:
+    if death.is_preempted:
         node = f"{worker.node_id[:8]} ({worker.node_ip})"
         cause = f"its node {node} was lost or is being removed; {cause}"
     return WorkerFailure(

@@ -15,7 +15,7 @@ from drawbar.train._controller.divergence import DivergenceDetector
 from drawbar.train._controller.indexed_heap import IndexedHeap
 from drawbar.train._controller.rank_progress import RankActivity, RankProgress
 from drawbar.train._controller.report_rounds import ReportRound, ReportRounds
-from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Reported
+from drawbar.train._protocol.messages import CheckpointListRequest, CollectiveCalled, Report
 
 
 class AttemptProgress:
@@ -48,7 +48,7 @@ class AttemptProgress:
             self._running_reports.set(rank, first_index)
         self._waiting_ranks: dict[int, set[int]] = {}  # by the report whose commit they wait for
 
-    def on_report(self, rank: int, report: Reported) -> list[ReportRound]:
+    def on_report(self, rank: int, report: Report) -> list[ReportRound]:
         """Record a report. Return the rounds that it completes.
 
         Without `should_keep_all_rounds`, reports without files are not stored, and rounds without
@@ -57,12 +57,12 @@ class AttemptProgress:
         progress = self.ranks[rank]
         # Use the index instead of counting: reports are numbered across all attempts of a run.
         progress.reports = report.index + 1
-        progress.last = report.where
+        progress.last = report.location
         if not progress.is_finished:
             self._running_reports.set(rank, progress.reports)
         if report.offer is not None:
             progress.pending_offers[report.index] = report
-        if report.waits:
+        if report.is_blocking:
             self._set_awaited_report(rank, report)
         completed = self._rounds.add(rank, report)
         self._divergence.update(rank)
@@ -79,13 +79,13 @@ class AttemptProgress:
             self._set_awaited_report(rank, report)
             self._divergence.update(rank)
 
-    def _set_awaited_report(self, rank: int, report: Reported) -> None:
+    def _set_awaited_report(self, rank: int, report: Report) -> None:
         self.ranks[rank].awaited_report = report
         self._waiting_ranks.setdefault(report.index, set()).add(rank)
 
-    def on_checkpoints_requested(self, rank: int, request: CheckpointsAsked) -> None:
+    def on_checkpoints_requested(self, rank: int, request: CheckpointListRequest) -> None:
         """Record that a rank waits until all ranks have reported as often as it has."""
-        is_blocking = request.until is not None and not request.timed
+        is_blocking = request.consistency_mode is not None and not request.has_timeout
         self.ranks[rank].awaited_checkpoints = request if is_blocking else None
         self._divergence.update(rank)
 
@@ -116,7 +116,7 @@ class AttemptProgress:
         progress.awaited_collective = call
         if call.number is not None:
             progress.users_collectives = call.number + 1
-            progress.last = call.where
+            progress.last = call.location
         calls = self._collectives.add(rank, call)
         if calls is None:
             self._divergence.update(rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from drawbar.train._controller.collective_calls import get_collective_name
-from drawbar.train._messages import CheckpointsAsked, CollectiveCalled, Reported
+from drawbar.train._protocol.messages import CheckpointListRequest, CollectiveCalled, Report
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class RankProgress:
     collectives: int = 0
     users_collectives: int = 0
     last: str = ""
-    awaited_report: Reported | None = None
+    awaited_report: Report | None = None
     awaited_collective: CollectiveCalled | None = None
-    awaited_checkpoints: CheckpointsAsked | None = None
+    awaited_checkpoints: CheckpointListRequest | None = None
     is_finished: bool = False
-    pending_offers: dict[int, Reported] = field(default_factory=dict)
+    pending_offers: dict[int, Report] = field(default_factory=dict)
 
     @property
     def is_blocked(self) -> bool:
@@ -61,7 +61,7 @@ class RankProgress:
         )
 
     @property
-    def oldest_offer(self) -> Reported | None:
+    def oldest_offer(self) -> Report | None:
         """First report with files whose round is not complete; None if there is none."""
         return next(iter(self.pending_offers.values()), None)
 
@@ -81,14 +81,15 @@ class RankProgress:
         if self.awaited_collective is not None:
             call = self.awaited_collective
             which = "internal collective" if call.number is None else f"collective #{call.number}"
-            return f"waits in {which} ({get_collective_name(call)}) at {call.where}"
+            return f"waits in {which} ({get_collective_name(call)}) at {call.location}"
         if self.awaited_report is not None:
             report = self.awaited_report
-            return f"waits for report #{report.index} with a checkpoint at {report.where}"
+            return f"waits for report #{report.index} with a checkpoint at {report.location}"
         if self.awaited_checkpoints is not None:
-            where = self.awaited_checkpoints.where
+            location = self.awaited_checkpoints.location
             return (
-                f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at {where}"
+                f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at "
+                f"{location}"
             )
         if self.is_finished:
             calls = f"{self.reports} reports and {self.users_collectives} collectives"
@@ -100,4 +101,4 @@ class RankProgress:
         offer = self.oldest_offer
         if offer is None or self.is_blocked:
             return self.describe()
-        return f"has a checkpoint pending in report #{offer.index} from {offer.where}"
+        return f"has a checkpoint pending in report #{offer.index} from {offer.location}"

@@ -116,7 +116,7 @@ class Recovery:
         Meanwhile, the attempt collects the failures of other ranks.
         """
         possible_causes: Sequence[AttemptEndCause] = [failure.cause]
-        if should_relocate or any(death.preempted for death in failure.deaths.values()):
+        if should_relocate or any(death.is_preempted for death in failure.deaths.values()):
             # A node was lost, or will be. It may be the cause of the exceptions of other ranks.
             possible_causes = [failure.cause, "preemption"]
         # The cause is known only when all deaths are described, and a killed process cannot be
@@ -140,7 +140,9 @@ class Recovery:
 
     async def _describe_deaths(self, attempt: Attempt, failure: AttemptFailure) -> None:
         """Add a failure for each dead process. Set the cause if a preemption killed one of them."""
-        if failure.cause == "worker" and any(death.preempted for death in failure.deaths.values()):
+        if failure.cause == "worker" and any(
+            death.is_preempted for death in failure.deaths.values()
+        ):
             failure.cause = "preemption"
         for rank, death in failure.deaths.items():
             worker, reports = attempt.workers[rank], attempt.count_reports(rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from drawbar.train._controller.indexed_heap import IndexedHeap
-from drawbar.train._messages import Offer, Reported
+from drawbar.train._protocol.messages import CheckpointOffer, Report
 from drawbar.train._storage.contents import FileEntry
 
 
@@ -23,11 +23,11 @@ class ReportRound:
     """
 
     index: int
-    reports: Mapping[int, Reported]
+    reports: Mapping[int, Report]
     assigned_files: Mapping[int, tuple[FileEntry, ...]]
 
     @property
-    def offers(self) -> dict[int, Offer]:
+    def offers(self) -> dict[int, CheckpointOffer]:
         """Checkpoint offers by rank."""
         return {
             rank: report.offer
@@ -43,10 +43,11 @@ class ReportRound:
         lowest = min(offers)
         first_kinds: dict[str, tuple[str, int]] = {}  # by path: kind of entry, and its rank
         for rank, offer in offers.items():
-            if offer.name != offers[lowest].name:
+            if offer.checkpoint_name != offers[lowest].checkpoint_name:
                 return (
-                    f"{self._format_rank(lowest)} names the checkpoint {offers[lowest].name!r}, "
-                    f"{self._format_rank(rank)} names it {offer.name!r}"
+                    f"{self._format_rank(lowest)} names the checkpoint "
+                    f"{offers[lowest].checkpoint_name!r}, "
+                    f"{self._format_rank(rank)} names it {offer.checkpoint_name!r}"
                 )
             for path, kind in _iter_paths(offer):
                 first_kind, first_rank = first_kinds.setdefault(path, (kind, rank))
@@ -59,7 +60,7 @@ class ReportRound:
         return None
 
     def _format_rank(self, rank: int) -> str:
-        return f"rank {rank} (report #{self.index} at {self.reports[rank].where})"
+        return f"rank {rank} (report #{self.index} at {self.reports[rank].location})"
 
 
 class ReportRounds:
@@ -76,10 +77,10 @@ class ReportRounds:
         self._next_reports = IndexedHeap[int]()  # by rank
         for rank in range(world_size):
             self._next_reports.set(rank, first_index)
-        self._reports: dict[int, dict[int, Reported]] = {}  # by index and rank
+        self._reports: dict[int, dict[int, Report]] = {}  # by index and rank
         self._indexes: list[int] = []  # heap of the keys of `_reports`
 
-    def add(self, rank: int, report: Reported) -> list[ReportRound]:
+    def add(self, rank: int, report: Report) -> list[ReportRound]:
         """Add a report. Return the rounds that it completes, in order."""
         self._next_reports.set(rank, report.index + 1)
         if report.offer is not None or self._should_keep_all:
@@ -94,12 +95,12 @@ class ReportRounds:
             complete.append(ReportRound(index, reports, _assign_files(reports)))
         return complete
 
-    def get_report(self, index: int, rank: int) -> Reported | None:
+    def get_report(self, index: int, rank: int) -> Report | None:
         """Return a rank's report; None if it is not kept, or its round is complete."""
         return self._reports.get(index, {}).get(rank)
 
 
-def _iter_paths(offer: Offer) -> Iterator[tuple[str, str]]:
+def _iter_paths(offer: CheckpointOffer) -> Iterator[tuple[str, str]]:
     """Iterate over the files of an offer and the directories that contain them."""
     for file in offer.files:
         yield file.path, "file"
@@ -107,7 +108,7 @@ def _iter_paths(offer: Offer) -> Iterator[tuple[str, str]]:
             yield str(directory), "directory"
 
 
-def _assign_files(reports: Mapping[int, Reported]) -> dict[int, tuple[FileEntry, ...]]:
+def _assign_files(reports: Mapping[int, Report]) -> dict[int, tuple[FileEntry, ...]]:
     """Assign each file to the lowest rank that offers it."""
     assigned_paths: set[str] = set()
     assigned_files: dict[int, tuple[FileEntry, ...]] = {}

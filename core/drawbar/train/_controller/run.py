@@ -18,7 +18,8 @@ from drawbar.train._history.events import AttemptStarted
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import RunState
-from drawbar.train._messages import Assignment, Finished, Ranks, WorkerInfo, WorkerSpec
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo, WorkerSpec
+from drawbar.train._protocol.messages import RankFinished
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.run_directory import RunDirectory
@@ -35,7 +36,7 @@ class AssignmentPlanner(Protocol):
 
     def make_assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
-    ) -> list[Assignment]:
+    ) -> list[WorkerAssignment]:
         """Shard the datasets and return the assignment of each worker, in the order of workers."""
         ...
 
@@ -143,7 +144,7 @@ class ControllerOutcome:
         error: Error that `fit()` raises.
     """
 
-    finished: dict[int, Finished] = field(default_factory=dict)
+    finished: dict[int, RankFinished] = field(default_factory=dict)
     error: TrainingFailedError | None = None
 
 
@@ -195,12 +196,12 @@ class RunOutcome:
         return serialized
 
 
-def _load_return_value(rank: int, finished: Finished) -> object:
+def _load_return_value(rank: int, finished: RankFinished) -> object:
     """Return a rank's return value, or None with a warning if it cannot be deserialized."""
-    if finished.value is None:
+    if finished.return_value is None:
         return None  # the function returned None, or the console has shown why there is no value
     try:
-        return finished.value.deserialize()
+        return finished.return_value.deserialize()
     except Exception as error:
         message = f"the return value of rank {rank} is lost, because it cannot be deserialized here"
         warnings.warn(f"{message}: {error!r}", stacklevel=5)

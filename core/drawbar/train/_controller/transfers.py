@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._messages import FileAsked, FileSent
-from drawbar.train._orders import FileTaken, Order
+from drawbar.train._protocol.commands import Command, FileChunkAck
+from drawbar.train._protocol.messages import FileChunk, FileRequest
 from drawbar.train._storage.node_local_storage import FileReply, read_chunk, write_chunk
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._threads import run_in_daemon_thread
@@ -32,31 +32,35 @@ class FileTransfers:
         self._staging_directories: dict[tuple[str, int], Path] = {}  # by checkpoint and rank
         self._running: set[asyncio.Task[None]] = set()
 
-    def write_chunk(self, rank: int, chunk: FileSent, reply: Callable[[Order], None]) -> None:
+    def write_chunk(self, rank: int, chunk: FileChunk, reply: Callable[[Command], None]) -> None:
         """Write a chunk of a rank's assigned files and acknowledge it."""
 
-        def write() -> FileTaken:
-            if (chunk.name, rank) not in self._staging_directories:
-                self._staging_directories[chunk.name, rank] = (
+        def write() -> FileChunkAck:
+            if (chunk.checkpoint_name, rank) not in self._staging_directories:
+                self._staging_directories[chunk.checkpoint_name, rank] = (
                     self._directory.staging.make_directory(f"rank_{rank}")
                 )
             write_chunk(
-                self._staging_directories[chunk.name, rank] / chunk.path, chunk.offset, chunk.data
+                self._staging_directories[chunk.checkpoint_name, rank] / chunk.path,
+                chunk.offset,
+                chunk.data,
             )
-            return FileTaken(number=chunk.number)
+            return FileChunkAck(request_id=chunk.request_id)
 
         self._run_in_thread(write, reply)
 
-    def read_chunk(self, request: FileAsked, reply: Callable[[Order], None]) -> None:
+    def read_chunk(self, request: FileRequest, reply: Callable[[Command], None]) -> None:
         """Read a chunk of a committed checkpoint and send it."""
 
         def read() -> FileReply:
-            chunk = read_chunk(self._directory, request.name, request.path, request.offset)
-            return msgspec.structs.replace(chunk, number=request.number)
+            chunk = read_chunk(
+                self._directory, request.checkpoint_name, request.path, request.offset
+            )
+            return msgspec.structs.replace(chunk, request_id=request.request_id)
 
         self._run_in_thread(read, reply)
 
-    def _run_in_thread(self, work: Callable[[], Order], reply: Callable[[Order], None]) -> None:
+    def _run_in_thread(self, work: Callable[[], Command], reply: Callable[[Command], None]) -> None:
         """Run blocking I/O in a thread and send its result."""
 
         async def run_and_reply() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._messages import PassEnded
+from drawbar.train._protocol.messages import ShardEpochEnded
 from drawbar.train._row_positions import LocalShuffle, RowPosition, UnevenRows, encode_reads
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class DatasetShard:
         keep_alive: object = None,
     ) -> None:
         self.spec = part
-        self.on_epoch_end: Callable[[PassEnded], None] | None = None
+        self.on_epoch_end: Callable[[ShardEpochEnded], None] | None = None
         self._source = source
         self._unread_source = unread_source
         self._keep_alive = keep_alive
@@ -224,20 +224,20 @@ class DatasetShard:
         position = self._start_position
         if self.on_epoch_end is not None:
             self.on_epoch_end(
-                PassEnded(
+                ShardEpochEnded(
                     dataset=self.spec.dataset,
                     epoch=position.epoch,
-                    before=encode_reads(position.rows_read),
+                    previous_reads=encode_reads(position.rows_read),
                     discarded=[encode_reads(reads) for reads in position.discarded],
-                    part=self.spec.shard_index,
-                    parts=self.spec.num_shards,
-                    rows=self._num_rows_read if counts else None,
-                    batches=batches,
-                    shuffled=self._shuffle is not None,
-                    ended=ended,
-                    in_all=self.spec.total_rows,
+                    shard_index=self.spec.shard_index,
+                    num_shards=self.spec.num_shards,
+                    num_rows=self._num_rows_read if counts else None,
+                    num_batches=batches,
+                    is_shuffled=self._shuffle is not None,
+                    is_complete=ended,
+                    total_rows=self.spec.total_rows,
                     uneven_rows=self.spec.uneven_rows,
-                    empty=empty,
+                    missing_unit=empty,
                 )
             )
         self._start_position = self._start_position.advance_epoch(

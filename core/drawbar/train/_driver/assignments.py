@@ -10,7 +10,7 @@ import ray
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._driver.datasets import RunDatasets
 from drawbar.train._history.events import AttemptStarted
-from drawbar.train._messages import Assignment, Ranks, WorkerInfo, WorkerSpec
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo, WorkerSpec
 from drawbar.train._storage.checkpoint import Checkpoint, add_preprocessor
 from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._worker_group.capacity import (
@@ -45,7 +45,7 @@ class RunAssignmentPlanner:
 
     def make_assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
-    ) -> list[Assignment]:
+    ) -> list[WorkerAssignment]:
         """Return the assignment of each slot."""
         checkpoint = self._resolve_checkpoint(start)
         manifest = checkpoint.manifest if checkpoint else None
@@ -55,17 +55,17 @@ class RunAssignmentPlanner:
             nodes = [worker.node_id for worker in sort_by_rank(workers, ranks)]
             shards = self._datasets.make_shards(nodes, positions)
         return [
-            Assignment(
+            WorkerAssignment(
                 spec=self._make_worker_spec(worker, workers),
                 run_id=self._run.run_id,
-                directory=self._run.directory,
+                run_directory=self._run.directory,
                 attempt=start.attempt,
-                first_index=start.first_report_index,
-                checkpoint=checkpoint,
+                first_report_index=start.first_report_index,
+                resume_checkpoint=checkpoint,
                 ranks=worker_ranks,
                 gpu_ids=worker.gpu_ids,
-                shards=shards[worker_ranks.world_rank],
-                positions=positions,
+                dataset_shards=shards[worker_ranks.world_rank],
+                data_positions=positions,
             )
             for worker, worker_ranks in zip(workers, ranks, strict=True)
         ]
@@ -92,7 +92,7 @@ class RunAssignmentPlanner:
         devices = format_visible_devices(
             [other for other in workers if other.node_id == worker.node_id]
         )
-        return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": devices})
+        return replace(spec, env_vars={**spec.env_vars, "CUDA_VISIBLE_DEVICES": devices})
 
     def close(self) -> None:
         """Shut down the streams of the latest attempt's shards."""

@@ -19,7 +19,7 @@ from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
 from drawbar.train._data import split
 from drawbar.train._driver.assignments import RunAssignmentPlanner
 from drawbar.train._driver.caller_executor import CallerExecutor
-from drawbar.train._driver.control import ControlSocket
+from drawbar.train._driver.control_socket import ControlSocket
 from drawbar.train._driver.open_run import open_run
 from drawbar.train._errors import ControllerError
 from drawbar.train._history.event_stream import EventStream, Watcher

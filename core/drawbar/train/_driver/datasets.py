@@ -44,7 +44,7 @@ class RunDatasets:
         self._config, self._scaling = spec.dataset_config, spec.scaling_config
         self._datasets = split.open_datasets(spec.datasets)
         split.check_row_counts(self._datasets, self._config, self._max_workers)
-        driver_env = spec.worker_spec.surroundings
+        driver_env = spec.worker_spec.driver_env
         self._is_in_trial = driver_env is not None and driver_env.tune_trial is not None
         self._check_trial_cpus(split.list_datasets_to_execute(self._datasets, self._config))
         self.fitted_preprocessor: Preprocessor | None = None

@@ -22,7 +22,7 @@ from drawbar.train._driver import preflight
 from drawbar.train._driver.open_run import add_default_name
 from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._errors import DamagedRunError
-from drawbar.train._messages import WorkerSpec
+from drawbar.train._protocol.assignment import WorkerSpec
 from drawbar.train._serialization import Serialized, serialize, serialize_without_references
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._worker.actor import TrainLoop
@@ -66,11 +66,11 @@ def make_run_spec(
     preflight.check_train_function_pickles(payload.function)
     worker = WorkerSpec(
         # Captured now and not when a worker starts: users may set a variable right after `start()`.
-        environment=select_forwarded(os.environ, run_config.forward_env),
-        surroundings=DriverEnvironment.capture(),
+        env_vars=select_forwarded(os.environ, run_config.forward_env),
+        driver_env=DriverEnvironment.capture(),
         metadata=dict(metadata),
-        cpus=(scaling_config.resources_per_worker or {}).get("CPU"),
-        validation=validation_config.default_validation if validation_config else None,
+        num_cpus=(scaling_config.resources_per_worker or {}).get("CPU"),
+        default_validation=validation_config.default_validation if validation_config else None,
     )
     trainer_arguments = {
         # Serialized separately, so that an argument that can no longer be unpickled can be passed
@@ -108,9 +108,9 @@ def _make_validation_task(
 ) -> ValidationTask | None:
     if config is None:
         return None
-    assert worker.surroundings is not None
+    assert worker.driver_env is not None
     return ValidationTask.from_config(
-        config, worker.environment, worker.surroundings, run_config.worker_runtime_env
+        config, worker.env_vars, worker.driver_env, run_config.worker_runtime_env
     )
 
 

@@ -20,7 +20,7 @@ import ray
 from drawbar.train._controller.run import RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread, start_ray_run
 from drawbar.train._driver_env import DriverEnvironment
-from drawbar.train._handle.relay import Position, Relay
+from drawbar.train._handle.event_buffer import EventBuffer, EventPosition
 from drawbar.train._history.events import Event
 from drawbar.train._history.timeline import RunState
 from drawbar.train._serialization import Serialized, serialize, serialize_without_references
@@ -66,7 +66,7 @@ class EventBatch:
     """
 
     events: Sequence[Event]
-    position: Position
+    position: EventPosition
     outcome: Serialized | None
 
 
@@ -84,7 +84,7 @@ class HostActor:
         self._driver_env_context = driver_env.apply()
         self._driver_env_context.__enter__()  # never exited: applies until this process ends
         self._is_detached = is_detached
-        self._event_buffer = Relay()
+        self._event_buffer = EventBuffer()
         self._clients = _ClientHeartbeats(
             DETACHED_CLIENT_TIMEOUT_S if is_detached else CLIENT_TIMEOUT_S
         )
@@ -114,13 +114,13 @@ class HostActor:
         assert self._info is not None
         return self._info
 
-    def poll_events(self, client_id: str, position: Position | None) -> EventBatch:
+    def poll_events(self, client_id: str, position: EventPosition | None) -> EventBatch:
         """Return the events after a position. Waits up to `POLL_SECONDS` for the first one."""
         self._clients.record(client_id)
         # Read first: all events are emitted before the outcome is stored. A batch with an outcome
         # therefore also has the last events.
         outcome = self._outcome
-        events, position = self._event_buffer.since(position, POLL_SECONDS)
+        events, position = self._event_buffer.get_events_after(position, POLL_SECONDS)
         # Again, because the wait took up to a second, and the timeout counts from the reply.
         self._clients.record(client_id)
         return EventBatch(events, position, outcome)
@@ -212,7 +212,7 @@ class HostActor:
             except OSError as error:
                 _logger.warning("the return values could not be stored: %s", error)
         self._outcome = outcome.serialize(serialize)
-        self._event_buffer.release()
+        self._event_buffer.wake_clients()
 
 
 _STARTER_ID = "starter"

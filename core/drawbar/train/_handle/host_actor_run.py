@@ -24,8 +24,8 @@ from drawbar.train._driver.controller_thread import (
 )
 from drawbar.train._errors import ControllerError, RunInProgressError
 from drawbar.train._handle.ended_run import EndedRun
+from drawbar.train._handle.event_buffer import EventPosition
 from drawbar.train._handle.host_actor import POLL_SECONDS, EventBatch, HostActor, HostedRunInfo
-from drawbar.train._handle.relay import Position
 from drawbar.train._history.events import Notice
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._serialization import serialize
@@ -65,7 +65,7 @@ class HostActorRun:
         self._actor = actor
         self._directory = info.directory
         self._console = Console(info.level, self.path)
-        self._position = Position(0, 0) if should_replay else None
+        self._position = EventPosition(0, 0) if should_replay else None
         self._outcome: RunOutcome | None = None
         self._last_poll_reply = time.monotonic()
         self._has_warned_unresponsive = False
@@ -269,8 +269,8 @@ def _create_host_actor(spec: RunSpec) -> HostHandle:
             remote(HostActor)
             .options(**options)
             .remote(
-                spec.worker_spec.environment,
-                spec.worker_spec.surroundings,
+                spec.worker_spec.env_vars,
+                spec.worker_spec.driver_env,
                 is_detached,
                 get_ray_worker_id(),
             )

@@ -7,7 +7,7 @@ import socket
 import weakref
 
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome
-from drawbar.train._driver.control import FOLLOW, ask, say
+from drawbar.train._driver.control_socket import WAIT_FOR_END, connect, send_request
 from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
 from drawbar.train._errors import ControllerError
 from drawbar.train._handle.ended_run import EndedRun
@@ -35,7 +35,7 @@ class SameHostRun:
     @classmethod
     def find(cls, directory: RunDirectory) -> SameHostRun | None:
         """Return the run in a directory, or None if no process of this user here runs it."""
-        connection = say(directory.local_path, FOLLOW)
+        connection = connect(directory.local_path, WAIT_FOR_END)
         return None if connection is None else cls(directory, connection)
 
     @property
@@ -71,7 +71,7 @@ class SameHostRun:
         return self._request("diagnose", extra_seconds=DIAGNOSIS_TIMEOUT_S)
 
     def _request(self, request: str, *, extra_seconds: float = 0.0) -> str:
-        reply = ask(self._directory.local_path, request, _REPLY_TIMEOUT_S + extra_seconds)
+        reply = send_request(self._directory.local_path, request, _REPLY_TIMEOUT_S + extra_seconds)
         if reply is not None and reply.error:
             raise RuntimeError(f"run {self.name!r} in {self.path}: {reply.error}")
         return "" if reply is None else reply.text

@@ -27,30 +27,15 @@ from drawbar.train._errors import ControllerError
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._history.journal import read_events
 from drawbar.train._history.timeline import RunState
-from drawbar.train._messages import Assignment, Message, Ranks
-from drawbar.train._orders import Interrupt
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
+from drawbar.train._protocol.commands import InterruptFunction
+from drawbar.train._protocol.messages import Message
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._threads import DaemonThreadPool
 from drawbar.train._worker.actor import TrainLoop, enable_transfers_if_node_local
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.stack import capture_stack
 from drawbar.train._worker.worker_env import read_ranks_from_env
-from drawbar.train._worker_group.peers import (
-    Answer,
-    Begin,
-    Ended,
-    Execute,
-    Hello,
-    Obey,
-    Over,
-    Peers,
-    Said,
-    StackAsked,
-    StopAsked,
-    ToPeer,
-    meet_rank_zero,
-    peer_address,
-)
 from drawbar.train._worker_group.ranks import get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import (
     SubmitCall,
@@ -58,6 +43,22 @@ from drawbar.train._worker_group.thread_group import (
     run_train_loop_in_thread,
 )
 from drawbar.train._worker_group.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
+from drawbar.train._worker_group.torchrun_server import (
+    CaptureStack,
+    EndRun,
+    ExecuteFunction,
+    FunctionEnded,
+    HandleCommand,
+    MessageSent,
+    PeerCommand,
+    PeerHello,
+    PeerReply,
+    StartAttempt,
+    StopRequested,
+    TorchrunServer,
+    connect_to_rank_zero,
+    get_peer_address,
+)
 from drawbar.train._worker_group.validators import ThreadValidator
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
@@ -92,15 +93,15 @@ def start_or_join_torchrun_run(
     key = f"drawbar/run/{next(_run_numbers)}"
     if ranks.world_rank > 0:
         return TorchrunRun(store, key, spec, payload, ranks, use_caller_thread=use_caller_thread)
-    peers = Peers(ranks.world_size - 1, peer_address(ranks))
+    server = TorchrunServer(ranks.world_size - 1, get_peer_address(ranks))
     try:
         host = _start_rank_zero(
-            spec, payload, ranks, peers, validation_config, make_console, use_caller_thread
+            spec, payload, ranks, server, validation_config, make_console, use_caller_thread
         )
     except Exception as error:
-        peers.refuse(store, key, error)
+        server.publish_error(store, key, error)
         raise
-    peers.invite(store, key, host.directory)
+    server.publish_address(store, key, host.directory)
     return host
 
 
@@ -108,7 +109,7 @@ def _start_rank_zero(
     spec: RunSpec,
     payload: TrainLoop,
     ranks: Ranks,
-    peers: Peers,
+    server: TorchrunServer,
     validation_config: ValidationConfig | None,
     make_console: Callable[[str], Console],
     use_caller_thread: bool,
@@ -119,7 +120,7 @@ def _start_rank_zero(
         local_group = ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=gpu_ids)
         local_info = make_local_worker_info(ranks, gpu_ids)
         return TorchrunWorkerGroup(
-            local_group, local_info, peers, lambda save: host.stop(save=save)
+            local_group, local_info, server, lambda save: host.stop(save=save)
         )
 
     validator = ThreadValidator(validation_config) if validation_config is not None else None
@@ -129,8 +130,8 @@ def _start_rank_zero(
         make_console,
         validator,
         use_caller_thread=use_caller_thread,
-        on_end=lambda outcome: peers.send_all(
-            Over(outcome.serialize(serialize_without_references))
+        on_end=lambda outcome: server.broadcast(
+            EndRun(outcome.serialize(serialize_without_references))
         ),
     )
     return host
@@ -196,7 +197,7 @@ class TorchrunRun:
         use_caller_thread: bool,
     ) -> None:
         self._payload = payload
-        self._env_vars = spec.worker_spec.environment
+        self._env_vars = spec.worker_spec.env_vars
         self._cache: dict[object, object] = {}
         self._session: Session | None = None
         self._function_thread: threading.Thread | None = None
@@ -205,9 +206,11 @@ class TorchrunRun:
         self._hook_threads = DaemonThreadPool(1, "drawbar-hooks")
         self._ended = threading.Event()
         self._outcome: RunOutcome | None = None
-        hello = Hello(ranks.world_rank, make_local_worker_info(ranks, _get_gpu_ids(spec, ranks)))
+        hello = PeerHello(
+            ranks.world_rank, make_local_worker_info(ranks, _get_gpu_ids(spec, ranks))
+        )
         try:
-            self._connection, self._directory = meet_rank_zero(store, key, hello)
+            self._connection, self._directory = connect_to_rank_zero(store, key, hello)
         except (OSError, EOFError) as error:
             raise _make_rank_zero_lost_error(error) from error
         threading.Thread(target=self._receive_loop, name="drawbar-rank-zero", daemon=True).start()
@@ -234,36 +237,36 @@ class TorchrunRun:
                 ControllerOutcome(error=lost), RunState(status="failed"), None
             )
             if self._session is not None:
-                self._session.obey(Interrupt(reason=str(lost)))
+                self._session.handle_command(InterruptFunction(reason=str(lost)))
         self._ended.set()
         self._executor.wake_up()
 
-    def _handle_command(self, command: ToPeer) -> None:
+    def _handle_command(self, command: PeerCommand) -> None:
         session = self._session
         match command:
-            case Begin(assignment):
+            case StartAttempt(assignment):
                 self._start_attempt(assignment)
-            case Obey(attempt, command_for_rank):
+            case HandleCommand(attempt, command_for_rank):
                 if session is not None and session.assignment.attempt == attempt:
-                    session.obey(command_for_rank)
-            case StackAsked(request_id):
-                self._connection.send(Answer(request_id, capture_stack(self._function_thread)))
-            case Execute():
+                    session.handle_command(command_for_rank)
+            case CaptureStack(request_id):
+                self._connection.send(PeerReply(request_id, capture_stack(self._function_thread)))
+            case ExecuteFunction():
                 # In a thread: rank 0 may request the stack of a function that hangs.
-                self._hook_threads.submit(lambda: self._connection.send(command.answer()))
-            case Over(outcome):
+                self._hook_threads.submit(lambda: self._connection.send(command.run()))
+            case EndRun(outcome):
                 self._outcome = cloudpickle.loads(outcome)
 
-    def _start_attempt(self, assignment: Assignment) -> None:
+    def _start_attempt(self, assignment: WorkerAssignment) -> None:
         env_vars = {**self._env_vars, **_get_device_env_vars(assignment)}
         # Not rank 0's variables: torchrun sets different ones in each process.
-        spec = dataclasses.replace(assignment.spec, environment=env_vars)
+        spec = dataclasses.replace(assignment.spec, env_vars=env_vars)
         assignment = dataclasses.replace(assignment, spec=spec)
         self._session = session = Session(assignment, self._send, self._cache)
         self._executor.submit(partial(self._run_train_loop, session))
 
     def _send(self, message: Message) -> None:
-        self._connection.send(Said(message))
+        self._connection.send(MessageSent(message))
 
     def _run_train_loop(self, session: Session) -> None:
         self._function_thread = threading.current_thread()
@@ -273,7 +276,7 @@ class TorchrunRun:
             )
 
     def _send_function_ended(self, last_message: Message | None) -> None:
-        self._connection.send(Ended(last_message))
+        self._connection.send(FunctionEnded(last_message))
 
     # -- called from any thread
 
@@ -283,7 +286,7 @@ class TorchrunRun:
 
     def stop(self, *, save: bool) -> None:
         """Stop the run: gracefully after its next commit, or immediately."""
-        self._connection.send(StopAsked(save))
+        self._connection.send(StopRequested(save))
 
     def kill(self) -> None:
         """Stop the run immediately, but leave its processes to the launcher."""
@@ -310,9 +313,9 @@ class TorchrunRun:
         return self._outcome
 
 
-def _get_device_env_vars(assignment: Assignment) -> dict[str, str]:
+def _get_device_env_vars(assignment: WorkerAssignment) -> dict[str, str]:
     name = "CUDA_VISIBLE_DEVICES"
-    variables = assignment.spec.environment
+    variables = assignment.spec.env_vars
     return {name: variables[name]} if name in variables else {}
 
 

@@ -14,9 +14,11 @@ from typing import Literal
 import msgspec
 
 from drawbar.train._config.function_identity import FunctionIdentity
+from drawbar.train._config.preemption_info import PreemptionInfo
 from drawbar.train._errors import WorkerFailure
-from drawbar.train._messages import PassEnded, PreemptionInfo, Printed, Ranks, WorkerInfo
 from drawbar.train._metrics import Metrics
+from drawbar.train._protocol.assignment import Ranks, WorkerInfo
+from drawbar.train._protocol.messages import OutputLine, ShardEpochEnded
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
@@ -99,7 +101,7 @@ class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pa
 
     attempt: int
     rank: int
-    shard_epoch: PassEnded
+    shard_epoch: ShardEpochEnded
 
 
 class ReportsLost(JournalEntry, frozen=True, kw_only=True, tag="reports_lost"):
@@ -225,7 +227,7 @@ class LinePrinted:
     """The function of a rank printed a line or logged an error."""
 
     rank: int
-    line: Printed
+    line: OutputLine
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from drawbar.train._history.events import AttemptStarted, DatasetEpochEnded, JournaledEvent
-from drawbar.train._messages import PassEnded
+from drawbar.train._protocol.messages import ShardEpochEnded
 from drawbar.train._row_positions import NumberedRows, RowRanges, cut_segments, decode_reads
 
 
@@ -111,7 +111,7 @@ class DataLedger:
                 ended.append(event)
             elif isinstance(event, AttemptStarted):
                 first = event.first_report_index
-                ended = [epoch for epoch in ended if epoch.shard_epoch.index < first]
+                ended = [epoch for epoch in ended if epoch.shard_epoch.report_index < first]
         by_epoch: dict[tuple[str, int], list[DatasetEpochEnded]] = {}
         for event in ended:
             by_epoch.setdefault((event.shard_epoch.dataset, event.shard_epoch.epoch), []).append(
@@ -138,63 +138,69 @@ class DataLedger:
 def _build_epoch(dataset: str, epoch: int, ended: Sequence[DatasetEpochEnded]) -> DatasetEpoch:
     # The last attempt's `before` includes the rows that earlier attempts read and that count.
     newest = max(event.attempt for event in ended)
-    shards: dict[int, PassEnded] = {}
+    shards: dict[int, ShardEpochEnded] = {}
     # If the dataset is not split, all ranks have the same shard, and the lowest rank's is used.
     for event in sorted(ended, key=lambda event: -event.rank):
         if event.attempt == newest:
-            shards[event.shard_epoch.part] = event.shard_epoch
+            shards[event.shard_epoch.shard_index] = event.shard_epoch
     any_shard = next(iter(shards.values()))
-    is_complete = len(shards) == any_shard.parts and all(shard.ended for shard in shards.values())
+    is_complete = len(shards) == any_shard.num_shards and all(
+        shard.is_complete for shard in shards.values()
+    )
     return DatasetEpoch(
         dataset=dataset,
         epoch=epoch,
         num_rows=_count_epoch_rows(shards),
-        num_batches={number: shards[number].batches for number in sorted(shards)},
+        num_batches={number: shards[number].num_batches for number in sorted(shards)},
         is_complete=is_complete,
         row_ranges=_collect_row_ranges(shards, is_complete=is_complete),
-        total_rows=any_shard.in_all,
+        total_rows=any_shard.total_rows,
         restarts=len(any_shard.discarded),
     )
 
 
-def _count_epoch_rows(shards: dict[int, PassEnded]) -> int | None:
+def _count_epoch_rows(shards: dict[int, ShardEpochEnded]) -> int | None:
     ranges = _collect_row_ranges(shards, is_complete=True)
     if ranges is not None:
         return sum(high - low for low, high in ranges)
-    counts = [shard.rows for shard in shards.values()]
+    counts = [shard.num_rows for shard in shards.values()]
     if any(count is None for count in counts):
         return None
     any_shard = next(iter(shards.values()))
     before = [
-        read for reads in (any_shard.before, *any_shard.discarded) for read in decode_reads(reads)
+        read
+        for reads in (any_shard.previous_reads, *any_shard.discarded)
+        for read in decode_reads(reads)
     ]
     return sum(read.num_workers * read.rows_per_worker for read in before) + sum(
         filter(None, counts)
     )
 
 
-def _collect_row_ranges(shards: dict[int, PassEnded], *, is_complete: bool) -> RowRanges | None:
+def _collect_row_ranges(
+    shards: dict[int, ShardEpochEnded], *, is_complete: bool
+) -> RowRanges | None:
     """Return the row numbers that were read.
 
     Until an epoch has ended, they are unknown if rows were shuffled.
     """
     any_shard = next(iter(shards.values()))
-    if any_shard.in_all is None or any(shard.rows is None for shard in shards.values()):
+    if any_shard.total_rows is None or any(shard.num_rows is None for shard in shards.values()):
         return None
-    before = decode_reads(any_shard.before)
+    before = decode_reads(any_shard.previous_reads)
     discarded = [decode_reads(reads) for reads in any_shard.discarded]
-    shuffled = any(shard.shuffled for shard in shards.values()) or any(
+    shuffled = any(shard.is_shuffled for shard in shards.values()) or any(
         read.shuffle for read in before
     )
     if (shuffled and not is_complete) or any(read.shuffle for reads in discarded for read in reads):
         return None
-    rows = NumberedRows([any_shard.in_all], any_shard.uneven_rows)
-    unread = rows.split_unread(before, any_shard.parts)
+    rows = NumberedRows([any_shard.total_rows], any_shard.uneven_rows)
+    unread = rows.split_unread(before, any_shard.num_shards)
     read_ranges = list(rows.read)
     for number, shard in shards.items():
-        read_ranges += cut_segments(unread[number], 0, shard.rows)
+        read_ranges += cut_segments(unread[number], 0, shard.num_rows)
     for reads in discarded:
-        repeated = NumberedRows([any_shard.in_all], any_shard.uneven_rows)
+        repeated = NumberedRows([any_shard.total_rows], any_shard.uneven_rows)
         repeated.split_unread(reads, reads[-1].num_workers)
         read_ranges += repeated.read
     return _merge_adjacent(

@@ -32,7 +32,7 @@ from drawbar.train._storage.staging import AssignedFiles, StagedFiles, hold_file
 class FileReply(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk of a file, or a list of files."""
 
-    number: int
+    request_id: int
     data: bytes = b""
     files: tuple[FileEntry, ...] = ()
 
@@ -145,10 +145,10 @@ def read_chunk(directory: RunDirectory, name: str, path: str, offset: int) -> Fi
             for name in names
             if (checkpoint_path / name).exists()
         ]
-        return FileReply(number=0, files=(*list_files(checkpoint_path), *reserved))
+        return FileReply(request_id=0, files=(*list_files(checkpoint_path), *reserved))
     with open(checkpoint_path / path, "rb") as reader:
         reader.seek(offset)
-        return FileReply(number=0, data=reader.read(CHUNK_BYTES))
+        return FileReply(request_id=0, data=reader.read(CHUNK_BYTES))
 
 
 def write_chunk(target: Path, offset: int, data: bytes) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from drawbar.train._package_files import is_drawbar_frame
-from drawbar.train._worker.program_session import program_session
 from drawbar.train._worker.session import Session
+from drawbar.train._worker.session_client import get_program_session
 
 
 class _ThreadLocalSession(threading.local):
@@ -73,7 +73,9 @@ def find_session(function_name: str | None = None) -> Session:
         RuntimeError: Called outside a training function.
     """
     # The thread's session first: with `drawbar.train.testing`, several ranks share this process.
-    session = _thread_local.session or next(reversed(_process_sessions), None) or program_session()
+    session = (
+        _thread_local.session or next(reversed(_process_sessions), None) or get_program_session()
+    )
     if session is None:
         raise RuntimeError(
             f"{function_name or _find_public_caller()}() works inside a training function only, "

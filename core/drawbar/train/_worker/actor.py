@@ -26,19 +26,18 @@ import msgspec
 import ray
 
 from drawbar.train._config.backend import BackendConfig
-from drawbar.train._messages import (
-    Assignment,
-    Failed,
-    Finished,
-    FunctionRaised,
+from drawbar.train._protocol.assignment import WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.commands import Command
+from drawbar.train._protocol.messages import (
+    FunctionFailed,
     FunctionStarted,
-    Interrupted,
     Message,
-    Printed,
-    Reported,
-    WorkerInfo,
+    OutputLine,
+    RankFailed,
+    RankFinished,
+    RankInterrupted,
+    Report,
 )
-from drawbar.train._orders import Order
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import RunDirectory
@@ -48,7 +47,7 @@ from drawbar.train._worker.addresses import get_node_address
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import capture_output
-from drawbar.train._worker.session import Session
+from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
 from drawbar.train._worker.stack import Stack, capture_stack
 from drawbar.train._worker.worker_env import (
     compute_thread_count,
@@ -78,7 +77,7 @@ class Outbox:
         """Add a message. Can be called from any thread."""
         self._messages.put(message)
         # `set()` takes a lock each time, and a loop that prints calls this a million times.
-        is_buffered = isinstance(message, Reported) and message.may_wait
+        is_buffered = isinstance(message, Report) and message.is_buffered
         if not is_buffered and not self._has_urgent.is_set():
             self._has_urgent.set()
 
@@ -98,10 +97,7 @@ class Outbox:
         return batch
 
 
-FAILURE_FLUSH_S = 2.0
-"""Time limit for completing checkpoints in flight before a failure is reported."""
-
-_FINAL_MESSAGE_TYPES = (Finished, Failed, Interrupted)
+_FINAL_MESSAGE_TYPES = (RankFinished, RankFailed, RankInterrupted)
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ class Worker:
         return function(*args, **kwargs)
 
     def run(
-        self, assignment: Assignment, train_loop: Sequence[ObjectRef[Serialized]]
+        self, assignment: WorkerAssignment, train_loop: Sequence[ObjectRef[Serialized]]
     ) -> Iterator[list[Message]]:
         """Run the training function and yield its messages in batches.
 
@@ -194,10 +190,10 @@ class Worker:
                 session.uploads.async_commits.join()
                 return
 
-    def obey(self, attempt: int, command: Order) -> None:
+    def handle_command(self, attempt: int, command: Command) -> None:
         """Handle a command (control group). Commands for an attempt that has ended are ignored."""
         if self._session is not None and self._session.assignment.attempt == attempt:
-            self._session.obey(command)
+            self._session.handle_command(command)
 
     def capture_stack(self) -> Stack:
         """Return the stack of the training function or its program (control group)."""
@@ -232,16 +228,16 @@ def _run_and_send_outcome(
     try:
         final_message = _run_with_driver_env(session, train_loop, send)
     except AttemptInterrupted:
-        final_message = Interrupted()  # second interrupt while the first one was handled
+        final_message = RankInterrupted()  # second interrupt while the first one was handled
     except BaseException as error:
         failure = describe_exception(error, session.assignment, session.report_count)
-        final_message = Failed(failure=failure)
+        final_message = RankFailed(failure=failure)
     send(final_message)
 
 
 def _run_with_driver_env(
     session: Session, train_loop: ObjectRef[Serialized], send: Callable[[Message], None]
-) -> Finished | Failed | Interrupted:
+) -> RankFinished | RankFailed | RankInterrupted:
     """Run an attempt with captured output and the driver's environment."""
     rank = session.assignment.ranks.world_rank
     with (
@@ -250,7 +246,7 @@ def _run_with_driver_env(
             session.directory.get_log_path(rank), send, errors_only=rank != 0, redirect_fds=True
         ),
     ):
-        driver_env = session.assignment.spec.surroundings
+        driver_env = session.assignment.spec.driver_env
         assert driver_env is not None  # every worker process receives it
         with driver_env.apply():
             return run_train_loop(session, train_loop, send, is_process_wide=True)
@@ -273,7 +269,7 @@ def enable_transfers_if_node_local(
     # The path is missing or unrelated. Create it, because a rank's files need a local directory.
     upkeep.create_directories(session.directory)
     if session.directory.filesystem is None:
-        send(Printed(text=_describe_node_local_storage(assignment), stream="stderr"))
+        send(OutputLine(text=_describe_node_local_storage(assignment), stream="stderr"))
         session.use_node_local_storage()
     try:
         yield
@@ -288,15 +284,15 @@ def _upload_log(directory: RunDirectory, rank: int, send: Callable[[Message], No
         directory.run_files.upload_log(directory.get_log_path(rank))
     except Exception as error:  # no storage error may change the outcome of the function
         text = f"Could not upload the log of rank {rank} from node {os.uname().nodename}: {error}"
-        send(Printed(text=text, stream="stderr"))
+        send(OutputLine(text=text, stream="stderr"))
         return False
     return True
 
 
-def _describe_node_local_storage(assignment: Assignment) -> str:
+def _describe_node_local_storage(assignment: WorkerAssignment) -> str:
     return (
         f"Node {os.uname().nodename} of rank {assignment.ranks.world_rank} does not share "
-        f"{assignment.directory.local_path} with the driver's node, so checkpoints are sent to "
+        f"{assignment.run_directory.local_path} with the driver's node, so checkpoints are sent to "
         "the driver (slow) and the log stays on the node. Set RunConfig(storage_path=...) to a "
         "directory that all nodes share, or to an object store."
     )
@@ -308,7 +304,7 @@ def run_train_loop(
     send: Callable[[Message], None],
     *,
     is_process_wide: bool,
-) -> Finished | Failed | Interrupted:
+) -> RankFinished | RankFailed | RankInterrupted:
     """Run the training function and return its final message.
 
     Args:
@@ -339,7 +335,7 @@ def run_train_loop(
                     raise
                 except BaseException:
                     raised_at = time.time()  # other ranks fail once the backend's context ends
-                    send(FunctionRaised(time=raised_at))
+                    send(FunctionFailed(time=raised_at))
                     raise
                 session.thread_guard.reset_reporting_thread()
                 # Inside the backend's context: ranks that still train must not lose this peer
@@ -351,12 +347,12 @@ def run_train_loop(
         finished = _make_finished(
             value, should_transfer_ownership=not isinstance(train_loop, TrainLoop)
         )
-        return msgspec.structs.replace(finished, remarks=tuple(session.final_notices))
+        return msgspec.structs.replace(finished, final_notices=tuple(session.final_notices))
     except AttemptInterrupted:
         session.interrupt_scope.end()
         # Do not wait for checkpoints in flight: the controller drops files not yet persisted.
         session.close(0.0)
-        return Interrupted()
+        return RankInterrupted()
     except BaseException as error:
         try:  # noqa: SIM105  # suppress() itself could be interrupted
             session.interrupt_scope.end()
@@ -367,22 +363,22 @@ def run_train_loop(
         num_reports = session.report_count
         failure = describe_exception(error, session.assignment, num_reports, raised_at)
         session.close(FAILURE_FLUSH_S)
-        return Failed(failure=failure)
+        return RankFailed(failure=failure)
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def make_worker_env(assignment: Assignment) -> dict[str, str]:
+def make_worker_env(assignment: WorkerAssignment) -> dict[str, str]:
     """Return the environment variables to set in this worker's process before user code runs."""
     ranks = assignment.ranks
     threads = compute_thread_count(
-        cpus_per_worker=assignment.spec.cpus,
+        cpus_per_worker=assignment.spec.num_cpus,
         local_world_size=ranks.local_world_size,
         cores=count_available_cores(),
     )
-    user_env = {**assignment.spec.environment, **get_runtime_env_vars()}
+    user_env = {**assignment.spec.env_vars, **get_runtime_env_vars()}
     # Ranks come last: the driver may have forwarded RANK from its own torchrun.
     return {
         **user_env,
@@ -391,10 +387,10 @@ def make_worker_env(assignment: Assignment) -> dict[str, str]:
     }
 
 
-def _make_finished(value: object, *, should_transfer_ownership: bool) -> Finished:
+def _make_finished(value: object, *, should_transfer_ownership: bool) -> RankFinished:
     try:
         serialized = serialize(value, should_transfer_ownership=should_transfer_ownership)
-        return Finished(time=time.time(), value=serialized)
+        return RankFinished(time=time.time(), return_value=serialized)
     except Exception as error:
         reason = f"Cannot pickle the return value ({type(value).__qualname__}): {error}"
-        return Finished(time=time.time(), value_error=reason)
+        return RankFinished(time=time.time(), serialization_error=reason)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from drawbar.train._messages import Message, Offer, WaitsForCheckpoint
+from drawbar.train._protocol.messages import CheckpointOffer, CheckpointWaitStarted, Message
 from drawbar.train._threads import DaemonThreadPool
 
 MAX_CHECKPOINTS_IN_FLIGHT = 2
@@ -21,7 +21,7 @@ class AsyncCommits:
     """
 
     def __init__(
-        self, complete: Callable[[int, Offer], None], send: Callable[[Message], None]
+        self, complete: Callable[[int, CheckpointOffer], None], send: Callable[[Message], None]
     ) -> None:
         self._complete = complete
         self._send = send
@@ -29,7 +29,7 @@ class AsyncCommits:
         self._thread: DaemonThreadPool | None = None
         self._futures: list[tuple[int, Future[None]]] = []  # with the report index
 
-    def submit(self, report_index: int, offer: Offer) -> None:
+    def submit(self, report_index: int, offer: CheckpointOffer) -> None:
         """Complete a checkpoint in the background; block while too many are in flight."""
         with self._submit_lock:
             if self._thread is None:
@@ -46,7 +46,7 @@ class AsyncCommits:
         report_index, future = self._futures.pop(0)
         # Send only if this thread will block: the controller takes it as proof that the rank waits.
         if not future.done():
-            self._send(WaitsForCheckpoint(index=report_index))
+            self._send(CheckpointWaitStarted(report_index=report_index))
         future.result()
 
     def flush(self) -> None:

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from drawbar.train._messages import CollectiveCalled, CollectiveKind, Message, Wishes
-from drawbar.train._orders import CollectiveDone
 from drawbar.train._package_files import is_drawbar_frame
+from drawbar.train._protocol.commands import CollectiveResult
+from drawbar.train._protocol.messages import (
+    CollectiveCalled,
+    CollectiveKind,
+    ControllerRequests,
+    Message,
+)
 from drawbar.train._serialization import serialize
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.thread_guard import ThreadGuard
@@ -80,17 +85,17 @@ class Collectives:
             self._next_user_number += is_user_call
             self._send(
                 CollectiveCalled(
-                    sequence=sequence, number=number, kind=kind, payload=payload, where=location
+                    sequence=sequence, number=number, kind=kind, payload=payload, location=location
                 )
             )
-        result = self._command_queue.wait((CollectiveDone, sequence), timeout=timeout)
-        assert isinstance(result, CollectiveDone)
+        result = self._command_queue.wait((CollectiveResult, sequence), timeout=timeout)
+        assert isinstance(result, CollectiveResult)
         return [p.deserialize() for p in result.payloads if p is not None]
 
-    def get_requests(self) -> Wishes:
+    def get_requests(self) -> ControllerRequests:
         """Return the controller's requests. Must be called on all ranks."""
-        (values,) = self.call("wishes")
-        requests: Wishes = values
+        (values,) = self.call("requests")
+        requests: ControllerRequests = values
         return requests
 
 

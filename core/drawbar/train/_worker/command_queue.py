@@ -7,23 +7,23 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from drawbar.train._messages import Message
-from drawbar.train._orders import (
-    CheckpointsAnswer,
-    CollectiveDone,
-    Committed,
-    Diagnosis,
-    FileTaken,
-    Order,
-    Persist,
+from drawbar.train._protocol.commands import (
+    CheckpointListReply,
+    CollectiveResult,
+    Command,
+    CommitCompleted,
+    DiagnosisReply,
+    FileChunkAck,
+    PersistFiles,
 )
+from drawbar.train._protocol.messages import Message
 from drawbar.train._storage.node_local_storage import FileReply
 from drawbar.train._worker.interrupt import InterruptScope
 
 CommandKey = tuple[type[object], int]
 """Type of a command and the id of its request, collective, or report."""
 
-Reply = CheckpointsAnswer | Diagnosis | FileTaken | FileReply | CollectiveDone
+Reply = CheckpointListReply | DiagnosisReply | FileChunkAck | FileReply | CollectiveResult
 """Commands that reply to exactly one request of this rank."""
 
 _ReplyT = TypeVar("_ReplyT", bound=Reply)
@@ -41,19 +41,19 @@ class CommandQueue:
         self._send = send
         self._interrupt_scope = interrupt_scope
         self._changed = threading.Condition()
-        self._commands: dict[CommandKey, Order] = {}
+        self._commands: dict[CommandKey, Command] = {}
         self._request_ids = itertools.count()  # shared by all threads
         self.interrupt_reason: str | None = None
 
-    def put(self, command: Reply | Persist | Committed) -> None:
+    def put(self, command: Reply | PersistFiles | CommitCompleted) -> None:
         """Add a command and wake the thread that waits for it. Can be called from any thread."""
         match command:
-            case CollectiveDone():
+            case CollectiveResult():
                 key = command.sequence
-            case Persist() | Committed():
-                key = command.index
+            case PersistFiles() | CommitCompleted():
+                key = command.report_index
             case _:
-                key = command.number
+                key = command.request_id
         with self._changed:
             self._commands[type(command), key] = command
             self._changed.notify_all()
@@ -105,7 +105,7 @@ class CommandQueue:
         assert isinstance(reply, reply_type)
         return reply
 
-    def wait(self, *keys: CommandKey, timeout: float | None = None) -> Order:
+    def wait(self, *keys: CommandKey, timeout: float | None = None) -> Command:
         """Wait for the first of several commands, and remove and return it.
 
         Raises:
@@ -113,7 +113,7 @@ class CommandQueue:
             TimeoutError: No command arrived within `timeout` seconds.
         """
 
-        def take_command() -> Order | None:
+        def take_command() -> Command | None:
             # Return a command that has arrived even if the attempt is interrupted: a committed
             # checkpoint is not a failure.
             for key in keys:

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from drawbar.train._config.checks import parse_duration
+from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY
+from drawbar.train._config.preemption_info import PreemptionInfo
 from drawbar.train._config.validation_config import ValidationTaskConfig
-from drawbar.train._messages import CheckpointConsistencyMode, PreemptionInfo
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._worker.active_session import current_session, find_session
 from drawbar.train._worker.train_context import TrainContext
-from drawbar.train._worker.uploads import CheckpointUploadFn, CheckpointUploadMode
+from drawbar.train._worker.upload_mode import CheckpointUploadMode
+from drawbar.train._worker.uploads import CheckpointUploadFn
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -168,7 +170,7 @@ def should_checkpoint() -> bool:
         >>> if step % 100 == 0 and train.should_checkpoint():
         ...     save_and_report_checkpoint()
     """
-    return current_session("should_checkpoint").collectives.get_requests().checkpoint
+    return current_session("should_checkpoint").collectives.get_requests().should_checkpoint
 
 
 def checkpoint_dir() -> AbstractContextManager[Path]:

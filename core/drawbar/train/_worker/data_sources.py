@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._data.split import fetch_shards, make_position_key
-from drawbar.train._messages import PassEnded
+from drawbar.train._protocol.messages import ShardEpochEnded
 
 
 class DataSources:
@@ -25,7 +25,7 @@ class DataSources:
         self,
         shards: object,
         positions: Mapping[str, object],
-        on_epoch_ended: Callable[[PassEnded], None],
+        on_epoch_ended: Callable[[ShardEpochEnded], None],
     ) -> None:
         self._on_epoch_ended = on_epoch_ended
         self._shards_ref = shards

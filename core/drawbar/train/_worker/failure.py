@@ -16,8 +16,8 @@ from drawbar.train._errors import (
     StorageError,
     WorkerFailure,
 )
-from drawbar.train._messages import Assignment
 from drawbar.train._package_files import is_drawbar_file
+from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._worker.user_frames import format_user_location, is_stdlib_file
 
@@ -26,7 +26,10 @@ _MAX_PICKLED_BYTES = 1_000_000
 
 
 def describe_exception(
-    error: BaseException, assignment: Assignment, num_reports: int, raised_at: float | None = None
+    error: BaseException,
+    assignment: WorkerAssignment,
+    num_reports: int,
+    raised_at: float | None = None,
 ) -> WorkerFailure:
     """Convert an exception of a training function, or of the setup before it, to a record.
 
@@ -41,7 +44,7 @@ def describe_exception(
     if isinstance(error, ProgramFailedError):
         failed_at = error.time
     traceback, location = _format_traceback(error)
-    log = assignment.directory.get_log_path(assignment.ranks.world_rank)
+    log = assignment.run_directory.get_log_path(assignment.ranks.world_rank)
     if len(traceback) > MAX_SHOWN_CHARS:
         _append_full_traceback(traceback, log)
     return WorkerFailure(

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from drawbar.train._lines import LineSplitter, StreamName
-from drawbar.train._messages import Printed
+from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._worker import fork_counter
 from drawbar.train._worker.log_file import LogFile, flush_c_stdout
 
-SendLine = Callable[[Printed], None]
+SendLine = Callable[[OutputLine], None]
 OnWriteError = Callable[[OSError], None]
 _FILENO: dict[StreamName, int] = {"stdout": 1, "stderr": 2}
 
@@ -99,7 +99,7 @@ def _make_write_error_handler(path: Path, send: SendLine | None) -> OnWriteError
             return
         has_warned = True
         text = f"Output is missing from {path} from this point on: {error}"
-        send(Printed(text=text, stream="stderr"))
+        send(OutputLine(text=text, stream="stderr"))
 
     return on_write_error
 
@@ -262,7 +262,7 @@ def _forward_error_records(send: SendLine) -> Iterator[None]:
         level = record.levelno or 0  # logging.makeLogRecord() starts without a level
         if level >= logging.ERROR and os.getpid() == pid and not ended:
             for line in _format_record(record).split("\n"):
-                send(Printed(text=line, stream="stderr", record=True))
+                send(OutputLine(text=line, stream="stderr", is_log_record=True))
         return record
 
     def _format_record(record: logging.LogRecord) -> str:

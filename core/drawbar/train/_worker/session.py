@@ -18,29 +18,29 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._config.validation_config import resolve_validation
-from drawbar.train._messages import (
-    Assignment,
-    CheckpointConsistencyMode,
-    CheckpointsAsked,
-    DiagnosisAsked,
-    Discarded,
-    FileAsked,
-    FileSent,
-    Message,
-    Offer,
-    PassEnded,
-    Reported,
-    Retired,
-)
 from drawbar.train._metrics import Metrics, normalize
-from drawbar.train._orders import (
-    CheckpointsAnswer,
-    Committed,
-    Diagnosis,
-    FileTaken,
-    Interrupt,
-    Order,
+from drawbar.train._protocol.assignment import WorkerAssignment
+from drawbar.train._protocol.commands import (
+    CheckpointListReply,
+    Command,
+    CommitCompleted,
+    DiagnosisReply,
+    FileChunkAck,
+    InterruptFunction,
+)
+from drawbar.train._protocol.messages import (
+    CheckpointDiscarded,
+    CheckpointListRequest,
+    CheckpointOffer,
+    DiagnosisRequest,
+    FileChunk,
+    FileRequest,
+    Message,
+    ProcessRetired,
+    Report,
+    ShardEpochEnded,
 )
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import UploadTarget, make_default_name
@@ -54,13 +54,12 @@ from drawbar.train._worker.interrupt import InterruptScope
 from drawbar.train._worker.report_checks import check_name, check_upload_fn
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.thread_guard import ThreadGuard
-from drawbar.train._worker.uploads import (
-    CheckpointUploadFn,
-    CheckpointUploadMode,
-    Uploads,
-    check_upload_mode,
-)
+from drawbar.train._worker.upload_mode import CheckpointUploadMode, check_upload_mode
+from drawbar.train._worker.uploads import CheckpointUploadFn, Uploads
 from drawbar.train._worker.user_frames import format_caller_location
+
+FAILURE_FLUSH_S = 2.0
+"""Time limit for completing checkpoints in flight before a failure is reported."""
 
 T = TypeVar("T")
 
@@ -68,7 +67,7 @@ T = TypeVar("T")
 class ProgramProxy(Protocol):
     """Program that runs in place of the training function."""
 
-    def obey(self, command: Order) -> None:
+    def handle_command(self, command: Command) -> None:
         """Handle a command from the controller. Called from any thread; never blocks."""
         ...
 
@@ -87,12 +86,15 @@ class Session:
     """
 
     def __init__(
-        self, assignment: Assignment, send: Callable[[Message], None], cache: dict[object, object]
+        self,
+        assignment: WorkerAssignment,
+        send: Callable[[Message], None],
+        cache: dict[object, object],
     ) -> None:
         self.assignment = assignment
         self.cache = cache
-        self.directory = assignment.directory
-        self.checkpoint = assignment.checkpoint
+        self.directory = assignment.run_directory
+        self.checkpoint = assignment.resume_checkpoint
         self.should_clean_up_node = False
         self._node_local_storage: NodeLocalStorage | None = None
         self._staging_label = f"rank_{assignment.ranks.world_rank}"
@@ -100,7 +102,7 @@ class Session:
         self.interrupt_scope = InterruptScope()
         self._command_queue = CommandQueue(send, self.interrupt_scope)
         self.data_sources = DataSources(
-            assignment.shards, assignment.positions, self._send_epoch_ended
+            assignment.dataset_shards, assignment.data_positions, self._send_epoch_ended
         )
         self.uploads = self._make_uploads(self.directory.checkpoints)
         self.thread_guard = ThreadGuard(assignment.ranks)
@@ -112,8 +114,8 @@ class Session:
             send,
             self._command_queue,
         )
-        self._next_report = assignment.first_index
-        self._offers: dict[int, Offer] = {}
+        self._next_report = assignment.first_report_index
+        self._offers: dict[int, CheckpointOffer] = {}
         self.final_notices: list[str] = []
         self._locals: dict[object, Any] = {}  # objects of integrations, by factory
         self.training_count = itertools.count(1)  # a training function may train several times
@@ -135,14 +137,14 @@ class Session:
     def forward(self, message: Message) -> None:
         """Send a message of the program that runs in place of the training function."""
         with self._send_lock:
-            if isinstance(message, Reported):
+            if isinstance(message, Report):
                 self._next_report = message.index + 1
             self._send(message)
 
     @property
     def report_count(self) -> int:
         """Number of reports of this rank in this attempt."""
-        return self._next_report - self.assignment.first_index
+        return self._next_report - self.assignment.first_report_index
 
     # -- reports and checkpoints
 
@@ -162,8 +164,12 @@ class Session:
             index, self._next_report = self._next_report, self._next_report + 1
             now = time.time()
             self._send(
-                Reported(
-                    index=index, metrics=values, time=now, where=location, may_wait=is_buffered
+                Report(
+                    index=index,
+                    metrics=values,
+                    time=now,
+                    location=location,
+                    is_buffered=is_buffered,
                 )
             )
         # An interrupt is only raised in the function's own thread. Any other thread that reports
@@ -186,7 +192,9 @@ class Session:
             self.report_metrics(metrics)
             return
         to_validate = resolve_validation(
-            validation, self.assignment.spec.validation, has_checkpoint=checkpoint is not None
+            validation,
+            self.assignment.spec.default_validation,
+            has_checkpoint=checkpoint is not None,
         )
         assert checkpoint is not None  # resolve_validation rejects a validation without one
         values = normalize(metrics)
@@ -215,14 +223,14 @@ class Session:
             self._next_report += 1
             self._offers[index] = offer
             self._send(
-                Reported(
+                Report(
                     index=index,
                     metrics=values,
                     time=time.time(),
-                    where=location,
+                    location=location,
                     offer=offer,
-                    waits=is_blocking,
-                    positions=self.data_sources.get_positions(),
+                    is_blocking=is_blocking,
+                    data_positions=self.data_sources.get_positions(),
                     validation=to_validate,
                 )
             )
@@ -237,9 +245,9 @@ class Session:
         should_move = mode.default_delete_local_checkpoint_after_upload()
         return should_move and self.directory.checkpoints.get_child_name(checkpoint) is None
 
-    def _send_epoch_ended(self, message: PassEnded) -> None:
+    def _send_epoch_ended(self, message: ShardEpochEnded) -> None:
         with self._send_lock:
-            self._send(msgspec.structs.replace(message, index=self._next_report))
+            self._send(msgspec.structs.replace(message, report_index=self._next_report))
 
     def use_node_local_storage(self) -> None:
         """Transfer checkpoints to and from the driver's node.
@@ -249,16 +257,16 @@ class Session:
 
         def send_chunk(name: str, path: str, offset: int, data: bytes) -> None:
             self._command_queue.request(
-                lambda request_id: FileSent(
-                    number=request_id, name=name, path=path, offset=offset, data=data
+                lambda request_id: FileChunk(
+                    request_id=request_id, checkpoint_name=name, path=path, offset=offset, data=data
                 ),
-                FileTaken,
+                FileChunkAck,
             )
 
         def request_chunk(name: str, path: str, offset: int) -> FileReply:
             return self._command_queue.request(
-                lambda request_id: FileAsked(
-                    number=request_id, name=name, path=path, offset=offset
+                lambda request_id: FileRequest(
+                    request_id=request_id, checkpoint_name=name, path=path, offset=offset
                 ),
                 FileReply,
             )
@@ -279,7 +287,7 @@ class Session:
 
     def get_resume_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint of this attempt's start, or None after a commit in this attempt."""
-        has_committed = self.checkpoint is not self.assignment.checkpoint
+        has_committed = self.checkpoint is not self.assignment.resume_checkpoint
         return None if has_committed else self.get_latest_checkpoint()
 
     def get_latest_checkpoint(self) -> Checkpoint | None:
@@ -294,7 +302,7 @@ class Session:
 
     def retire_process(self) -> None:
         """Request a new process for the next attempt."""
-        self._send(Retired())
+        self._send(ProcessRetired())
 
     def close(self, flush_timeout: float) -> None:
         """End the attempt early.
@@ -326,12 +334,15 @@ class Session:
         """Return all committed checkpoints. See `drawbar.train.get_all_reported_checkpoints`."""
         has_timeout, location = timeout is not None, format_caller_location()
         reply = self._command_queue.request(
-            lambda request_id: CheckpointsAsked(
-                number=request_id, until=consistency_mode, timed=has_timeout, where=location
+            lambda request_id: CheckpointListRequest(
+                request_id=request_id,
+                consistency_mode=consistency_mode,
+                has_timeout=has_timeout,
+                location=location,
             ),
-            CheckpointsAnswer,
+            CheckpointListReply,
             timeout,
-            lambda request_id: CheckpointsAsked(number=request_id, until=None),
+            lambda request_id: CheckpointListRequest(request_id=request_id, consistency_mode=None),
         )
         return [
             (self.directory.checkpoints.get_checkpoint(name), metrics, status)
@@ -340,38 +351,38 @@ class Session:
 
     def discard_checkpoint(self, name: str) -> None:
         """Request the deletion of a committed checkpoint."""
-        self._send(Discarded(name=name))
+        self._send(CheckpointDiscarded(checkpoint_name=name))
 
     def diagnose(self) -> str:
         """Write the stacks of all ranks to the run directory and return a summary."""
         reply = self._command_queue.request(
-            lambda request_id: DiagnosisAsked(number=request_id), Diagnosis
+            lambda request_id: DiagnosisRequest(request_id=request_id), DiagnosisReply
         )
         return reply.text
 
     # -- commands
 
-    def obey(self, command: Order) -> None:
+    def handle_command(self, command: Command) -> None:
         """Handle a command from the controller. Called from any thread; never blocks."""
         # Read once: the thread that waits for the program may reset it concurrently.
         program = self.program
-        if program is None or isinstance(command, Interrupt):
+        if program is None or isinstance(command, InterruptFunction):
             self._apply_command(command)
         if program is not None:
-            program.obey(command)
+            program.handle_command(command)
 
-    def _apply_command(self, command: Order) -> None:
+    def _apply_command(self, command: Command) -> None:
         match command:
-            case Interrupt():
+            case InterruptFunction():
                 # The queue first: a thread that waits there only receives the exception after it
                 # wakes up (python/cpython#144748).
                 self._command_queue.interrupt(command.reason)
                 self.interrupt_scope.interrupt()
-            case Committed():
-                self.checkpoint = self.directory.checkpoints.get_checkpoint(command.name)
+            case CommitCompleted():
+                self.checkpoint = self.directory.checkpoints.get_checkpoint(command.checkpoint_name)
                 # Only a rank that offered files waits for the commit; otherwise the command would
                 # stay in the queue.
-                if self._offers.pop(command.index, None) is not None:
+                if self._offers.pop(command.report_index, None) is not None:
                     self._command_queue.put(command)
             case _:
                 self._command_queue.put(command)

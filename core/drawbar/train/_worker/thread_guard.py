@@ -12,7 +12,7 @@ import os
 import threading
 from weakref import WeakSet
 
-from drawbar.train._messages import Ranks
+from drawbar.train._protocol.assignment import Ranks
 from drawbar.train._worker import fork_counter
 
 

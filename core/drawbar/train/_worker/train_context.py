@@ -28,7 +28,7 @@ class TrainContext:
 
     def get_experiment_name(self) -> str:
         """Return the name of the run, `RunConfig.name`."""
-        return self._assignment.directory.name
+        return self._assignment.run_directory.name
 
     def get_run_id(self) -> str:
         """Return the run's id, 32 hex digits. Restarts and resumes keep it."""
@@ -56,7 +56,7 @@ class TrainContext:
 
     @property
     def _trial(self) -> TuneTrial | None:
-        driver_env = self._assignment.spec.surroundings
+        driver_env = self._assignment.spec.driver_env
         return driver_env.tune_trial if driver_env else None
 
     def get_world_size(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +17,8 @@ from typing import Protocol
 import msgspec
 
 from drawbar.train._errors import StorageError
-from drawbar.train._messages import Message, Offer, Persisted
-from drawbar.train._orders import Committed, Order, Persist
+from drawbar.train._protocol.commands import Command, CommitCompleted, PersistFiles
+from drawbar.train._protocol.messages import CheckpointOffer, FilesPersisted, Message
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import UploadTarget
 from drawbar.train._storage.contents import FileEntry, is_external, list_files, scan_directory
@@ -37,6 +36,7 @@ from drawbar.train._worker.report_checks import (
     check_files,
     check_remote_directory,
 )
+from drawbar.train._worker.upload_mode import CheckpointUploadMode
 
 CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
 """User function that uploads a checkpoint under a name and returns the uploaded checkpoint.
@@ -44,56 +44,6 @@ CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
 It may upload to the run's storage or elsewhere. If it returns its argument unchanged, and that is a
 local directory outside the run, Drawbar copies the directory.
 """
-
-
-class CheckpointUploadMode(Enum):
-    """Upload mode of a checkpoint: copied or committed in place, and with or without waiting.
-
-    Attributes:
-        SYNC: `report()` returns when the checkpoint is committed.
-        ASYNC: `report()` returns as soon as the files may be overwritten, and the commit follows in
-            the background. If two commits have not ended, `report()` waits for the older one. When
-            the training function returns, Drawbar waits for all commits.
-        NO_UPLOAD: The directory is committed in place. It may be in the run directory or anywhere
-            else where the driver can read it. Directories outside the run directory are never
-            deleted.
-
-    Example:
-        >>> train.report(
-        ...     {"loss": loss},
-        ...     checkpoint=path,
-        ...     checkpoint_upload_mode=train.CheckpointUploadMode.ASYNC,
-        ... )
-    """
-
-    SYNC = "sync"
-    ASYNC = "async"
-    NO_UPLOAD = "no_upload"
-
-    def default_delete_local_checkpoint_after_upload(self) -> bool:
-        """Return whether `report()` moves the local directory by default.
-
-        Returns:
-            The default of `delete_local_checkpoint_after_upload`: True for ASYNC, else False.
-
-        Example:
-            >>> CheckpointUploadMode.ASYNC.default_delete_local_checkpoint_after_upload()
-            True
-        """
-        return self is CheckpointUploadMode.ASYNC
-
-
-def check_upload_mode(mode: object) -> None:
-    """Check the upload mode passed to `report()`.
-
-    Raises:
-        TypeError: `mode` is not a `CheckpointUploadMode`.
-    """
-    if not isinstance(mode, CheckpointUploadMode):
-        raise TypeError(
-            f"checkpoint_upload_mode must be a CheckpointUploadMode, found {mode!r}. "
-            "Use CheckpointUploadMode.ASYNC, for example."
-        )
 
 
 @contextmanager
@@ -113,7 +63,7 @@ def _raise_storage_errors() -> Iterator[None]:
 class WaitForCommand(Protocol):
     """Function that waits for one of several commands."""
 
-    def __call__(self, *keys: tuple[type[Order], int]) -> Order:
+    def __call__(self, *keys: tuple[type[Command], int]) -> Command:
         """Return the first of these commands that arrives."""
         ...
 
@@ -169,7 +119,7 @@ class Uploads:
         mode: CheckpointUploadMode,
         upload_fn: CheckpointUploadFn | None,
         should_move: bool,
-    ) -> Offer:
+    ) -> CheckpointOffer:
         """List the files of a checkpoint; in mode ASYNC, stage them.
 
         Raises:
@@ -201,10 +151,10 @@ class Uploads:
                 raise
             return self._offer_staged(stage, name)
 
-    def _record_identities(self, offer: Offer) -> Offer:
+    def _record_identities(self, offer: CheckpointOffer) -> CheckpointOffer:
         """Record which files to delete after the commit, so that newer files are not deleted."""
-        if offer.handed_over and not self._is_in_staging(offer):
-            self._file_identities[offer.name] = FileIdentities.capture(
+        if offer.should_move and not self._is_in_staging(offer):
+            self._file_identities[offer.checkpoint_name] = FileIdentities.capture(
                 Path(offer.directory), offer.files
             )
         return offer
@@ -221,24 +171,24 @@ class Uploads:
 
     def _offer_for_upload_fn(
         self, checkpoint: Checkpoint, name: str, upload_fn: CheckpointUploadFn, should_move: bool
-    ) -> Offer:
+    ) -> CheckpointOffer:
         child_name = self._checkpoints.get_child_name(checkpoint)
         self._upload_fns[child_name or name] = upload_fn, checkpoint
         if child_name is not None or not checkpoint.is_local or not Path(checkpoint.path).is_dir():
             # The files are only known after the upload function has returned.
-            return Offer(
+            return CheckpointOffer(
                 directory=checkpoint.path,
                 files=(),
-                staged=False,
-                name=child_name or name,
-                in_place=True,
+                is_staged=False,
+                checkpoint_name=child_name or name,
+                is_in_place=True,
             )
         offer = self._offer_local(checkpoint, name, should_move=should_move)
-        return msgspec.structs.replace(offer, staged=False, in_place=True)
+        return msgspec.structs.replace(offer, is_staged=False, is_in_place=True)
 
     def _offer_files(
         self, checkpoint: Checkpoint, name: str, mode: CheckpointUploadMode, should_move: bool
-    ) -> Offer:
+    ) -> CheckpointOffer:
         offer = self._offer_local(checkpoint, name, should_move=should_move)
         if should_move and self._checkpoints.get_child_name(checkpoint) is not None:
             raise ValueError(
@@ -249,7 +199,7 @@ class Uploads:
             return offer
         return self._copy_to_staging(offer, name)
 
-    def _offer_in_place(self, checkpoint: Checkpoint, source: str) -> Offer:
+    def _offer_in_place(self, checkpoint: Checkpoint, source: str) -> CheckpointOffer:
         """Offer a directory that is committed in place. `source` begins the error messages."""
         name = self._checkpoints.get_in_place_name(checkpoint)
         if name is None or self._staging.has_directory(Path(checkpoint.path)):
@@ -271,9 +221,17 @@ class Uploads:
                 )
         if not files:
             raise FileNotFoundError(f"{source}: {path} contains no files.")
-        return Offer(directory=checkpoint.path, files=files, staged=True, name=name, in_place=True)
+        return CheckpointOffer(
+            directory=checkpoint.path,
+            files=files,
+            is_staged=True,
+            checkpoint_name=name,
+            is_in_place=True,
+        )
 
-    def _offer_local(self, checkpoint: Checkpoint, name: str, *, should_move: bool) -> Offer:
+    def _offer_local(
+        self, checkpoint: Checkpoint, name: str, *, should_move: bool
+    ) -> CheckpointOffer:
         directory = Path(checkpoint.path)
         if not checkpoint.is_local or not directory.is_dir():
             raise FileNotFoundError(
@@ -294,77 +252,85 @@ class Uploads:
         if in_staging and contents.symlinks:
             with _raise_storage_errors():
                 self._staging.replace_symlinks(directory)
-        return Offer(
+        return CheckpointOffer(
             directory=str(directory),
             files=contents.files,
-            staged=self._target.is_staged(directory),
-            name=name,
-            handed_over=should_move
+            is_staged=self._target.is_staged(directory),
+            checkpoint_name=name,
+            should_move=should_move
             and not in_staging
             and can_move(directory, contents.files, self._directory),
         )
 
-    def _copy_to_staging(self, offer: Offer, name: str) -> Offer:
+    def _copy_to_staging(self, offer: CheckpointOffer, name: str) -> CheckpointOffer:
         assigned_files = self._make_assigned_files(offer, offer.files, name)
         with _raise_storage_errors():
-            if offer.handed_over:
+            if offer.should_move:
                 stage = self._staging.stage_moved(assigned_files, attempt=self._attempt)
                 return self._offer_staged(stage, name)
             stage = self._staging.stage_files(assigned_files)
         is_staged = self._target.is_staged(stage)
-        return msgspec.structs.replace(offer, directory=str(stage), staged=is_staged)
+        return msgspec.structs.replace(offer, directory=str(stage), is_staged=is_staged)
 
-    def _offer_staged(self, stage: Path, name: str) -> Offer:
+    def _offer_staged(self, stage: Path, name: str) -> CheckpointOffer:
         """Offer files that were moved to the staging area."""
-        return Offer(
+        return CheckpointOffer(
             directory=str(stage),
             files=list_files(stage),
-            staged=self._target.is_staged(stage),
-            name=name,
-            handed_over=True,
+            is_staged=self._target.is_staged(stage),
+            checkpoint_name=name,
+            should_move=True,
         )
 
     def _make_assigned_files(
-        self, offer: Offer, files: Sequence[FileEntry], name: str
+        self, offer: CheckpointOffer, files: Sequence[FileEntry], name: str
     ) -> AssignedFiles:
         return AssignedFiles(
-            Path(offer.directory), files, self._label, name, should_move=offer.handed_over
+            Path(offer.directory), files, self._label, name, should_move=offer.should_move
         )
 
     # -- commits
 
-    def persist_and_wait(self, report_index: int, offer: Offer) -> None:
+    def persist_and_wait(self, report_index: int, offer: CheckpointOffer) -> None:
         """Persist this rank's assigned files of a report and wait for the commit."""
         # Either command may arrive first: a rank has nothing to persist if all its files are
         # staged, or are also offered by a lower rank.
-        command = self._wait((Persist, report_index), (Committed, report_index))
-        if isinstance(command, Persist):
+        command = self._wait((PersistFiles, report_index), (CommitCompleted, report_index))
+        if isinstance(command, PersistFiles):
             self._send(self._persist(report_index, offer, command))
-            self._wait((Committed, report_index))
+            self._wait((CommitCompleted, report_index))
         # Only after the commit: until then there may be no other copy of these files.
         if self._is_in_staging(offer):
             remove_tree(Path(offer.directory))
-        elif offer.handed_over:
-            has_persisted = isinstance(command, Persist) and bool(command.files)
-            self._staging.release_source(self._file_identities.pop(offer.name), given=has_persisted)
+        elif offer.should_move:
+            has_persisted = isinstance(command, PersistFiles) and bool(command.files)
+            self._staging.release_source(
+                self._file_identities.pop(offer.checkpoint_name), given=has_persisted
+            )
 
-    def _is_in_staging(self, offer: Offer) -> bool:
+    def _is_in_staging(self, offer: CheckpointOffer) -> bool:
         return self._staging.has_directory(Path(offer.directory))
 
-    def _persist(self, report_index: int, offer: Offer, command: Persist) -> Persisted:
-        upload = self._upload_fns.pop(command.name, None)
+    def _persist(
+        self, report_index: int, offer: CheckpointOffer, command: PersistFiles
+    ) -> FilesPersisted:
+        upload = self._upload_fns.pop(command.checkpoint_name, None)
         if upload is not None:
             lower_ranks = {file.path for file in offer.files} - {
                 file.path for file in command.files
             }
-            name = self._run_upload_fn(command.name, *upload, lower_ranks)
-            return Persisted(index=report_index, directory="", name=name)
+            name = self._run_upload_fn(command.checkpoint_name, *upload, lower_ranks)
+            return FilesPersisted(
+                report_index=report_index, staging_directory="", checkpoint_name=name
+            )
         with _raise_storage_errors():
             staged = self._target.persist(
-                self._make_assigned_files(offer, command.files, command.name)
+                self._make_assigned_files(offer, command.files, command.checkpoint_name)
             )
         directory = "" if staged.directory is None else str(staged.directory)
-        return Persisted(index=report_index, directory=directory, checksums=staged.checksums)
+        return FilesPersisted(
+            report_index=report_index, staging_directory=directory, checksums=staged.checksums
+        )
 
     def _run_upload_fn(
         self,
@@ -386,7 +352,7 @@ class Uploads:
             return name
         if uploaded_name == name:
             return name
-        return self._offer_in_place(uploaded, "checkpoint_upload_fn").name or name
+        return self._offer_in_place(uploaded, "checkpoint_upload_fn").checkpoint_name or name
 
     def _copy_missing_files(self, source: Path, name: str, files_of_lower_ranks: set[str]) -> None:
         """Copy files that lower ranks do not provide to the directory of the checkpoint."""

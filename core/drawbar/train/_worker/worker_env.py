@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train._config.forwarded_env import get_exclusion_reason
-from drawbar.train._messages import Ranks
+from drawbar.train._protocol.assignment import Ranks
 
 THREAD_ENV_VARS = (
     "OMP_NUM_THREADS",

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 import ray
 
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._messages import Message, WorkerInfo
+from drawbar.train._protocol.assignment import WorkerInfo
+from drawbar.train._protocol.messages import Message
 from drawbar.train._worker.actor import Worker
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker_group.placement import Placement, remove_orphaned_groups
@@ -58,7 +59,7 @@ class WorkerHandle(Protocol):
     initialize: RemoteMethod[WorkerInfo]
     run: RemoteStream[list[Message]]
     execute: RemoteMethod[object]
-    obey: RemoteMethod[None]
+    handle_command: RemoteMethod[None]
     capture_stack: RemoteMethod[Stack]
     shut_down: RemoteMethod[None]
 

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._errors import InsufficientResourcesError
-from drawbar.train._messages import WorkerInfo
+from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._worker_group.capacity import (
     NodeResources,
     check_cpus_for_datasets,

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawbar.train._messages import Ranks, WorkerInfo
+from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 
 
 def assign_ranks(workers: Sequence[WorkerInfo]) -> list[Ranks]:

@@ -18,8 +18,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar.train._errors import WorkerFailure
-from drawbar.train._messages import Assignment, Failed, Gone, Message, Ranks, Retired, WorkerInfo
-from drawbar.train._orders import Interrupt, Order
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.messages import Message, ProcessRetired, RankFailed, WorkerDied
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
@@ -74,7 +75,7 @@ class RayWorkerGroup:
         pairs = zip(ranks, self._pool.list_ready(), strict=False)
         self._ranks = {rank.world_rank: slot for rank, slot in pairs}
 
-    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+    def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt: one call per worker, whose stream is read from now on."""
         self._attempt = assignments[0].attempt
         for assignment in assignments:
@@ -101,26 +102,26 @@ class RayWorkerGroup:
                 messages = await reference
                 # Recorded before the attempt handles the messages: it may end with one of them, and
                 # then decides whether to keep the process.
-                slot.is_retired |= any(isinstance(message, Retired) for message in messages)
+                slot.is_retired |= any(isinstance(message, ProcessRetired) for message in messages)
                 on_messages(rank, messages)
         # Exceptions of the function are messages. This is an error in Drawbar's code in the worker,
         # or a message that cannot be unpickled here, so the process cannot be used further.
         except RayTaskError as error:
             slot.is_marked_dead = True
-            on_messages(rank, [Failed(failure=describe_worker_error(rank, error))])
+            on_messages(rank, [RankFailed(failure=describe_worker_error(rank, error))])
         except RayError as error:
             slot.is_marked_dead = True
             # In a thread: it calls the node, which may not reply.
             death = await run_in_daemon_thread(_make_worker_died, error, slot.info.result().node_id)
             on_messages(rank, [death])
 
-    def send_command(self, rank: int, command: Order) -> None:
+    def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank. A rank that cannot handle it fails.
 
         If the process is dead, its message stream reports the death.
         """
         slot = self._ranks[rank]
-        control = slot.actor.obey.options(concurrency_group="control")
+        control = slot.actor.handle_command.options(concurrency_group="control")
         delivery = asyncio.ensure_future(await_reference(control.remote(self._attempt, command)))
         self._undelivered_commands.add(delivery)
         delivery.add_done_callback(partial(self._on_command_delivered, rank, slot))
@@ -132,7 +133,7 @@ class RayWorkerGroup:
         error = None if delivery.cancelled() else delivery.exception()
         if isinstance(error, RayTaskError) and slot.on_messages is not None:
             slot.is_marked_dead = True
-            slot.on_messages(rank, [Failed(failure=describe_worker_error(rank, error))])
+            slot.on_messages(rank, [RankFailed(failure=describe_worker_error(rank, error))])
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack of every rank, or None for a rank that does not reply."""
@@ -156,7 +157,8 @@ class RayWorkerGroup:
         running = {rank: slot.run_task for rank, slot in self._ranks.items() if slot.is_running}
         for rank in running:
             self.send_command(
-                rank, Interrupt(reason="the attempt is over", by_user=is_user_request)
+                rank,
+                InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
             )
         if running:
             await asyncio.wait([task for task in running.values() if task], timeout=grace)
@@ -256,11 +258,11 @@ async def _detect_stopped_worker(worker: WorkerInfo) -> Stack | None:
     return None
 
 
-def _make_worker_died(error: RayError, node_id: str) -> Gone:
+def _make_worker_died(error: RayError, node_id: str) -> WorkerDied:
     """Describe the death of a worker. It counts as preempted if its node is lost or draining."""
     # Ray sets `preempted` for drained nodes. A lost node counts as alive for a while.
     preempted = bool(getattr(error, "preempted", False)) or not is_node_available(node_id)
-    return Gone(detail=str(error), time=time.time(), preempted=preempted)
+    return WorkerDied(detail=str(error), time=time.time(), is_preempted=preempted)
 
 
 def describe_worker_error(rank: int, error: RayTaskError) -> WorkerFailure:

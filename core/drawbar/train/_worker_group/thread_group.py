@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from drawbar.train._messages import Assignment, Failed, Interrupted, Message, Ranks, WorkerInfo
-from drawbar.train._orders import Interrupt, Order
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.messages import Message, RankFailed, RankInterrupted
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.actor import TrainLoop, run_train_loop
 from drawbar.train._worker.failure import describe_exception
@@ -90,7 +91,7 @@ class ThreadWorkerGroup:
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
         """Do nothing: slots are ranks here."""
 
-    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+    def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt."""
         loop = asyncio.get_running_loop()
         for assignment in assignments:
@@ -118,9 +119,9 @@ class ThreadWorkerGroup:
             self._payload, session, send, on_end, is_only_rank=self._submit_call is not None
         )
 
-    def send_command(self, rank: int, command: Order) -> None:
+    def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank."""
-        self._sessions[rank].obey(command)
+        self._sessions[rank].handle_command(command)
 
     async def end_attempt(
         self,
@@ -134,7 +135,8 @@ class ThreadWorkerGroup:
         running = [rank for rank, ended in self._functions_ended.items() if not ended.is_set()]
         for rank in running:
             self.send_command(
-                rank, Interrupt(reason="the attempt is over", by_user=is_user_request)
+                rank,
+                InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
             )
         for rank in running:
             with contextlib.suppress(TimeoutError):
@@ -186,7 +188,7 @@ def run_train_loop_in_thread(
         is_only_rank: Whether no other rank is in this process, so that its environment, working
             directory, and streams belong to the rank.
     """
-    last_message: Message | None = Interrupted()
+    last_message: Message | None = RankInterrupted()
     try:
         with preserve_environment() if is_only_rank else contextlib.nullcontext():
             log = session.directory.get_log_path(session.assignment.ranks.world_rank)
@@ -207,7 +209,7 @@ def run_train_loop_in_thread(
         raise
     except BaseException as error:
         failure = describe_exception(error, session.assignment, session.report_count)
-        last_message = Failed(failure=failure)
+        last_message = RankFailed(failure=failure)
     finally:
         on_end(last_message)
 

@@ -17,26 +17,27 @@ from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from drawbar.train._messages import Assignment, Gone, Ranks, WorkerInfo
-from drawbar.train._orders import Interrupt, Order
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
-from drawbar.train._worker_group.peers import (
-    Answer,
-    Begin,
-    Ended,
-    Execute,
-    FromPeer,
-    Lost,
-    Obey,
-    Peers,
-    Said,
-    StackAsked,
-    StopAsked,
-    peer_address,
-)
 from drawbar.train._worker_group.thread_group import ThreadWorkerGroup
+from drawbar.train._worker_group.torchrun_server import (
+    CaptureStack,
+    ExecuteFunction,
+    FunctionEnded,
+    HandleCommand,
+    MessageSent,
+    PeerLost,
+    PeerMessage,
+    PeerReply,
+    StartAttempt,
+    StopRequested,
+    TorchrunServer,
+    get_peer_address,
+)
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
 P = ParamSpec("P")
@@ -61,7 +62,7 @@ class TorchrunWorkerGroup:
         self,
         local_group: ThreadWorkerGroup,
         local_info: WorkerInfo,
-        server: Peers,
+        server: TorchrunServer,
         stop_run: Callable[[bool], object],
     ) -> None:
         self._local_group = local_group
@@ -74,9 +75,9 @@ class TorchrunWorkerGroup:
         self._functions_ended: dict[int, asyncio.Event] = {}  # by rank of a peer
         self._request_ids = itertools.count()
         # Rank and reply, by request ID.
-        self._pending_requests: dict[int, tuple[int, Future[Answer]]] = {}
+        self._pending_requests: dict[int, tuple[int, Future[PeerReply]]] = {}
         self._lost_peers: dict[int, str] = {}  # cause, by rank
-        server.hear(self._on_message_from_thread)
+        server.set_handler(self._on_message_from_thread)
 
     @property
     def num_idle_workers(self) -> int:
@@ -91,18 +92,18 @@ class TorchrunWorkerGroup:
         await self._local_group.start(on_waiting)
         num_joined = 0
         while num_joined < self._server.count:
-            num_joined = await run_in_daemon_thread(self._server.wait, JOIN_NOTICE_S)
+            num_joined = await run_in_daemon_thread(self._server.wait_for_peers, JOIN_NOTICE_S)
             if num_joined < self._server.count:
                 on_waiting(1 + num_joined, True)
         return [
             self._local_info,
-            *(self._server.infos[rank] for rank in sorted(self._server.infos)),
+            *(self._server.worker_infos[rank] for rank in sorted(self._server.worker_infos)),
         ]
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
         """Do nothing: torchrun has assigned the ranks."""
 
-    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+    def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt."""
         self._attempt, self._on_messages = assignments[0].attempt, on_messages
         local = [assignment for assignment in assignments if assignment.ranks.world_rank == 0]
@@ -112,43 +113,43 @@ class TorchrunWorkerGroup:
             if rank > 0:
                 self._functions_ended[rank] = asyncio.Event()
                 # Peers have an environment already.
-                spec = dataclasses.replace(assignment.spec, surroundings=None)
-                self._server.send(rank, Begin(dataclasses.replace(assignment, spec=spec)))
+                spec = dataclasses.replace(assignment.spec, driver_env=None)
+                self._server.send(rank, StartAttempt(dataclasses.replace(assignment, spec=spec)))
         for rank, detail in list(self._lost_peers.items()):  # lost after it joined
-            self._on_message(rank, Lost(detail))
+            self._on_message(rank, PeerLost(detail))
 
-    def _on_message_from_thread(self, rank: int, message: FromPeer) -> None:
+    def _on_message_from_thread(self, rank: int, message: PeerMessage) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
             self._loop.call_soon_threadsafe(self._on_message, rank, message)
 
-    def _on_message(self, rank: int, peer_message: FromPeer) -> None:
+    def _on_message(self, rank: int, peer_message: PeerMessage) -> None:
         match peer_message:
-            case Said(message):
+            case MessageSent(message):
                 self._on_messages(rank, [message])
-            case Ended(message):
+            case FunctionEnded(message):
                 self._functions_ended[rank].set()
                 if message is not None:
                     self._on_messages(rank, [message])
-            case Answer(request_id):
+            case PeerReply(request_id):
                 self._resolve_request(request_id, peer_message)
-            case StopAsked(save):
+            case StopRequested(save):
                 self._stop_run(save)
-            case Lost(detail):
+            case PeerLost(detail):
                 self._lost_peers[rank] = detail
                 # Threads are waiting for replies that the peer will never send.
                 for request_id, (requested_rank, _) in list(self._pending_requests.items()):
                     if requested_rank == rank:
-                        self._resolve_request(request_id, Answer(request_id, error=detail))
+                        self._resolve_request(request_id, PeerReply(request_id, error=detail))
                 if rank in self._functions_ended:
                     self._functions_ended[rank].set()
-                self._on_messages(rank, [Gone(detail=detail, time=time.time())])
+                self._on_messages(rank, [WorkerDied(detail=detail, time=time.time())])
 
-    def send_command(self, rank: int, command: Order) -> None:
+    def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank."""
         if rank == 0:
             self._local_group.send_command(rank, command)
         else:
-            self._server.send(rank, Obey(self._attempt, command))
+            self._server.send(rank, HandleCommand(self._attempt, command))
 
     async def end_attempt(
         self,
@@ -164,7 +165,8 @@ class TorchrunWorkerGroup:
         }
         for rank in running:
             self.send_command(
-                rank, Interrupt(reason="the attempt is over", by_user=is_user_request)
+                rank,
+                InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
             )
         local_end = self._local_group.end_attempt(
             grace=grace, should_keep=should_keep, should_replace=should_replace
@@ -176,7 +178,7 @@ class TorchrunWorkerGroup:
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack of every rank, or None for a rank that does not reply."""
         ranks = sorted(self._functions_ended)
-        requests = [asyncio.wrap_future(self._request(rank, StackAsked)) for rank in ranks]
+        requests = [asyncio.wrap_future(self._request(rank, CaptureStack)) for rank in ranks]
         if requests:
             await asyncio.wait(requests, timeout=STACK_SECONDS)
         stacks = await self._local_group.collect_stacks()
@@ -188,24 +190,24 @@ class TorchrunWorkerGroup:
 
     def _detect_stopped_peer(self, rank: int) -> Stack | None:
         """Return a stack that describes a suspended peer, if it is suspended and on this host."""
-        peer = self._server.infos[rank]
+        peer = self._server.worker_infos[rank]
         return (
             detect_stopped_process(peer.pid) if peer.hostname == self._local_info.hostname else None
         )
 
     def _request(
-        self, rank: int, make_request: Callable[[int], StackAsked | Execute]
-    ) -> Future[Answer]:
+        self, rank: int, make_request: Callable[[int], CaptureStack | ExecuteFunction]
+    ) -> Future[PeerReply]:
         """Send a request to a peer, from any thread."""
-        request_id, reply = next(self._request_ids), Future[Answer]()
+        request_id, reply = next(self._request_ids), Future[PeerReply]()
         self._pending_requests[request_id] = rank, reply
         self._server.send(rank, make_request(request_id))
         # Checked last: a loss from now on resolves the pending requests of the peer.
         if rank in self._lost_peers:
-            self._resolve_request(request_id, Answer(request_id, error=self._lost_peers[rank]))
+            self._resolve_request(request_id, PeerReply(request_id, error=self._lost_peers[rank]))
         return reply
 
-    def _resolve_request(self, request_id: int, reply: Answer) -> None:
+    def _resolve_request(self, request_id: int, reply: PeerReply) -> None:
         _, pending = self._pending_requests.pop(request_id, (-1, None))
         # The requesting thread may have stopped waiting.
         if pending is not None and pending.set_running_or_notify_cancel():
@@ -233,7 +235,7 @@ class TorchrunWorkerGroup:
             return function(*args, **kwargs)
         call = serialize((function, args, kwargs))
         result: R = _get_result(
-            rank, self._request(rank, partial(Execute, call=call))
+            rank, self._request(rank, partial(ExecuteFunction, call=call))
         ).deserialize()
         return result
 
@@ -244,8 +246,10 @@ class TorchrunWorkerGroup:
             RuntimeError: The function raised an exception on a peer, or a process died.
         """
         # Serialized once for all peers.
-        make_request = partial(Execute, call=serialize((function, args, kwargs)))
-        replies = {rank: self._request(rank, make_request) for rank in sorted(self._server.infos)}
+        make_request = partial(ExecuteFunction, call=serialize((function, args, kwargs)))
+        replies = {
+            rank: self._request(rank, make_request) for rank in sorted(self._server.worker_infos)
+        }
         # Called while the peers run it: the ranks may wait for each other in it.
         local_result = function(*args, **kwargs)
         return [
@@ -258,7 +262,7 @@ class TorchrunWorkerGroup:
     execute_async = execute
 
 
-def _get_result(rank: int, pending: Future[Answer]) -> Serialized:
+def _get_result(rank: int, pending: Future[PeerReply]) -> Serialized:
     reply = pending.result()
     if isinstance(reply.value, Serialized):
         return reply.value
@@ -270,7 +274,7 @@ def make_local_worker_info(ranks: Ranks, gpu_ids: tuple[str, ...]) -> WorkerInfo
     hostname = os.uname().nodename
     return WorkerInfo(
         node_id=f"{ranks.node_rank}@{hostname}",
-        node_ip=peer_address(ranks),
+        node_ip=get_peer_address(ranks),
         hostname=hostname,
         pid=os.getpid(),
         gpu_ids=gpu_ids,

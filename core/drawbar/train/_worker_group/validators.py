@@ -112,7 +112,7 @@ class ValidationTask:
         task_resources: Resources of the task, by Ray's names.
         max_concurrent: Maximum number of concurrent tasks.
         env_vars: Environment variables, as for the training function.
-        surroundings: Environment of the driver, as for the training function.
+        driver_env: Environment of the driver, as for the training function.
     """
 
     function: Serialized
@@ -120,14 +120,14 @@ class ValidationTask:
     task_resources: dict[str, float]
     max_concurrent: int
     env_vars: dict[str, str]
-    surroundings: DriverEnvironment
+    driver_env: DriverEnvironment
 
     @classmethod
     def from_config(
         cls,
         config: ValidationConfig,
         environment: Mapping[str, str],
-        surroundings: DriverEnvironment,
+        driver_env: DriverEnvironment,
         runtime_env: Mapping[str, object] | None,
     ) -> ValidationTask:
         """Create the task from a validation config and the `runtime_env` of the workers."""
@@ -140,7 +140,7 @@ class ValidationTask:
             task_resources=config.task_resources,
             max_concurrent=config.max_concurrent,
             env_vars=dict(environment),
-            surroundings=surroundings,
+            driver_env=driver_env,
         )
 
     def run(self, checkpoint: Checkpoint, validation: Validation) -> Validation:
@@ -150,7 +150,7 @@ class ValidationTask:
                 f"node {os.uname().nodename} cannot access {checkpoint.path}. Set "
                 "RunConfig.storage_path to a directory that all nodes share, or to an object store"
             )
-        with preserve_environment(), self.surroundings.apply():
+        with preserve_environment(), self.driver_env.apply():
             os.environ.update({**self.env_vars, **get_runtime_env_vars()})
             # Ray retries the task only if it sees the exception.
             should_raise = bool(self.task_options.get("retry_exceptions"))

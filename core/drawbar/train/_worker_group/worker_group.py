@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from drawbar.train._config.backend import BackendWorkerGroup
-from drawbar.train._messages import Assignment, Message, Ranks, WorkerInfo
-from drawbar.train._orders import Order
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.commands import Command
+from drawbar.train._protocol.messages import Message
 from drawbar.train._worker.stack import Stack
 
 OnMessages = Callable[[int, Sequence[Message]], None]
@@ -43,17 +44,17 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         """
         ...
 
-    def run(self, assignments: Sequence[Assignment], on_messages: OnMessages) -> None:
+    def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt.
 
         Args:
             assignments: One assignment for each worker.
             on_messages: Called on the event loop with a rank and its messages, in the order in
-                which the rank sent them. `Gone` reports that the process of the rank died.
+                which the rank sent them. `WorkerDied` reports that the process of the rank died.
         """
         ...
 
-    def send_command(self, rank: int, command: Order) -> None:
+    def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank without waiting."""
         ...
 

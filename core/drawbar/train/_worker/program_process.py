@@ -24,27 +24,27 @@ from typing import IO, Literal
 import msgspec
 
 from drawbar.train._errors import ProgramFailedError
-from drawbar.train._messages import SignOfLife, Wrote
-from drawbar.train._orders import Interrupt, Order
+from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.messages import Heartbeat, OutputBytes
 from drawbar.train._worker import program_main, sentinel
 from drawbar.train._worker.active_session import current_session
+from drawbar.train._worker.activity import ActivityMonitor
 from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import write_to_log
-from drawbar.train._worker.program_session import RanksEnd
-from drawbar.train._worker.program_signs import Signs
 from drawbar.train._worker.session import Session
+from drawbar.train._worker.session_client import RankConnection
 from drawbar.train._worker.stack import Frame, Stack, detect_stopped_process
 from drawbar.train._worker.user_frames import format_user_location
 
-MARKER_VARIABLE = "DRAWBAR_PROGRAM"
-SIGN_SECONDS = 5.0
-_STACK_SECONDS = 1.0
-_END_SECONDS = 30.0  # as in torchrun; the controller's limit is shorter
-_DRAIN_SECONDS = 1.0
+PROGRAM_MARKER_VARIABLE = "DRAWBAR_PROGRAM"
+ACTIVITY_CHECK_INTERVAL_S = 5.0
+_STACK_TIMEOUT_S = 1.0
+_EXIT_TIMEOUT_S = 30.0  # as in torchrun; the controller's limit is shorter
+_DRAIN_TIMEOUT_S = 1.0
 _READ_BYTES = 1 << 16
 
 
-class Account(msgspec.Struct, frozen=True):
+class ProgramFailure(msgspec.Struct, frozen=True):
     """Failure of a script, as `program_main` describes it.
 
     `is_exit` is true for SystemExit and KeyboardInterrupt.
@@ -58,25 +58,25 @@ class Account(msgspec.Struct, frozen=True):
     is_exit: bool
 
 
-class Lines(msgspec.Struct, frozen=True):
+class ProgramStack(msgspec.Struct, frozen=True):
     """Stack of a program: the main thread's frames, and all threads as text."""
 
     lines: list[tuple[str, int, str]]
     text: str
 
 
-class Told(msgspec.Struct, frozen=True):
+class ProgramMessage(msgspec.Struct, frozen=True):
     """Message from a program: one of the two fields is set."""
 
-    failed: Account | None = None
-    stack: Lines | None = None
+    failed: ProgramFailure | None = None
+    stack: ProgramStack | None = None
 
 
 def run_program(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     *,
-    sign_seconds: float = SIGN_SECONDS,
+    activity_check_seconds: float = ACTIVITY_CHECK_INTERVAL_S,
 ) -> None:
     """Run a Python script in place of the training function and wait until it ends.
 
@@ -89,8 +89,8 @@ def run_program(
         arguments: Command line after `python`: a script and its arguments, or "-m", a module, and
             its arguments.
         environment: Complete environment of the process.
-        sign_seconds: Interval in seconds at which Drawbar checks for activity: output or CPU use of
-            the program and its children. Activity is sent as a heartbeat.
+        activity_check_seconds: Interval in seconds at which Drawbar checks for activity: output or
+            CPU use of the program and its children. Activity is sent as a heartbeat.
 
     Raises:
         ProgramFailedError: The program failed.
@@ -102,46 +102,46 @@ def run_program(
         ...     run_program(["train.py", "--epochs", "3"], dict(os.environ))
     """
     session = current_session("run_program")
-    program = session.program = Program(session, sign_seconds)
+    program = session.program = ProgramProcess(session, activity_check_seconds)
     try:
         program.start(arguments, environment)
         program.wait()
     except AttemptInterrupted:
         if not program.has_failed:
-            program.end()
+            program.terminate()
             raise
-        program.await_end()
+        program.wait_for_exit()
     finally:
         session.program = None
         program.close()
-    program.check()
+    program.raise_if_failed()
 
 
-class Program:
+class ProgramProcess:
     """Process of a program.
 
-    `obey()` and `capture_stack()` can be called from any thread, all other methods only from the
-    thread that waits for the program.
+    `handle_command()` and `capture_stack()` can be called from any thread, all other methods only
+    from the thread that waits for the program.
 
     Args:
         session: Session of the rank.
-        sign_seconds: Interval of the activity check in seconds.
+        activity_check_seconds: Interval of the activity check in seconds.
     """
 
-    def __init__(self, session: Session, sign_seconds: float) -> None:
+    def __init__(self, session: Session, activity_check_seconds: float) -> None:
         self._session = session
-        self._sign_seconds = sign_seconds
-        self._next_sign = time.monotonic() + sign_seconds
+        self._activity_check_seconds = activity_check_seconds
+        self._next_activity_check = time.monotonic() + activity_check_seconds
         self._marker = f"{os.getpid()}-{os.urandom(8).hex()}"
         self._process: subprocess.Popen[bytes] | None = None
         self._control, self._child_control = socket.socketpair()
         session_socket, self._child_session = socket.socketpair()
-        self._session_connection = RanksEnd(session, session_socket.detach())
+        self._rank_connection = RankConnection(session, session_socket.detach())
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._ended_at: float | None = None
         self._is_stopped_by_user = False
-        self._failure: Account | None = None
+        self._failure: ProgramFailure | None = None
         self._unparsed = bytearray()
         self._stacks: queue.SimpleQueue[Stack] = queue.SimpleQueue()
 
@@ -152,7 +152,7 @@ class Program:
             descriptors = (control.fileno(), child_session.fileno())
             self._process = process = subprocess.Popen(
                 [sys.executable, program_main.__file__, *map(str, descriptors), *arguments],
-                env={**environment, MARKER_VARIABLE: self._marker},
+                env={**environment, PROGRAM_MARKER_VARIABLE: self._marker},
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 # Other ranks inherit the streams, which write to the log.
@@ -163,7 +163,7 @@ class Program:
                 start_new_session=True,
             )
         self._oom_kills = sentinel.OomKillCounter(process.pid)
-        self._activity = Signs(process.pid, self._session.directory.get_log_path(rank))
+        self._activity = ActivityMonitor(process.pid, self._session.directory.get_log_path(rank))
         self._register(process)
         threading.Thread(
             target=self._watch_exit, args=(process.pid,), name="drawbar-program", daemon=True
@@ -173,7 +173,7 @@ class Program:
         register = partial(self._selector.register, events=selectors.EVENT_READ)
         register(self._wakeup_reader, data=self._on_wakeup)
         register(self._control, data=self._on_control_data)
-        register(self._session_connection, data=self._session_connection.hear)
+        register(self._rank_connection, data=self._rank_connection.receive)
         if process.stdout is not None and process.stderr is not None:
             register(process.stdout, data=partial(self._on_output, process.stdout, "stdout"))
             register(process.stderr, data=partial(self._on_output, process.stderr, "stderr"))
@@ -190,13 +190,13 @@ class Program:
         with contextlib.suppress(OSError):  # closed: the program has ended
             self._wakeup_writer.send(b".")
 
-    def obey(self, command: Order) -> None:
+    def handle_command(self, command: Command) -> None:
         """Handle a command: forward it to the program, or interrupt the wait for the program."""
-        if isinstance(command, Interrupt):
-            self._is_stopped_by_user = command.by_user
+        if isinstance(command, InterruptFunction):
+            self._is_stopped_by_user = command.is_user_request
             self._wake_up()
         else:
-            self._session_connection.obey(command)
+            self._rank_connection.send_command(command)
 
     def capture_stack(self) -> Stack:
         """Return the stack of the program, or that its process is stopped.
@@ -209,7 +209,7 @@ class Program:
             self._stacks.get()  # discard late replies to earlier requests
         self._control.sendall(b"stack\n")
         try:
-            return self._stacks.get(timeout=_STACK_SECONDS)
+            return self._stacks.get(timeout=_STACK_TIMEOUT_S)
         except queue.Empty:
             stopped = detect_stopped_process(self._process.pid)
             if stopped is None:
@@ -221,7 +221,7 @@ class Program:
     def wait(self) -> None:
         """Wait until the program ends."""
         while self._ended_at is None:
-            self._poll(self._sign_seconds)
+            self._poll(self._activity_check_seconds)
 
     def _poll(self, timeout: float) -> bool:
         """Handle messages and output of the program and return whether there were any."""
@@ -230,10 +230,10 @@ class Program:
             if not key.data():
                 self._selector.unregister(key.fileobj)
         # Also if `ready` is not empty: a program that writes continuously needs heartbeats too.
-        if time.monotonic() >= self._next_sign:
-            self._next_sign = time.monotonic() + self._sign_seconds
-            if self._activity.look():
-                self._session.forward(SignOfLife())
+        if time.monotonic() >= self._next_activity_check:
+            self._next_activity_check = time.monotonic() + self._activity_check_seconds
+            if self._activity.has_activity():
+                self._session.forward(Heartbeat())
         return bool(ready)
 
     def _on_wakeup(self) -> bool:
@@ -247,7 +247,7 @@ class Program:
             return bool(data)
         *lines, self._unparsed = self._unparsed.split(b"\n")
         for line in lines:
-            message = msgspec.json.decode(line, type=Told)
+            message = msgspec.json.decode(line, type=ProgramMessage)
             self._failure = message.failed or self._failure
             if message.stack is not None:
                 frames = tuple(Frame(*frame) for frame in message.stack.lines)
@@ -258,7 +258,7 @@ class Program:
         data = os.read(pipe.fileno(), _READ_BYTES)
         if data:
             write_to_log(data)
-            self._session.forward(Wrote(data=data, stream=stream))
+            self._session.forward(OutputBytes(data=data, stream=stream))
         return bool(data)
 
     @property
@@ -266,16 +266,16 @@ class Program:
         """True if the program has ended or sent a failure."""
         return self._failure is not None or self._ended_at is not None
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Send SIGTERM, or SIGINT if the user stops the run, and wait for the exit."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGINT if self._is_stopped_by_user else signal.SIGTERM)
-        self.await_end()
+        self.wait_for_exit()
 
-    def await_end(self) -> None:
+    def wait_for_exit(self) -> None:
         """Wait up to 30 s for the exit, while exit handlers run."""
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
         while self._ended_at is None and (remaining := deadline - time.monotonic()) > 0:
             self._poll(remaining)
 
@@ -287,23 +287,23 @@ class Program:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        sentinel.kill_orphans(f"{MARKER_VARIABLE}={self._marker}")
+        sentinel.kill_orphans(f"{PROGRAM_MARKER_VARIABLE}={self._marker}")
         if process is not None:
             self._drain(process)
         self._selector.close()
-        self._session_connection.close()
+        self._rank_connection.close()
         for endpoint in (self._control, self._wakeup_writer, self._wakeup_reader):
             endpoint.close()
 
     def _drain(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + _DRAIN_SECONDS
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
         while self._poll(0) and time.monotonic() < deadline:
             pass
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise an error if the program has failed.
 
         Raises:

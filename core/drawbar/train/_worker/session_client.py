@@ -17,35 +17,33 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from drawbar.train._messages import Assignment, Message
-from drawbar.train._orders import Interrupt, Order
+from drawbar.train._protocol.assignment import WorkerAssignment
+from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.messages import Message
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._worker.program_main import SESSION_VARIABLE
-from drawbar.train._worker.session import Session
-
-FLUSH_SECONDS = 2.0
-"""Time limit for completing checkpoints in flight when a program fails."""
+from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
 
 
 @dataclass(frozen=True)
-class Handover:
+class SessionInit:
     """Initial state of the session in the program's process."""
 
-    assignment: Assignment
-    collectives_called: int
-    is_unshared: bool
+    assignment: WorkerAssignment
+    num_collective_calls: int
+    is_storage_node_local: bool
 
     @classmethod
-    def of(cls, session: Session) -> Handover:
+    def from_session(cls, session: Session) -> SessionInit:
         """Capture the current state of the session in the worker process."""
-        spec = dataclasses.replace(session.assignment.spec, surroundings=None)
+        spec = dataclasses.replace(session.assignment.spec, driver_env=None)
         assignment = dataclasses.replace(
-            session.assignment, spec=spec, checkpoint=session.checkpoint
+            session.assignment, spec=spec, resume_checkpoint=session.checkpoint
         )
         return cls(assignment, session.collectives.call_count, session.is_storage_node_local)
 
 
-class RanksEnd:
+class RankConnection:
     """Connection to the program, in the worker process.
 
     Args:
@@ -62,7 +60,7 @@ class RanksEnd:
         """Return the descriptor, which becomes readable when the program has sent a message."""
         return self._connection.fileno()
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Handle the next message of the program and return whether the connection is open."""
         try:
             data = self._connection.recv_bytes()
@@ -71,14 +69,16 @@ class RanksEnd:
         if data:
             self._session.forward(pickle.loads(data))
         else:
-            self._connection.send_bytes(serialize_without_references(Handover.of(self._session)))
+            self._connection.send_bytes(
+                serialize_without_references(SessionInit.from_session(self._session))
+            )
             self._is_open = True
         return True
 
-    def obey(self, command: Order) -> None:
+    def send_command(self, command: Command) -> None:
         """Send a command to the program, if it has opened a session."""
         # An interrupt is sent as a signal instead.
-        if self._is_open and not isinstance(command, Interrupt):
+        if self._is_open and not isinstance(command, InterruptFunction):
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(serialize_without_references(command))
 
@@ -91,7 +91,7 @@ _connect_lock = threading.Lock()
 _sessions: list[Session] = []
 
 
-def program_session() -> Session | None:
+def get_program_session() -> Session | None:
     """Return the session of this process if it is a program or a fork of one, else None.
 
     A fork uses it to query its rank. Every other use in a fork raises an error.
@@ -115,18 +115,18 @@ def _connect(descriptor: int) -> Session:
 
     # An empty message requests the session's state: a script that never reports costs nothing.
     connection.send_bytes(b"")
-    handover: Handover = pickle.loads(connection.recv_bytes())
-    session = Session(handover.assignment, send, {})
-    session.collectives.set_call_count(handover.collectives_called)
-    if handover.is_unshared:
+    session_init: SessionInit = pickle.loads(connection.recv_bytes())
+    session = Session(session_init.assignment, send, {})
+    session.collectives.set_call_count(session_init.num_collective_calls)
+    if session_init.is_storage_node_local:
         session.use_node_local_storage()
 
     def receive_commands() -> None:
         with contextlib.suppress(OSError, EOFError):
             while True:
-                session.obey(pickle.loads(connection.recv_bytes()))
+                session.handle_command(pickle.loads(connection.recv_bytes()))
 
-    threading.Thread(target=receive_commands, name="drawbar-orders", daemon=True).start()
+    threading.Thread(target=receive_commands, name="drawbar-commands", daemon=True).start()
     # A script may end while its last checkpoints are still in flight.
     atexit.register(_flush_at_exit, session, os.getpid())
     return session
@@ -139,4 +139,4 @@ def _flush_at_exit(session: Session, pid: int) -> None:
     if getattr(sys, "last_value", None) is None:
         session.uploads.async_commits.flush()
     else:
-        session.close(FLUSH_SECONDS)
+        session.close(FAILURE_FLUSH_S)

@@ -38,7 +38,7 @@ def test_control_socket_start_removes_dead_sockets(
         assert [path.name for path in get_user_temp_directory().iterdir()] == [other]
 
 
-def test_control_socket_answers_again_after_file_descriptors_ran_out(
+def test_control_socket_replies_again_after_file_descriptors_ran_out(
     run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reply() -> bytes:

@@ -26,21 +26,21 @@ from drawbar.train._history.cleanup import is_dead_socket
 from drawbar.train._storage.download_cache import get_user_temp_directory
 from drawbar.train._threads import wait_to_accept_again
 
-FOLLOW = "follow"
-_ASKING_SECONDS = 5.0  # from the connection to the request
-_CLOSING_SECONDS = 1.0  # for the listening thread
+WAIT_FOR_END = "follow"
+_REQUEST_TIMEOUT_S = 5.0  # from the connection to the request
+_CLOSE_TIMEOUT_S = 1.0  # for the listening thread
 
 _logger = logging.getLogger("drawbar.train")
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ControlReply(msgspec.Struct, frozen=True):
     """Reply of a run. `error` is empty if the request succeeded."""
 
     text: str = ""
     error: str = ""
 
 
-class Steered(Protocol):
+class ControllableRun(Protocol):
     """A run that accepts requests."""
 
     def stop(self, *, save: bool) -> None:
@@ -56,7 +56,7 @@ class Steered(Protocol):
         ...
 
 
-def _name_of(run: Path) -> str:
+def _make_name_prefix(run: Path) -> str:
     """Return the prefix of the names of a run's sockets."""
     # From the real path, so that the run is found through symbolic links too.
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
@@ -71,9 +71,9 @@ class ControlSocket:
         run: The run.
     """
 
-    def __init__(self, path: Path, run: Steered) -> None:
-        self._followers: list[socket.socket] = []
-        self._questions: Mapping[str, Callable[[], str | None]] = {
+    def __init__(self, path: Path, run: ControllableRun) -> None:
+        self._waiting_clients: list[socket.socket] = []
+        self._handlers: Mapping[str, Callable[[], str | None]] = {
             "stop": lambda: run.stop(save=True),
             "stop now": lambda: run.stop(save=False),
             "kill": run.kill,
@@ -81,7 +81,7 @@ class ControlSocket:
         }
         self._socket: socket.socket | None = None
         self._closed = threading.Event()
-        self._listening = threading.Thread(target=self._listen, name="drawbar-control", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="drawbar-control", daemon=True)
         self._path = path
         try:
             directory = get_user_temp_directory()
@@ -89,7 +89,7 @@ class ControlSocket:
                 if is_dead_socket(path_of_other):  # of a process that was killed
                     path_of_other.unlink(missing_ok=True)
             # A new name each time: other processes may be deleting the sockets of the previous one.
-            unpublished_path = directory / f"{_name_of(path)}_{uuid.uuid4().hex[:7]}"
+            unpublished_path = directory / f"{_make_name_prefix(path)}_{uuid.uuid4().hex[:7]}"
             self._path = unpublished_path.with_suffix(".sock")
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.bind(str(unpublished_path))
@@ -99,7 +99,7 @@ class ControlSocket:
             _logger.debug("other processes cannot reach the run: %s", error)
             self.close()
         else:
-            self._listening.start()
+            self._thread.start()
 
     def close(self) -> None:
         """Stop handling requests. The connections of waiting clients end, which reports the end."""
@@ -108,12 +108,12 @@ class ControlSocket:
             return
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
-        for connection in (self._socket, *self._followers):
+        for connection in (self._socket, *self._waiting_clients):
             with contextlib.suppress(OSError):  # the client may have disconnected
                 connection.shutdown(socket.SHUT_RDWR)  # also in forked children that inherited it
             connection.close()
-        if self._listening.is_alive():
-            self._listening.join(_CLOSING_SECONDS)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _listen(self) -> None:
         assert self._socket is not None
@@ -125,35 +125,38 @@ class ControlSocket:
                 continue
             # One thread per connection: a diagnosis takes seconds, and must not delay a stop.
             threading.Thread(
-                target=self._answer, args=(connection,), name="drawbar-answer", daemon=True
+                target=self._handle_connection,
+                args=(connection,),
+                name="drawbar-control-request",
+                daemon=True,
             ).start()
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _handle_connection(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the client may have disconnected
             # A client that sends no request must not block the thread until the run ends.
-            connection.settimeout(_ASKING_SECONDS)
+            connection.settimeout(_REQUEST_TIMEOUT_S)
             with connection.makefile("rb") as lines:
                 request = lines.readline().decode(errors="replace").strip()
-            if request == FOLLOW:
-                self._followers.append(connection)
+            if request == WAIT_FOR_END:
+                self._waiting_clients.append(connection)
                 return
-            connection.sendall(msgspec.json.encode(self._answer_to(request)) + b"\n")
+            connection.sendall(msgspec.json.encode(self._handle_request(request)) + b"\n")
         connection.close()
 
-    def _answer_to(self, request: str) -> Answer:
-        handler = self._questions.get(request)
+    def _handle_request(self, request: str) -> ControlReply:
+        handler = self._handlers.get(request)
         if handler is None:
-            return Answer(
+            return ControlReply(
                 error="the run was started by another Drawbar version, which does not support "
                 f"{request!r}"
             )
         try:
-            return Answer(handler() or "")
+            return ControlReply(handler() or "")
         except Exception as error:
-            return Answer(error=f"{type(error).__name__}: {error}")
+            return ControlReply(error=f"{type(error).__name__}: {error}")
 
 
-def ask(run: Path, request: str, timeout: float) -> Answer | None:
+def send_request(run: Path, request: str, timeout: float) -> ControlReply | None:
     """Send a request to the run at a local path and return its reply.
 
     Args:
@@ -167,13 +170,13 @@ def ask(run: Path, request: str, timeout: float) -> Answer | None:
     Raises:
         TimeoutError: The run has not replied in time.
     """
-    connection = say(run, request)
+    connection = connect(run, request)
     if connection is None:
         return None
     connection.settimeout(timeout)
     try:
         with connection, connection.makefile("rb") as lines:
-            return msgspec.json.decode(lines.readline(), type=Answer)
+            return msgspec.json.decode(lines.readline(), type=ControlReply)
     except TimeoutError:
         raise TimeoutError(
             f"the process that hosts the run in {run} has not replied for {timeout:g} s: it is "
@@ -183,16 +186,16 @@ def ask(run: Path, request: str, timeout: float) -> Answer | None:
         return None
 
 
-def say(run: Path, request: str) -> socket.socket | None:
+def connect(run: Path, request: str) -> socket.socket | None:
     """Send a request to the run at a local path and return the connection.
 
-    With the request `FOLLOW`, the connection stays open until the run ends.
+    With the request `WAIT_FOR_END`, the connection stays open until the run ends.
 
     Returns:
         The connection, or None if no process of this user on this host runs it.
     """
     with contextlib.suppress(OSError, CheckpointError):
-        for path in get_user_temp_directory().glob(f"{_name_of(run)}_*.sock"):
+        for path in get_user_temp_directory().glob(f"{_make_name_prefix(run)}_*.sock"):
             connection = socket.socket(socket.AF_UNIX)
             try:
                 connection.connect(str(path))

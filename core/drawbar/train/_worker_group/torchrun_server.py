@@ -21,8 +21,9 @@ from typing import Any, TypedDict
 
 from drawbar.train._config.backend import LauncherStore
 from drawbar.train._errors import ControllerError
-from drawbar.train._messages import Assignment, Message, Ranks, WorkerInfo
-from drawbar.train._orders import Order
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.commands import Command
+from drawbar.train._protocol.messages import Message
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._threads import wait_to_accept_again
@@ -31,7 +32,7 @@ from drawbar.train._worker.stack import Stack
 
 
 @dataclass(frozen=True)
-class Hello:
+class PeerHello:
     """First message of a peer."""
 
     rank: int
@@ -39,120 +40,120 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """Reply to `Hello`: the run is open."""
+class RunOpened:
+    """Reply to `PeerHello`: the run is open."""
 
     directory: RunDirectory
 
 
 @dataclass(frozen=True)
-class Begin:
+class StartAttempt:
     """Command to start an attempt."""
 
-    assignment: Assignment
+    assignment: WorkerAssignment
 
 
 @dataclass(frozen=True)
-class Obey:
+class HandleCommand:
     """Command for the session of an attempt. Ignored if it is for an earlier attempt."""
 
     attempt: int
-    order: Order
+    command: Command
 
 
 @dataclass(frozen=True)
-class StackAsked:
+class CaptureStack:
     """Request for the stacks of the threads of this process."""
 
-    number: int
+    request_id: int
 
 
 @dataclass(frozen=True)
-class Execute:
+class ExecuteFunction:
     """Request to call a serialized (function, args, kwargs) for a backend."""
 
-    number: int
+    request_id: int
     call: Serialized
 
-    def answer(self) -> Answer:
+    def run(self) -> PeerReply:
         """Call the function and return its result or its traceback."""
         try:
             function, args, kwargs = self.call.deserialize()
-            return Answer(self.number, serialize(function(*args, **kwargs)))
+            return PeerReply(self.request_id, serialize(function(*args, **kwargs)))
         except Exception:
-            return Answer(self.number, error=traceback.format_exc())
+            return PeerReply(self.request_id, error=traceback.format_exc())
 
 
 @dataclass(frozen=True)
-class Over:
+class EndRun:
     """Command to end the run, with the pickled `RunOutcome`. It is the last one."""
 
-    ending: bytes
+    outcome: bytes
 
 
 @dataclass(frozen=True)
-class Said:
+class MessageSent:
     """Message of the training function."""
 
     message: Message
 
 
 @dataclass(frozen=True)
-class Ended:
+class FunctionEnded:
     """End of the training function, with None after a Ctrl-C, which is not a failure."""
 
     message: Message | None
 
 
 @dataclass(frozen=True)
-class Answer:
+class PeerReply:
     """Reply to a request: a stack, a serialized value, or an error."""
 
-    number: int
+    request_id: int
     value: Stack | Serialized | None = None
     error: str = ""
 
 
 @dataclass(frozen=True)
-class StopAsked:
+class StopRequested:
     """Request of a peer to stop the run."""
 
     save: bool
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Stands in for further messages of a peer whose process died."""
+class PeerLost:
+    """The process of a peer died, or its connection broke. No further messages follow."""
 
     detail: str
 
 
-FromPeer = Said | Ended | Answer | StopAsked | Lost
-ToPeer = Begin | Obey | StackAsked | Execute | Over
+PeerMessage = MessageSent | FunctionEnded | PeerReply | StopRequested | PeerLost
+PeerCommand = StartAttempt | HandleCommand | CaptureStack | ExecuteFunction | EndRun
 
 
-class Invitation(TypedDict, total=False):
+class ServerAddress(TypedDict, total=False):
     """Entry of rank 0 in the store: its address, or the error that prevented the run."""
 
     host: str
     port: int
     key: str
-    refused: str
+    error: str
 
 
-class Wire:
+class PeerConnection:
     """A connection on which any thread sends and one thread receives."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
 
-    def send(self, thing: object) -> None:
+    def send(self, message: object) -> None:
         """Send an object. A broken connection is reported where this side receives."""
         # Outside the lock and `suppress`: an object that cannot be pickled is an error of the
         # caller.
-        data = pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
-        with self._sending, contextlib.suppress(OSError):
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._send_lock, contextlib.suppress(OSError):
             self._connection.send_bytes(data)
 
     def receive(self) -> Any:
@@ -170,7 +171,7 @@ class Wire:
 
 
 @dataclass
-class Peers:
+class TorchrunServer:
     """Connections of rank 0 to its peers.
 
     Args:
@@ -178,24 +179,24 @@ class Peers:
         host: Address to listen on.
 
     Attributes:
-        infos: Node and process of each peer that has connected, by rank.
+        worker_infos: Node and process of each peer that has connected, by rank.
     """
 
     count: int
     host: str
-    infos: dict[int, WorkerInfo] = field(default_factory=dict)
+    worker_infos: dict[int, WorkerInfo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Objects are unpickled, so a process that reaches the port could run code here. The
         # launcher shares the key only with its own processes.
         self._key = secrets.token_bytes(32)
         self._listener = Listener((self.host, 0), authkey=self._key)
-        self._wires: dict[int, Wire] = {}
-        self._came = threading.Condition()
+        self._connections: dict[int, PeerConnection] = {}
+        self._joined = threading.Condition()
         self._closed = threading.Event()
-        self._heard: Future[Callable[[int, FromPeer], object]] = Future()
+        self._handler: Future[Callable[[int, PeerMessage], object]] = Future()
 
-    def hear(self, handler: Callable[[int, FromPeer], object]) -> None:
+    def set_handler(self, handler: Callable[[int, PeerMessage], object]) -> None:
         """Set the handler of messages. It is called in one thread per peer.
 
         Messages that arrived before are handled now.
@@ -203,9 +204,9 @@ class Peers:
         Args:
             handler: Called with the rank of a peer and its message.
         """
-        self._heard.set_result(handler)
+        self._handler.set_result(handler)
 
-    def invite(self, store: LauncherStore, key: str, directory: RunDirectory) -> None:
+    def publish_address(self, store: LauncherStore, key: str, directory: RunDirectory) -> None:
         """Publish the address of rank 0, so that the peers join the run."""
         # Accept before the address is published: a peer that reads it connects at once.
         accept = threading.Thread(
@@ -215,56 +216,58 @@ class Peers:
         host, port = self._listener.address
         store.set(key, json.dumps({"host": host, "port": port, "key": self._key.hex()}))
 
-    def refuse(self, store: LauncherStore, key: str, error: Exception) -> None:
+    def publish_error(self, store: LauncherStore, key: str, error: Exception) -> None:
         """Publish the error that prevented the run."""
         self._closed.set()
         self._listener.close()
-        store.set(key, json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+        store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
-    def wait(self, seconds: float) -> int:
-        """Wait up to `seconds` for all peers to join and return how many have joined."""
-        with self._came:
-            self._came.wait_for(lambda: len(self.infos) == self.count, seconds)
-            return len(self.infos)
+    def wait_for_peers(self, timeout: float) -> int:
+        """Wait up to `timeout` seconds for all peers to join and return how many have joined."""
+        with self._joined:
+            self._joined.wait_for(lambda: len(self.worker_infos) == self.count, timeout)
+            return len(self.worker_infos)
 
-    def send(self, rank: int, thing: ToPeer) -> None:
+    def send(self, rank: int, command: PeerCommand) -> None:
         """Send a command to one peer."""
-        self._wires[rank].send(thing)
+        self._connections[rank].send(command)
 
-    def send_all(self, thing: ToPeer) -> None:
+    def broadcast(self, command: PeerCommand) -> None:
         """Send a command to all peers that have joined."""
-        for wire in list(self._wires.values()):
-            wire.send(thing)
+        for connection in list(self._connections.values()):
+            connection.send(command)
 
     def _accept(self, directory: RunDirectory) -> None:
         with self._listener:
-            while len(self._wires) < self.count and not self._closed.is_set():
+            while len(self._connections) < self.count and not self._closed.is_set():
                 # The loop must survive port scanners and peers that die while they connect.
                 try:
-                    wire = Wire(self._listener.accept())
-                    hello = wire.receive()
+                    connection = PeerConnection(self._listener.accept())
+                    hello = connection.receive()
                 except (EOFError, AuthenticationError):
                     continue
                 except OSError as error:
                     wait_to_accept_again(error, self._closed)
                     continue
-                wire.send(Opened(directory))
-                self._wires[hello.rank] = wire
-                threading.Thread(target=self._listen, args=(wire, hello), daemon=True).start()
+                connection.send(RunOpened(directory))
+                self._connections[hello.rank] = connection
+                threading.Thread(target=self._listen, args=(connection, hello), daemon=True).start()
 
-    def _listen(self, wire: Wire, hello: Hello) -> None:
-        with self._came:
-            self.infos[hello.rank] = hello.info
-            self._came.notify_all()
-        handler = self._heard.result()
+    def _listen(self, connection: PeerConnection, hello: PeerHello) -> None:
+        with self._joined:
+            self.worker_infos[hello.rank] = hello.info
+            self._joined.notify_all()
+        handler = self._handler.result()
         try:
             while True:
-                handler(hello.rank, wire.receive())
+                handler(hello.rank, connection.receive())
         except (EOFError, OSError) as error:
-            handler(hello.rank, Lost(f"its connection to rank 0 ended: {error or 'closed'}"))
+            handler(hello.rank, PeerLost(f"its connection to rank 0 ended: {error or 'closed'}"))
 
 
-def meet_rank_zero(store: LauncherStore, key: str, hello: Hello) -> tuple[Wire, RunDirectory]:
+def connect_to_rank_zero(
+    store: LauncherStore, key: str, hello: PeerHello
+) -> tuple[PeerConnection, RunDirectory]:
     """Connect to rank 0 as soon as it has opened the run.
 
     Args:
@@ -280,16 +283,16 @@ def meet_rank_zero(store: LauncherStore, key: str, hello: Hello) -> tuple[Wire, 
         EOFError: Rank 0 has closed the connection.
         OSError: Rank 0 cannot be reached.
     """
-    invitation: Invitation = json.loads(store.get(key))
-    if "refused" in invitation:
-        raise ControllerError(f"rank 0 cannot open the run: {invitation['refused']}")
-    address = (invitation["host"], invitation["port"])
-    wire = Wire(Client(address, authkey=bytes.fromhex(invitation["key"])))
-    wire.send(hello)
-    opened: Opened = wire.receive()
-    return wire, opened.directory
+    server_address: ServerAddress = json.loads(store.get(key))
+    if "error" in server_address:
+        raise ControllerError(f"rank 0 cannot open the run: {server_address['error']}")
+    address = (server_address["host"], server_address["port"])
+    connection = PeerConnection(Client(address, authkey=bytes.fromhex(server_address["key"])))
+    connection.send(hello)
+    opened: RunOpened = connection.receive()
+    return connection, opened.directory
 
 
-def peer_address(ranks: Ranks) -> str:
+def get_peer_address(ranks: Ranks) -> str:
     """Return the address at which the other ranks reach this process."""
     return LOOPBACK if ranks.local_world_size == ranks.world_size else get_node_address()

@@ -1,0 +1,1 @@
+"""Messages and commands between the controller and the ranks, as plain data."""

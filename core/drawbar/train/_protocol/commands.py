@@ -1,0 +1,87 @@
+"""Commands from the controller to a rank, sent through the actor's control group.
+
+Commands are plain data that can be pickled without user classes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from drawbar.train._metrics import Metrics
+from drawbar.train._serialization import Serialized
+from drawbar.train._storage.contents import FileEntry
+from drawbar.train._storage.manifest import ReportedCheckpointStatus
+from drawbar.train._storage.node_local_storage import FileReply
+
+
+class PersistFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Persist the assigned files of the rank's offer for a checkpoint in the staging area.
+
+    Attributes:
+        report_index: Index of the report.
+        files: Files to persist.
+        checkpoint_name: Name of the checkpoint.
+    """
+
+    report_index: int
+    files: tuple[FileEntry, ...]
+    checkpoint_name: str
+
+
+class CommitCompleted(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint is committed. `checkpoint_name` is its directory in the run."""
+
+    report_index: int
+    checkpoint_name: str
+
+
+class CollectiveResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Collective number `sequence` is complete. `payloads` has one entry, or one per rank."""
+
+    sequence: int
+    payloads: tuple[Serialized | None, ...]
+
+
+class CheckpointListReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Reply with the retained committed checkpoints, oldest first, as (name, metrics, status)."""
+
+    request_id: int
+    checkpoints: tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]
+
+
+class DiagnosisReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Reply with a description of where all ranks are. The run directory has their stacks."""
+
+    request_id: int
+    text: str
+
+
+class FileChunkAck(msgspec.Struct, frozen=True, kw_only=True):
+    """Acknowledge that the chunk of this request is written."""
+
+    request_id: int
+
+
+class InterruptFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """End the function as soon as possible.
+
+    Attributes:
+        reason: Reason, for the rank's log.
+        is_user_request: True if the user stopped the run, so that a program may clean up as on
+            Ctrl-C. False if another rank failed.
+    """
+
+    reason: str
+    is_user_request: bool = False
+
+
+Command = (
+    PersistFiles
+    | CommitCompleted
+    | CollectiveResult
+    | CheckpointListReply
+    | DiagnosisReply
+    | FileChunkAck
+    | FileReply
+    | InterruptFunction
+)

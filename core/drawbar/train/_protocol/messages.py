@@ -1,0 +1,324 @@
+"""Messages from a rank to the controller.
+
+Messages arrive in order on one stream, which `Worker.run` yields. The controller replies with
+commands (`commands.py`). Everything in this module can be pickled without user classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
+from drawbar.train._config.preemption_info import PreemptionInfo
+from drawbar.train._errors import WorkerFailure
+from drawbar.train._metrics import Metrics
+from drawbar.train._row_positions import UnevenRows
+from drawbar.train._serialization import Serialized
+from drawbar.train._storage.contents import FileEntry, check_relative_path
+from drawbar.train._storage.manifest import Validation
+
+
+@dataclass(frozen=True)
+class ControllerRequests:
+    """Requests of the controller, the same for all ranks."""
+
+    should_checkpoint: bool = False
+    preemption: PreemptionInfo | None = None
+
+
+# Structs instead of dataclasses: there may be thousands of messages per second, and structs are
+# created and pickled in a fraction of the time.
+class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Files that one rank contributes to a checkpoint.
+
+    Attributes:
+        directory: Current directory of the files.
+        files: Their paths and sizes.
+        is_staged: True if the files already are in the staging area, so the commit copies nothing.
+        checkpoint_name: Name of the checkpoint's directory in the run.
+        is_in_place: True if the directory is, or will be, the checkpoint itself.
+        should_move: True if the files may be moved. They are deleted after the commit.
+    """
+
+    directory: str
+    files: tuple[FileEntry, ...]
+    is_staged: bool
+    checkpoint_name: str
+    is_in_place: bool = False
+    should_move: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of `report()`.
+
+    Attributes:
+        index: Number of the report.
+        metrics: Reported metrics.
+        time: Time of the call, in seconds since the epoch.
+        location: Line of the user's code.
+        offer: Files for a checkpoint, if any.
+        is_blocking: True if the rank is blocked until the checkpoint is committed.
+        data_positions: With a checkpoint, positions of the rank's data sources by name.
+        validation: Requested validation of the checkpoint.
+        is_buffered: True if the message may arrive later, together with others.
+    """
+
+    index: int
+    metrics: Metrics
+    time: float
+    location: str
+    offer: CheckpointOffer | None = None
+    is_blocking: bool = False
+    data_positions: dict[str, object] = {}
+    validation: Validation | None = None
+    is_buffered: bool = False
+
+
+class CheckpointWaitStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank is blocked until an earlier asynchronous checkpoint is committed."""
+
+    report_index: int
+
+
+class FilesPersisted(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank has put its assigned files of a checkpoint into the staging area.
+
+    Attributes:
+        report_index: Index of the report.
+        staging_directory: Staging directory; empty if the files are in place already. `checksums`
+            are then known.
+        checkpoint_name: Checkpoint name, if a user function has stored the files under this name.
+        checksums: Checksums by file path.
+    """
+
+    report_index: int
+    staging_directory: str
+    checkpoint_name: str = ""
+    checksums: dict[str, str] = {}
+
+
+class FileChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk of a checkpoint file, from a node with local storage.
+
+    The reply is a `FileChunkAck` with the same `request_id`.
+    """
+
+    request_id: int
+    checkpoint_name: str
+    path: str
+    offset: int
+    data: bytes
+
+    # The message comes from another node and determines the path of a file on this node.
+    def __post_init__(self) -> None:
+        check_relative_path(self.checkpoint_name)
+        check_relative_path(self.path)
+
+
+class FileRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for a chunk of a checkpoint file, or, without a path, for the file list.
+
+    The reply is a `FileReply` with the same `request_id`.
+    """
+
+    request_id: int
+    checkpoint_name: str
+    path: str
+    offset: int
+
+    def __post_init__(self) -> None:
+        check_relative_path(self.checkpoint_name)
+        check_relative_path(self.path or self.checkpoint_name)
+
+
+class ShardEpochEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank has completed an epoch of a dataset, or has left the iteration early.
+
+    Attributes:
+        dataset: Name of the dataset.
+        epoch: Number of the epoch.
+        previous_reads: Rows of the epoch that all ranks had read when the attempt began, as
+            encoded by `_row_positions.encode_reads`.
+        shard_index: Index of the shard.
+        num_shards: Number of shards.
+        num_rows: Rows that this iteration returned; None if they cannot be counted.
+        num_batches: Batches that it returned; 0 if it returned single rows.
+        is_shuffled: Whether the rows were shuffled.
+        is_complete: Whether the iteration was completed.
+        total_rows: Rows of the dataset if it is split by row number, else None.
+        uneven_rows: How the dataset is split by row number.
+        missing_unit: "row" or "batch" if a complete iteration returned none.
+        report_index: Index of the rank's next report.
+        discarded: Rows of this epoch that were read before it restarted from its beginning, one
+            entry like `previous_reads` for each of its restarts.
+    """
+
+    dataset: str
+    epoch: int
+    previous_reads: list[Any]
+    shard_index: int
+    num_shards: int
+    num_rows: int | None
+    num_batches: int
+    is_shuffled: bool
+    is_complete: bool
+    total_rows: int | None
+    uneven_rows: UnevenRows
+    missing_unit: str = ""
+    report_index: int = 0
+    discarded: list[Any] = []
+
+
+CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "requests"]
+"""Kinds of collectives. "requests" returns the `ControllerRequests`, the same for all ranks."""
+
+
+class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank is blocked in a collective call.
+
+    Attributes:
+        sequence: Number among all collective calls of the rank in this attempt.
+        number: Number among the calls in user code, None for calls that Drawbar makes.
+        kind: Called function.
+        payload: Argument, serialized by the worker.
+        location: Line of the user's code, as `file:line in function`.
+    """
+
+    sequence: int
+    number: int | None
+    kind: CollectiveKind
+    payload: Serialized | None
+    location: str
+
+
+class CheckpointListRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for the committed checkpoints. The reply is a `CheckpointListReply`.
+
+    Attributes:
+        request_id: ID of the request, which the reply repeats.
+        consistency_mode: Condition that the reply waits for. None replies immediately and cancels
+            the wait of an earlier request with the same `request_id`.
+        has_timeout: True if the rank waits with a timeout.
+        location: Line of the user's code.
+    """
+
+    request_id: int
+    consistency_mode: CheckpointConsistencyMode | None
+    has_timeout: bool = False
+    location: str = ""
+
+
+class CheckpointDiscarded(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank no longer needs a checkpoint."""
+
+    checkpoint_name: str
+
+
+class DiagnosisRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for the locations of all ranks. The reply is a `DiagnosisReply`."""
+
+    request_id: int
+
+
+class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's function is about to start."""
+
+    time: float
+
+
+class FunctionFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's function raised an exception. `RankFailed` follows the backend's shutdown."""
+
+    time: float
+
+
+class OutputLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line for the driver's console.
+
+    Attributes:
+        text: The line.
+        stream: Stream to which the line was written.
+        is_redraw: True if the line was redrawn with a carriage return, as tqdm does.
+        is_log_record: True for a logged error, which is sent in addition to the printed line.
+    """
+
+    text: str
+    stream: Literal["stdout", "stderr"] = "stdout"
+    is_redraw: bool = False
+    is_log_record: bool = False
+
+
+class OutputBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a program, which runs in place of a training function, wrote to a stream."""
+
+    data: bytes
+    stream: Literal["stdout", "stderr"] = "stdout"
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """Heartbeat of a rank that has no other message but is active."""
+
+
+class ProcessRetired(msgspec.Struct, frozen=True, kw_only=True):
+    """This process must not run another attempt."""
+
+
+class RankFinished(msgspec.Struct, frozen=True, kw_only=True):
+    """The function returned.
+
+    Attributes:
+        time: Time of the return, in seconds since the epoch.
+        return_value: Serialized return value.
+        serialization_error: Reason why `return_value` is None, if it could not be serialized.
+        final_notices: Notices that are shown if all other ranks finish too.
+    """
+
+    time: float
+    return_value: Serialized | None = None
+    serialization_error: str = ""
+    final_notices: tuple[str, ...] = ()
+
+
+class RankFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """The function or its setup raised an exception."""
+
+    failure: WorkerFailure
+
+
+class RankInterrupted(msgspec.Struct, frozen=True, kw_only=True):
+    """The function ended at the controller's request. The process can run another attempt."""
+
+
+class WorkerDied(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker process died; created by the worker group. `detail` is Ray's description."""
+
+    detail: str
+    time: float
+    is_preempted: bool = False
+
+
+Message = (
+    Report
+    | CheckpointWaitStarted
+    | FilesPersisted
+    | FileChunk
+    | FileRequest
+    | CollectiveCalled
+    | CheckpointListRequest
+    | CheckpointDiscarded
+    | ShardEpochEnded
+    | DiagnosisRequest
+    | FunctionStarted
+    | FunctionFailed
+    | OutputLine
+    | OutputBytes
+    | Heartbeat
+    | ProcessRetired
+    | RankFinished
+    | RankFailed
+    | RankInterrupted
+    | WorkerDied
+)
