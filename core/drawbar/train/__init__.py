@@ -170,7 +170,7 @@ _LAZY_NAMES = {
     "RunHandle": "drawbar.train._handle.run_handle",
     "attach": "drawbar.train._handle.run_handle",
 }
-"""Names imported on first use, since importing Ray takes a second and reading runs needs no Ray."""
+"""Names imported on first use, because commands that only read runs do not need them."""
 
 _REPLACEMENTS = {
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
@@ -182,15 +182,12 @@ _REPLACEMENTS = {
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import names that need Ray, and integrations such as `train.torch`, on first use."""
+        """Import trainers, handles, and integrations such as `train.torch` on first use."""
         if name in _LAZY_NAMES:
-            try:
-                for lazy_name, module in _LAZY_NAMES.items():
-                    globals()[lazy_name] = getattr(importlib.import_module(module), lazy_name)
-            except (ImportError, AttributeError) as error:
-                if _find_shadowing_file("ray"):
-                    raise backend.make_import_error("ray", extra="all") from error
-                raise
+            if _find_shadowing_file("ray"):  # a run would fail with an unrelated error
+                raise backend.make_import_error("ray", extra="all")
+            for lazy_name, module in _LAZY_NAMES.items():
+                globals()[lazy_name] = getattr(importlib.import_module(module), lazy_name)
             backend.set_public_module(globals())
             return globals()[name]
         if name in _INTEGRATIONS:

@@ -5,8 +5,8 @@ that are in the pickled bytes: they would have no owner in the process that dese
 `ray.get` would wait forever. `serialize` therefore extracts references, and a `Serialized` stores
 them next to the bytes. Ray counts them when it serializes a `Serialized`, and keeps the objects.
 
-Only `deserialize` runs user code. A process that forwards a `Serialized` does not. Commands that
-only read runs do not need Ray, so this module imports it in functions.
+Only `deserialize` runs user code. A process that forwards a `Serialized` does not. This module does
+not import Ray: in a process that has not imported it, there are no references to Ray objects.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Serialized:
     @property
     def num_owned_objects(self) -> int:
         """Number of referenced objects that this process owns and that are lost when it ends."""
+        if not _is_ray_imported():
+            return 0
         import ray
 
         objects = [ref for ref in self._references if isinstance(ref, ray.ObjectRef)]
@@ -108,7 +110,7 @@ def serialize(
     extract_buffer = functools.partial(_extract_buffer, buffers) if should_share_buffers else None
     extract_reference = functools.partial(_extract_reference, references)
     reducers: dict[type, Reducer] = dict.fromkeys(_list_reference_types(), extract_reference)
-    if should_transfer_ownership:
+    if should_transfer_ownership and _is_ray_imported():
         import ray
 
         reducers[ray.ObjectRef] = functools.partial(_embed_owned_object, extract_reference)
@@ -139,14 +141,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         reducers: dict[type, Reducer],
         buffer_callback: Callable[[pickle.PickleBuffer], bool] | None = None,
     ) -> None:
-        import ray.cloudpickle
+        tables = [reducers, *cloudpickle.Pickler.dispatch_table.maps]
+        if _is_ray_imported():
+            import ray.cloudpickle
 
-        # Ray contains a copy of cloudpickle, to which `ray.util.register_serializer` adds
-        # serializers.
-        cloudpickle_tables = cloudpickle.Pickler.dispatch_table.maps
-        ray_table = ray.cloudpickle.Pickler.dispatch_table
+            # Ray contains a copy of cloudpickle, to which `ray.util.register_serializer` adds
+            # serializers.
+            tables.append(ray.cloudpickle.Pickler.dispatch_table)
         # super().__init__ reads this attribute.
-        self.dispatch_table = ChainMap(reducers, *cloudpickle_tables, ray_table)
+        self.dispatch_table = ChainMap(*tables)
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
 
 
@@ -169,8 +172,15 @@ class _Unpickler(pickle.Unpickler):
         return reference
 
 
+def _is_ray_imported() -> bool:
+    """Return whether this process has imported Ray, or is importing it in another thread."""
+    return "ray" in sys.modules
+
+
 def _list_reference_types() -> list[type]:
     """Return the types of references that are extracted from the pickled bytes."""
+    if not _is_ray_imported():
+        return []
     import ray
 
     types = [ray.ObjectRef, ray.actor.ActorHandle]

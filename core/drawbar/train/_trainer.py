@@ -24,10 +24,9 @@ from drawbar.train._console.console import Console
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
 from drawbar.train._driver import preflight
-from drawbar.train._driver.controller_thread import start_local_run, start_ray_run
+from drawbar.train._driver.controller_thread import start_local_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._errors import without_internal_frames
-from drawbar.train._handle.host_actor_run import start_host_actor_run
 from drawbar.train._handle.run_handle import RunHandle, RunView
 from drawbar.train._history.result import Result
 from drawbar.train._storage.checkpoint import Checkpoint
@@ -270,6 +269,10 @@ class DataParallelTrainer(ArgumentErrors):
             )
         # Only now, so that errors in arguments are raised without waiting for Ray.
         connect_to_ray()
+        # Here, because these modules import Ray, which other runs do not need.
+        from drawbar.train._driver.ray_run import start_ray_run
+        from drawbar.train._handle.host_actor_run import start_host_actor_run
+
         if self.run_config.detached or is_ray_client():
             self._warn_if_driver_owns_ray()
             self._warn_if_driver_owns_objects(spec)

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ray.exceptions import OutOfMemoryError, RayActorError, RuntimeEnvSetupError
-
 from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._controller.decisions import Restart
 from drawbar.train._errors import (
@@ -30,6 +28,11 @@ from drawbar.train._worker_group.exit_status import (
     startup_verdict,
     wait_for_exit_report,
     wait_for_report_of_pid,
+)
+from drawbar.train._worker_group.ray_errors import (
+    is_node_loss,
+    is_runtime_env_error,
+    is_worker_death,
 )
 
 EXIT_REPORT_SECONDS = 2.0
@@ -85,7 +88,7 @@ async def describe_startup_death(
     Returns:
         None if the error does not report a death.
     """
-    if not isinstance(error, RayActorError | OutOfMemoryError):
+    if not is_worker_death(error):
         return None
     text = str(error)
     pid_match = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
@@ -161,18 +164,12 @@ def classify_startup_error(error: Exception) -> AttemptEndCause:
 
     Configuration errors are not retried.
     """
-    # Ray reports the loss of a node only in the text of the error.
-    if isinstance(error, RayActorError) and "its node has died" in str(error):
+    if is_node_loss(error):
         return "preemption"
     # The next start would fail with these errors too.
-    permanent_errors = (
-        RuntimeEnvSetupError,
-        ValueError,
-        TypeError,
-        ImportError,
-        InsufficientResourcesError,
-    )
-    return "configuration" if isinstance(error, permanent_errors) else "startup"
+    permanent_errors = (ValueError, TypeError, ImportError, InsufficientResourcesError)
+    is_permanent = isinstance(error, permanent_errors) or is_runtime_env_error(error)
+    return "configuration" if is_permanent else "startup"
 
 
 def make_training_failed_error(

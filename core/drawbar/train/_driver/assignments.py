@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import ray
-
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._driver.datasets import RunDatasets
 from drawbar.train._history.events import AttemptStarted
@@ -17,7 +15,11 @@ from drawbar.train._worker_group.capacity import (
     describe_missing_resources,
     describe_starting_workers,
 )
-from drawbar.train._worker_group.cluster import get_draining_nodes, list_node_resources
+from drawbar.train._worker_group.cluster import (
+    get_draining_nodes,
+    is_connected_to_ray,
+    list_node_resources,
+)
 from drawbar.train._worker_group.ranks import format_visible_devices, sort_by_rank
 
 
@@ -31,8 +33,8 @@ class RunAssignmentPlanner:
         self.metadata = self._spec.worker_spec.metadata
         if self._datasets is not None and self._datasets.fitted_preprocessor is not None:
             self.metadata = add_preprocessor(self.metadata, self._datasets.fitted_preprocessor)
-        # With `num_workers=0`, Ray may not be running.
-        self._is_on_ray = ray.is_initialized()
+        # Without Ray workers, Ray may not be running.
+        self._is_on_ray = is_connected_to_ray()
 
     def describe_left_out_rows(self) -> list[str]:
         """Return a console line for each dataset that has rows which no rank receives."""

@@ -10,13 +10,10 @@ import math
 import threading
 from collections.abc import Callable
 
-import ray
-
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.callbacks import CallbackRunner
 from drawbar.train._controller.controller import Controller
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
-from drawbar.train._data import split
 from drawbar.train._driver.assignments import RunAssignmentPlanner
 from drawbar.train._driver.caller_executor import CallerExecutor
 from drawbar.train._driver.control_socket import ControlSocket
@@ -30,17 +27,10 @@ from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import inherit_directory_mode, write_atomically
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.actor import TrainLoop
-from drawbar.train._worker_group.actor_pool import ActorPool
-from drawbar.train._worker_group.cluster import (
-    check_cluster_fits,
-    check_dataset_cpus,
-    check_validation_fits,
-)
-from drawbar.train._worker_group.placement import Placement
+from drawbar.train._worker_group.cluster import is_connected_to_ray
 from drawbar.train._worker_group.ranks import get_local_gpu_ids
-from drawbar.train._worker_group.ray_group import RayWorkerGroup
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
-from drawbar.train._worker_group.validators import RayValidator, ThreadValidator, Validator
+from drawbar.train._worker_group.validators import ThreadValidator, Validator
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 DIAGNOSIS_TIMEOUT_S = 10.0
@@ -59,6 +49,7 @@ class ControllerThread:
             function that submits calls to a thread of this process, which `num_workers=0` needs.
         make_console: Creates the console from the path or URI of the run.
         validator: Runs validations, or None.
+        is_on_ray: Whether the workers die when this process disconnects from Ray.
         use_caller_thread: Run calls, and start the controller, in the thread that calls `join`, so
             that `pdb` works and Ctrl-C arrives in the training function. Otherwise each has a new
             thread.
@@ -80,6 +71,7 @@ class ControllerThread:
         make_console: Callable[[str], Watcher],
         validator: Validator | None,
         *,
+        is_on_ray: bool = False,
         use_caller_thread: bool = False,
         on_end: Callable[[RunOutcome], object] | None = None,
     ) -> None:
@@ -87,6 +79,7 @@ class ControllerThread:
         self._on_end = on_end
         self._make_worker_group = make_worker_group
         self._validator = validator
+        self._is_on_ray = is_on_ray
         self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
         self._controller: Controller | None = None
         # Calls that were requested before the controller existed.
@@ -285,8 +278,8 @@ class ControllerThread:
 
     def _stop_at_exit(self) -> None:
         """Stop the run, because the program exits and its workers would be killed."""
-        if self._spec.scaling_config.max_workers and not ray.is_initialized():
-            return  # the workers are dead, because the connection to Ray is closed
+        if self._is_on_ray and not is_connected_to_ray():
+            return  # the workers are dead
         if not self._has_ended:
             self._events.emit(Notice(STOPPED_AT_EXIT))
             self.stop(save=False)
@@ -300,46 +293,6 @@ def _make_controller_error(error: BaseException) -> ControllerError:
     controller_error = ControllerError(message, error if isinstance(error, Exception) else None)
     controller_error.__cause__ = error
     return controller_error
-
-
-def start_ray_run(
-    spec: RunSpec, make_console: Callable[[str], Watcher], *, use_caller_thread: bool = False
-) -> ControllerThread:
-    """Check that the cluster has room for a run, and start it in this process.
-
-    Args:
-        spec: The run.
-        make_console: As in `ControllerThread`.
-        use_caller_thread: As in `ControllerThread`.
-
-    Returns:
-        The started run.
-
-    Raises:
-        InsufficientResourcesError: The cluster cannot hold the workers, datasets, or validations.
-        Exception: The run cannot be opened, as in `ControllerThread`.
-    """
-    check_cluster_fits(spec.scaling_config)
-    if spec.datasets:
-        check_dataset_cpus(
-            spec.scaling_config, split.list_streamed(spec.datasets, spec.dataset_config)
-        )
-    if spec.validation_task is not None:
-        check_validation_fits(spec.validation_task.task_resources)
-
-    payload = ray.put(spec.train_loop)  # before the caller can change an array in it
-    parent_placement = Placement.from_current_group(spec.scaling_config)
-
-    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
-        runtime_env = spec.run_config.worker_runtime_env
-        setup = spec.backend_config.process_setup_hook
-        pool = ActorPool(spec.scaling_config, path, runtime_env, setup, parent_placement)
-        return RayWorkerGroup(pool, payload)
-
-    validator = RayValidator(spec.validation_task) if spec.validation_task is not None else None
-    return ControllerThread(
-        spec, make_worker_group, make_console, validator, use_caller_thread=use_caller_thread
-    )
 
 
 def start_local_run(

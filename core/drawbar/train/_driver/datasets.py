@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import ray
-
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import preprocessing, row_notices, split
 from drawbar.train._data.materialized_split import MaterializedSplits
@@ -21,6 +19,7 @@ from drawbar.train._worker_group.cluster import (
 )
 
 if TYPE_CHECKING:
+    import ray
     from ray.data.preprocessor import Preprocessor
 
 
@@ -111,8 +110,12 @@ class RunDatasets:
             for name in self._shards[0]
         }
         self.notices = row_notices.describe_resume(start_positions, self._shards[0], self._config)
+        if is_local:
+            return self._shards
+        import ray
+
         # One object per rank, so that a node does not fetch the shards of other ranks.
-        return self._shards if is_local else [ray.put(shards) for shards in self._shards]
+        return [ray.put(shards) for shards in self._shards]
 
     def _check_trial_cpus(self, datasets_to_execute: Sequence[str]) -> None:
         """Raise an error if datasets need a CPU, but Tune trials have reserved all CPUs."""

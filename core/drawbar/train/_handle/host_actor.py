@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import ray
 
 from drawbar.train._controller.run import RunOutcome, RunSpec
-from drawbar.train._driver.controller_thread import ControllerThread, start_ray_run
+from drawbar.train._driver.controller_thread import ControllerThread
+from drawbar.train._driver.ray_run import start_ray_run
 from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._handle.event_buffer import EventBuffer, EventPosition
 from drawbar.train._history.events import Event

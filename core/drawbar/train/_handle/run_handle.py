@@ -17,7 +17,6 @@ from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._controller.run import RunOutcome
 from drawbar.train._errors import UserAbort
 from drawbar.train._handle.ended_run import EndedRun
-from drawbar.train._handle.host_actor_run import attach_to_host_actor, list_detached_runs
 from drawbar.train._handle.same_host_run import SameHostRun
 from drawbar.train._history.journal import read_events
 from drawbar.train._history.result import Result
@@ -335,6 +334,9 @@ def attach(
         return RunHandle(same_host)
     if same_host is None and not is_name and not _can_be_detached(directory):
         raise LookupError(_describe_directory(directory))
+    # Here, because it imports Ray, which takes a second.
+    from drawbar.train._handle.host_actor_run import attach_to_host_actor, list_detached_runs
+
     connect_error = try_connect_to_ray()
     uri = None if is_name else directory.uri
     hosted = attach_to_host_actor(directory.name, uri) if not connect_error else None

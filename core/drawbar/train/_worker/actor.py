@@ -3,7 +3,7 @@
 `Worker.run` is a streaming generator. Reports, printed lines, collective calls, and the return
 value or error form one ordered stream that the controller awaits. Commands of the controller
 arrive in a separate concurrency group. `run_train_loop` also runs the function in the driver's
-process for `num_workers=0`.
+process for `num_workers=0`, and then without Ray, so this module imports Ray in functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import ray
 
 from drawbar.train._config.backend import BackendConfig
 from drawbar.train._protocol.assignment import WorkerAssignment, WorkerInfo
@@ -146,6 +145,8 @@ class Worker:
         if process_setup is not None:
             self._sentinel.join()  # it reports the exit status if the setup crashes
             process_setup()
+        import ray
+
         context = ray.get_runtime_context()
         return WorkerInfo(
             node_id=context.get_node_id(),
@@ -202,6 +203,8 @@ class Worker:
 
     def shut_down(self) -> None:
         """Run exit handlers and clean up the node; the caller kills the process afterwards."""
+        import ray
+
         atexit.unregister(ray.shutdown)  # it would abort the reply to this call
         atexit._run_exitfuncs()
         if self._session is not None and self._session.should_clean_up_node:
@@ -321,11 +324,7 @@ def run_train_loop(
             # Threads share the environment, so ranks in threads of one process do not change it.
             if is_process_wide:
                 set_env_vars(make_worker_env(session.assignment))
-            loop = (
-                train_loop
-                if isinstance(train_loop, TrainLoop)
-                else ray.get(train_loop).deserialize()
-            )
+            loop = train_loop if isinstance(train_loop, TrainLoop) else _fetch(train_loop)
             with loop.backend_config.train_func_context():
                 send(FunctionStarted(time=time.time()))
                 session.thread_guard.reset_reporting_thread()
@@ -364,6 +363,13 @@ def run_train_loop(
         failure = describe_exception(error, session.assignment, num_reports, raised_at)
         session.close(FAILURE_FLUSH_S)
         return RankFailed(failure=failure)
+
+
+def _fetch(reference: ObjectRef[Serialized]) -> TrainLoop:
+    import ray
+
+    train_loop: TrainLoop = ray.get(reference).deserialize()
+    return train_loop
 
 
 def _in_main_thread() -> bool:

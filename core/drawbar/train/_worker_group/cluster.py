@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,15 @@ _SUPPRESSED_LOGGERS = ("authentication.authentication_token_setup", "worker")
 _PLACEMENT_RELEASE_S = 3.0  # wait for ended Tune trials to release their placement groups
 
 _connect_lock = threading.Lock()  # ray.init() is not safe from several threads
+
+
+def is_connected_to_ray() -> bool:
+    """Return whether this process is connected to Ray. Does not import Ray."""
+    if "ray" not in sys.modules:
+        return False
+    import ray
+
+    return ray.is_initialized()
 
 
 def connect_to_ray() -> None:
