@@ -1,4 +1,4 @@
-"""Fixtures that run `drawbar launch` on the Ray cluster of the tests."""
+"""Fixtures that run `drawbar launch` without Ray, and on the Ray cluster of the tests."""
 
 from __future__ import annotations
 
@@ -31,10 +31,17 @@ class Launched:
 
 
 class Launch:
-    """Callable `launch(source, *options)` that launches a script on two workers."""
+    """Callable `launch(source, *options)` that launches a script on two workers.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: Directory of the script and of the run.
+        address: Ray cluster to use. Default: none.
+    """
+
+    def __init__(self, directory: Path, address: str | None = None) -> None:
         self.directory = directory
+        self._address = ["--address", address] if address else []
+        self.uses_ray = address is not None
         self.script = directory / "script.py"
 
     def start(
@@ -49,17 +56,17 @@ class Launch:
             variables: Additional environment variables.
         """
         self.script.write_text(textwrap.dedent(source))
-        address = ["--address", ray.get_runtime_context().gcs_address]
         run = ["--storage-path", str(self.directory), "--name", "run"]
         if not {"--nproc_per_node=2", "--accelerate-config"} & set(options):
             run += ["--num-workers", "2"]
-        command = [sys.executable, "-m", "drawbar.cli", "launch", *address, *run, *options]
+        command = [sys.executable, "-m", "drawbar.cli", "launch", *self._address, *run, *options]
         return subprocess.Popen(
             [*command, *(script or [str(self.script)])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self.directory,
-            env={**os.environ, **variables},
+            # A Ray that happens to run on this machine has its address file in another directory.
+            env={**os.environ, "RAY_TMPDIR": str(self.directory), **variables},
             start_new_session=True,
         )
 
@@ -82,5 +89,19 @@ class Launch:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, ray_cluster: None) -> Launch:
+def launch(tmp_path: Path) -> Launch:
     return Launch(tmp_path)
+
+
+@pytest.fixture(params=["local", "ray"])
+def any_launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
+    """Without Ray, and with Ray workers."""
+    if request.param == "local":
+        return Launch(tmp_path)
+    request.getfixturevalue("ray_cluster")
+    return Launch(tmp_path, ray.get_runtime_context().gcs_address)
+
+
+@pytest.fixture
+def ray_launch(tmp_path: Path, ray_cluster: None) -> Launch:
+    return Launch(tmp_path, ray.get_runtime_context().gcs_address)

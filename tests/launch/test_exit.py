@@ -138,7 +138,9 @@ def test_launch_of_standard_input_is_rejected_with_a_remedy(tmp_path: Path) -> N
 def test_exit_of_a_script_is_a_failure_of_kind_exit(launch: Launch) -> None:
     (launch.directory / "script.py").write_text("import sys; sys.exit(200)")
     trainer = ScriptTrainer(
-        launch.script, run_config=train.RunConfig(name="run", storage_path=launch.directory)
+        launch.script,
+        use_ray=False,
+        run_config=train.RunConfig(name="run", storage_path=launch.directory),
     )
     with pytest.raises(train.WorkerGroupError) as failed:
         trainer.fit()

@@ -17,9 +17,9 @@ from tests.launch.conftest import Launch, Pipe
 
 
 def test_launch_gives_scripts_the_environment_of_torchrun(
-    launch: Launch, wait_until_gone: Callable[..., None]
+    any_launch: Launch, wait_until_gone: Callable[..., None]
 ) -> None:
-    done = launch(
+    done = any_launch(
         """
         import atexit, json, os, signal, subprocess, sys, threading
 
@@ -60,23 +60,23 @@ def test_launch_gives_scripts_the_environment_of_torchrun(
     assert json.loads(first) == {
         "argv": ["script.py", "--own", "option", "--name=its own"],
         "name": "__main__",
-        "file": str(launch.script),
-        "path": str(launch.directory),
-        "directory": str(launch.directory),
+        "file": str(any_launch.script),
+        "path": str(any_launch.directory),
+        "directory": str(any_launch.directory),
         "drawbar": False,
         "main thread": True,
         "main": True,
         "annotations": True,
         "variables": ["0", "0", "2", "2", "0", "by the shell", "0", "2"],
         "rays": [],
-        "nice": os.nice(0) + 15 * (not can_raise_priority()),
+        "nice": os.nice(0) + 15 * (any_launch.uses_ray and not can_raise_priority()),
         "rendezvous": True,
     }
     assert "Ignoring --rdzv-backend" in done.err
     assert "to standard error" in done.err
     assert "to standard error" in done.log(0)
     assert done.log(1) == "only in its log"
-    wait_until_gone([int((launch.directory / "child").read_text())])
+    wait_until_gone([int((any_launch.directory / "child").read_text())])
 
 
 def can_raise_priority() -> bool:
@@ -105,9 +105,9 @@ def test_launch_of_failing_module_prints_first_failure_last(launch: Launch) -> N
 
 
 def test_launch_restart_uses_new_processes_and_returns_exit_code(
-    launch: Launch,
+    any_launch: Launch,
 ) -> None:
-    done = launch(
+    done = any_launch(
         """
         import os, signal, sys, time
         from drawbar import train
@@ -170,8 +170,8 @@ def test_launch_after_sighup_or_ctrl_c_cleans_up_and_a_second_ctrl_c_kills(
         wait_until_gone(pids)
 
 
-def test_launch_of_inactive_script_reports_a_hang(launch: Launch) -> None:
-    done = launch(
+def test_launch_of_inactive_script_reports_a_hang(any_launch: Launch) -> None:
+    done = any_launch(
         """
         import os, signal, threading, time
         if os.environ["RANK"] == "1":
@@ -185,7 +185,7 @@ def test_launch_of_inactive_script_reports_a_hang(launch: Launch) -> None:
     )
     assert done.code == 1
     assert "no progress: no rank made progress for 2 s" in done.err
-    assert f"{launch.script}:8 in <module>, inside wait" in done.err
+    assert f"{any_launch.script}:8 in <module>, inside wait" in done.err
     assert re.search(r"rank 1: stopped \(state T\): kill -CONT \d+ on \S+$", done.err, re.M)
 
 
@@ -225,7 +225,7 @@ def test_launch_after_sigkill_restarts_and_exits_with_128_plus_signal(
 
 
 def test_launch_with_closed_stdout_stops_the_run(
-    launch: Launch,
+    ray_launch: Launch,
 ) -> None:
     source = """
         import os, signal, time
@@ -234,7 +234,7 @@ def test_launch_with_closed_stdout_stops_the_run(
             time.sleep(0.01)
         signal.pause()
         """
-    with launch.start(source, "--num-workers", "1:3") as process:
+    with ray_launch.start(source, "--num-workers", "1:3") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"3\n"

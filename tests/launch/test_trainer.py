@@ -82,7 +82,7 @@ def test_exit_code_of_several_failures_uses_the_first() -> None:
     assert exit_code_for(train.ControllerError("the disk is full")) == 1
 
 
-def test_launch_detached_prints_name_for_attach(launch: Launch) -> None:
-    done = launch("from drawbar import train; train.report({'loss': 0.5})", "--detach")
+def test_launch_detached_prints_name_for_attach(ray_launch: Launch) -> None:
+    done = ray_launch("from drawbar import train; train.report({'loss': 0.5})", "--detach")
     assert (done.code, done.out) == (0, b"run\n"), done.err
     assert train.attach(done.run).wait().metrics == {"loss": 0.5}

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
@@ -25,6 +24,12 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
 from drawbar.train._driver import preflight
 from drawbar.train._driver.controller_thread import start_local_run
+from drawbar.train._driver.detached import (
+    check_not_detached,
+    warn_if_driver_owns_objects,
+    warn_if_driver_owns_ray,
+)
+from drawbar.train._driver.local_programs import start_program_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._errors import without_internal_frames
 from drawbar.train._handle.run_handle import RunHandle, RunView
@@ -34,7 +39,7 @@ from drawbar.train._storage.filesystem import AnyFileSystem
 from drawbar.train._storage.run_directory import open_run_directory
 from drawbar.train._storage.run_files import TRAINER_FILE
 from drawbar.train._worker.actor import TrainLoop
-from drawbar.train._worker_group.cluster import connect_to_ray, has_started_ray, is_ray_client
+from drawbar.train._worker_group.cluster import connect_to_ray, is_ray_client
 
 T = TypeVar("T")
 
@@ -255,9 +260,18 @@ class DataParallelTrainer(ArgumentErrors):
         """
         return None
 
+    @property
+    def _uses_ray(self) -> bool:
+        """Whether the workers are Ray actors.
+
+        False for trainers of integrations whose training function only runs a program. Its ranks
+        are then threads of this process.
+        """
+        return True
+
     def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
         if self.scaling_config.max_workers == 0:
-            self._check_not_detached()
+            check_not_detached(self.run_config)
             store = self.backend_config.get_launcher_store()
             start = start_local_run if store is None else _make_torchrun_starter(store)
             return start(
@@ -267,6 +281,10 @@ class DataParallelTrainer(ArgumentErrors):
                 self._make_console,
                 use_caller_thread=use_caller_thread,
             )
+        if not self._uses_ray:
+            return start_program_run(
+                spec, payload, self._make_console, use_caller_thread=use_caller_thread
+            )
         # Only now, so that errors in arguments are raised without waiting for Ray.
         connect_to_ray()
         # Here, because these modules import Ray, which other runs do not need.
@@ -274,45 +292,15 @@ class DataParallelTrainer(ArgumentErrors):
         from drawbar.train._handle.host_actor_run import start_host_actor_run
 
         if self.run_config.detached or is_ray_client():
-            self._warn_if_driver_owns_ray()
-            self._warn_if_driver_owns_objects(spec)
+            if self.run_config.detached:
+                warn_if_driver_owns_ray()
+                warn_if_driver_owns_objects(spec)
             return start_host_actor_run(spec)
         return start_ray_run(spec, self._make_console, use_caller_thread=use_caller_thread)
 
     def _make_console(self, path: str) -> Console:
         is_live = self.scaling_config.max_workers > 0
         return Console(self.run_config.logging_config.level_number, path, is_live=is_live)
-
-    def _check_not_detached(self) -> None:
-        if self.run_config.detached:
-            raise ValueError(
-                "RunConfig.detached=True needs workers that outlive this process, but "
-                "ScalingConfig.num_workers=0 runs the function in this process. Set num_workers=1"
-            )
-
-    def _warn_if_driver_owns_ray(self) -> None:
-        if self.run_config.detached and has_started_ray():
-            warnings.warn(
-                "RunConfig.detached=True has no effect, because this process has started its own "
-                "Ray, which ends with it. Set RAY_ADDRESS, or call ray.init(address=...), to use "
-                "a cluster that keeps running",
-                stacklevel=5,
-            )
-
-    def _warn_if_driver_owns_objects(self, spec: RunSpec) -> None:
-        serialized = [
-            spec.train_loop,
-            *([spec.validation_task.function] if spec.validation_task else []),
-        ]
-        count = sum(value.num_owned_objects for value in serialized)
-        if self.run_config.detached and count:
-            warnings.warn(
-                "the training function, its config, or the validation function refers to objects "
-                f"in Ray's object store that this process owns ({count}). When this process ends, "
-                "ray.get raises OwnerDiedError in the detached run. Keep this process alive until "
-                "the run has fetched them, or put them from an actor that stays alive",
-                stacklevel=5,
-            )
 
     # -- restore
 

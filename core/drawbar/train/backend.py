@@ -29,6 +29,7 @@ from drawbar.train._worker.integration_api import (
     discard_checkpoint,
     get_agreed_checkpoint,
     get_resume_checkpoint,
+    get_worker_environment,
     register_data_position,
     report_buffered,
     retire_process,
@@ -36,6 +37,7 @@ from drawbar.train._worker.integration_api import (
     sync_report_index,
 )
 from drawbar.train._worker.program_process import run_program
+from drawbar.train._worker.worker_env import get_visible_gpu_ids
 
 __all__ = [
     "Backend",
@@ -51,7 +53,9 @@ __all__ = [
     "get_agreed_checkpoint",
     "get_node_address",
     "get_resume_checkpoint",
+    "get_visible_gpu_ids",
     "get_worker_address",
+    "get_worker_environment",
     "make_import_error",
     "parse_duration",
     "register_data_position",

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.cli._output import CommandError
+from drawbar.train.backend import get_visible_gpu_ids
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -22,27 +24,26 @@ def connect_ray(
 ) -> bool:
     """Connect to a running Ray cluster, or start one that ends with this process.
 
+    Imports Ray only if it connects.
+
     Args:
         address: Cluster to connect to. Default: RAY_ADDRESS, or the cluster that `ray start` runs
             on this machine. Ray instances that other programs started are ignored, because they end
             with these programs.
         standalone: Always start a new Ray instance.
         cpus: Minimum number of CPUs of a new instance.
-        must_outlive_process: Never start an instance that ends with this process.
+        must_outlive_process: Whether a cluster is required.
 
     Returns:
-        Whether this call connected. If so, call `disconnect_ray()` at the end.
+        Whether this process is connected now. If so, call `disconnect_ray()` at the end. False if
+        no cluster is named, running, or required.
 
     Raises:
         CommandError: The arguments conflict, Ray does not start, or its version differs.
         ConnectionError: There is no cluster at the address.
     """
-    import ray
-
     if address and standalone:
         raise CommandError(f"--standalone cannot be combined with --address {address}.")
-    if ray.is_initialized():
-        return False  # a user's program called main()
     # Ray's own log lines would appear between the lines of rank 0.
     settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     named = address or os.environ.get("RAY_ADDRESS")
@@ -59,6 +60,8 @@ def connect_ray(
         raise CommandError(
             "--detach needs a running Ray cluster. Run 'ray start --head', or pass --address."
         )
+    if not standalone:
+        return False
     # Ray starts workers with nice 15, which only root can lower again.
     os.environ.setdefault("RAY_worker_niceness", "0")
     with isolate_from_signals():
@@ -109,11 +112,25 @@ def num_local_cpus(num_processes: int) -> int:
 
 
 def find_local_address() -> str | None:
-    """Return the address that `ray start` recorded on this machine, as used by `ray.init()`."""
-    from ray._private.services import find_bootstrap_address
+    """Return the address that `ray start` recorded on this machine, as used by `ray.init()`.
 
-    address: str | None = find_bootstrap_address(None)
-    return address
+    Reads Ray's address file as `ray._common.utils.get_ray_address_file` does, without importing
+    Ray, which takes a second. The cluster may have ended.
+    """
+    directory = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    try:
+        return Path(directory, "ray", "ray_current_cluster").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def is_connected_to_ray() -> bool:
+    """Return whether this process is connected to Ray: a user's program may have called `main`."""
+    if "ray" not in sys.modules:
+        return False
+    import ray
+
+    return ray.is_initialized()
 
 
 def disconnect_ray() -> None:
@@ -137,17 +154,19 @@ def _init_ray(address: str, **settings: Any) -> None:
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """Resources of a cluster.
+    """Resources of a cluster or of this machine.
 
     Attributes:
         max_cpus_per_node: CPUs of the node with most CPUs.
         max_gpus_per_node: GPUs of the node with most GPUs.
         gpus: GPUs of all nodes.
+        can_oversubscribe: Whether there may be more processes than CPUs.
     """
 
     max_cpus_per_node: int
     max_gpus_per_node: int
     gpus: int
+    can_oversubscribe: bool = False
 
     @classmethod
     def current(cls) -> ClusterSize:
@@ -160,6 +179,12 @@ class ClusterSize:
         )
         totals = ray.cluster_resources()  # type: ignore[no-untyped-call]  # as above
         return cls(max(cpus, default=0), max(gpus, default=0), int(totals.get("GPU", 0)))
+
+    @classmethod
+    def of_this_machine(cls) -> ClusterSize:
+        """Return the size of this machine."""
+        gpus = len(get_visible_gpu_ids())
+        return cls(len(os.sched_getaffinity(0)), gpus, gpus, can_oversubscribe=True)
 
 
 MINIMAL_CLUSTER = ClusterSize(max_cpus_per_node=1, max_gpus_per_node=1, gpus=1)

@@ -1,4 +1,4 @@
-"""Run unchanged training scripts on Ray, like torchrun or `accelerate launch`.
+"""Run unchanged training scripts like torchrun or `accelerate launch`, with or without Ray.
 
 The command `drawbar launch` uses this package.
 """

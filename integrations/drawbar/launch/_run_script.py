@@ -9,7 +9,7 @@ from typing import Any
 
 from drawbar.launch._backend import rendezvous_address
 from drawbar.train import get_context
-from drawbar.train.backend import run_program
+from drawbar.train.backend import get_worker_environment, run_program
 
 RAY_ENV_PREFIX = "RAY_"
 """Prefix of variables that Ray sets for its workers. The script does not inherit them: otherwise a
@@ -35,11 +35,12 @@ def run_script(config: dict[str, Any]) -> None:
             f"{os.uname().nodename}. Put it on shared storage, or ship it with "
             "RunConfig(worker_runtime_env=...)."
         )
-    # Ray starts workers with nice 15. A thread's child processes inherit the thread's value.
+    # An existing Ray cluster starts workers with nice 15. Child processes inherit the value of the
+    # thread that starts them.
     with contextlib.suppress(PermissionError):  # lowering it needs a privilege
         os.setpriority(os.PRIO_PROCESS, 0, config["niceness"])
     with rendezvous_address() as (address, port):
-        environment = script_env(os.environ, config["environment"])
+        environment = script_env(get_worker_environment(), config["environment"])
         environment |= torchelastic_env(config["max_restarts"])
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         run_program(arguments, environment, activity_check_seconds=config["activity_check_seconds"])

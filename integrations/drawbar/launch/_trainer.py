@@ -32,7 +32,8 @@ class ScriptTrainer(DataParallelTrainer):
 
     A script leaves state behind (modules, process groups, threads, a CUDA context), so every
     restart uses new processes, with a higher TORCHELASTIC_RESTART_COUNT. Ray's worker processes
-    keep running and keep their GPUs.
+    keep running and keep their GPUs. With `use_ray=False`, the ranks are child processes of this
+    process, which end with it, and Ray is not imported.
 
     The driver prints the standard output and standard error of rank 0 unchanged. The log of each
     rank contains its complete output.
@@ -48,6 +49,7 @@ class ScriptTrainer(DataParallelTrainer):
         script: Path of the script, or module name with `is_module`.
         arguments: Arguments of the script.
         is_module: Whether `script` is a module name, as in `python -m`.
+        use_ray: Whether Ray starts the processes. With False, all ranks are on this machine.
         environment: Environment variables for the script, in addition to those of this process.
         scaling_config: Number of workers and their resources. `num_workers=0` is not supported.
         run_config: Run configuration: storage, restarts, callbacks. All environment variables of
@@ -69,12 +71,15 @@ class ScriptTrainer(DataParallelTrainer):
         ```
     """
 
+    _use_ray = True  # `restore()` does not call `__init__`
+
     def __init__(
         self,
         script: str | os.PathLike[str],
         arguments: Sequence[str] = (),
         *,
         is_module: bool = False,
+        use_ray: bool = True,
         environment: Mapping[str, str] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
@@ -87,6 +92,9 @@ class ScriptTrainer(DataParallelTrainer):
                 "it in one process."
             )
         run_config = run_config or RunConfig()
+        if not use_ray:
+            _check_runs_without_ray(run_config)
+        self._use_ray = use_ray
         super().__init__(
             run_script,
             train_loop_config={
@@ -104,10 +112,26 @@ class ScriptTrainer(DataParallelTrainer):
         )
 
     @property
+    def _uses_ray(self) -> bool:
+        return self._use_ray
+
+    @property
     def _script(self) -> tuple[str, bool]:
         assert self.train_loop_config is not None  # set by __init__ and restore()
         first, *others = self.train_loop_config["arguments"]
         return (others[0], True) if first == "-m" else (first, False)
+
+
+def _check_runs_without_ray(config: RunConfig) -> None:
+    """Reject settings that only Ray can apply."""
+    for name, value in (
+        ("detached", config.detached),
+        ("worker_runtime_env", config.worker_runtime_env),
+    ):
+        if value:
+            raise ValueError(
+                f"use_ray=False does not support RunConfig.{name}={value!r}. Remove one of them."
+            )
 
 
 def _python_arguments(

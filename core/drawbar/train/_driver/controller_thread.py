@@ -325,7 +325,7 @@ def start_local_run(
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         if num_threads is None:
-            return ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=gpu_ids)
+            return ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=[gpu_ids])
         return ThreadWorkerGroup(payload, num_threads)
 
     validator = ThreadValidator(validation_config) if validation_config is not None else None

@@ -117,7 +117,7 @@ def _start_rank_zero(
     gpu_ids = _get_gpu_ids(spec, ranks)
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
-        local_group = ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=gpu_ids)
+        local_group = ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=[gpu_ids])
         local_info = make_local_worker_info(ranks, gpu_ids)
         return TorchrunWorkerGroup(
             local_group, local_info, server, lambda save: host.stop(save=save)

@@ -48,14 +48,7 @@ from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import capture_output
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
 from drawbar.train._worker.stack import Stack, capture_stack
-from drawbar.train._worker.worker_env import (
-    compute_thread_count,
-    count_available_cores,
-    get_runtime_env_vars,
-    make_thread_env_vars,
-    make_torchrun_env_vars,
-    set_env_vars,
-)
+from drawbar.train._worker.worker_env import make_worker_env, set_env_vars
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -374,23 +367,6 @@ def _fetch(reference: ObjectRef[Serialized]) -> TrainLoop:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def make_worker_env(assignment: WorkerAssignment) -> dict[str, str]:
-    """Return the environment variables to set in this worker's process before user code runs."""
-    ranks = assignment.ranks
-    threads = compute_thread_count(
-        cpus_per_worker=assignment.spec.num_cpus,
-        local_world_size=ranks.local_world_size,
-        cores=count_available_cores(),
-    )
-    user_env = {**assignment.spec.env_vars, **get_runtime_env_vars()}
-    # Ranks come last: the driver may have forwarded RANK from its own torchrun.
-    return {
-        **user_env,
-        **make_thread_env_vars(threads, os.environ, user_env),
-        **make_torchrun_env_vars(ranks),
-    }
 
 
 def _make_finished(value: object, *, should_transfer_ownership: bool) -> RankFinished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from drawbar.train._worker.context import (
     get_context,
     report,
 )
+from drawbar.train._worker.worker_env import make_worker_env
 
 _TRAINING_COUNT_SOURCE = "trainings begun"
 
@@ -247,3 +249,22 @@ def discard_checkpoint(name: str) -> None:
         >>> discard_checkpoint("checkpoint_000003")
     """
     current_session("discard_checkpoint").discard_checkpoint(name)
+
+
+def get_worker_environment() -> dict[str, str]:
+    """Return the environment variables for a process that represents this rank.
+
+    Ranks may be threads of one process. Then `os.environ` does not contain the variables of the
+    rank, such as RANK.
+
+    Returns:
+        The variables of this process and of the rank.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> run_program(["train.py"], get_worker_environment())
+    """
+    assignment = current_session("get_worker_environment").assignment
+    return {**os.environ, **make_worker_env(assignment)}

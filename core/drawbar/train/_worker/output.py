@@ -176,10 +176,18 @@ class _LogStream(io.TextIOWrapper):
             self._splitter.finish()
 
 
-def write_to_log(data: bytes) -> None:
-    """Write to the log of this process without sending lines, if its output is captured."""
+def write_to_log(data: bytes, log: io.FileIO) -> None:
+    """Write to the log of a rank without sending lines.
+
+    Args:
+        data: Output to write.
+        log: Log of the rank.
+    """
     if isinstance(sys.stdout, _LogStream):
+        # The output of this process goes to the same log. Other bytes in it would be sent as lines.
         sys.stdout.write_bytes(data)
+    else:
+        log.write(data)
 
 
 class _TeeStream:

@@ -1,8 +1,9 @@
 """Run a program in place of the training function and supervise its process.
 
-The worker process starts the program as a child process and waits for it. In its own process, a
-script can use the main thread, receive signals, fork and spawn, register exit handlers, and die.
-The worker process survives, and keeps its node and GPUs when the program is restarted.
+The worker starts the program as a child process and waits for it. A worker is a Ray worker process
+or, for `drawbar launch` on one machine, a thread of the launcher. In its own process, a script can
+use the main thread, receive signals, fork and spawn, register exit handlers, and die. The worker
+survives, and keeps its node and GPUs when the program is restarted.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def run_program(
 class ProgramProcess:
     """Process of a program.
 
-    `handle_command()` and `capture_stack()` can be called from any thread, all other methods only
-    from the thread that waits for the program.
+    `handle_command()`, `capture_stack()`, and `kill()` can be called from any thread, all other
+    methods only from the thread that waits for the program.
 
     Args:
         session: Session of the rank.
@@ -134,6 +135,12 @@ class ProgramProcess:
         self._next_activity_check = time.monotonic() + activity_check_seconds
         self._marker = f"{os.getpid()}-{os.urandom(8).hex()}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._reap_lock = threading.Lock()
+        rank = session.assignment.ranks.world_rank
+        self._is_rank_zero = rank == 0
+        self._log_path = session.directory.get_log_path(rank)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = open(self._log_path, "ab", buffering=0)  # noqa: SIM115  # until close()
         self._control, self._child_control = socket.socketpair()
         session_socket, self._child_session = socket.socketpair()
         self._rank_connection = RankConnection(session, session_socket.detach())
@@ -147,7 +154,7 @@ class ProgramProcess:
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the process with the given command line and environment."""
-        rank = self._session.assignment.ranks.world_rank
+        output = subprocess.PIPE if self._is_rank_zero else self._log
         with self._child_control as control, self._child_session as child_session:
             descriptors = (control.fileno(), child_session.fileno())
             self._process = process = subprocess.Popen(
@@ -155,15 +162,15 @@ class ProgramProcess:
                 env={**environment, PROGRAM_MARKER_VARIABLE: self._marker},
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                # Other ranks inherit the streams, which write to the log.
-                stdout=subprocess.PIPE if rank == 0 else None,
-                stderr=subprocess.PIPE if rank == 0 else None,
+                stdout=output,
+                stderr=output,
                 # As torchrun does: Linux divides CPU time among sessions (sched_autogroup), and all
-                # ranks and Ray's processes would share the time of Ray's session.
+                # ranks would share the time of one session. Ctrl-C in a terminal then reaches only
+                # the launcher.
                 start_new_session=True,
             )
         self._oom_kills = sentinel.OomKillCounter(process.pid)
-        self._activity = ActivityMonitor(process.pid, self._session.directory.get_log_path(rank))
+        self._activity = ActivityMonitor(process.pid, self._log_path)
         self._register(process)
         threading.Thread(
             target=self._watch_exit, args=(process.pid,), name="drawbar-program", daemon=True
@@ -216,6 +223,16 @@ class ProgramProcess:
                 raise TimeoutError(f"{self._process} does not reply") from None
             return stopped
 
+    def kill(self) -> None:
+        """Kill the program and its process group."""
+        # If the lock is held, `close()` is killing them. Afterwards the group id may be reused.
+        if self._process is not None and self._reap_lock.acquire(blocking=False):
+            try:
+                if self._process.returncode is None:
+                    _kill_group(self._process.pid)
+            finally:
+                self._reap_lock.release()
+
     # -- in the thread that waits
 
     def wait(self) -> None:
@@ -257,7 +274,7 @@ class ProgramProcess:
     def _on_output(self, pipe: IO[bytes], stream: Literal["stdout", "stderr"]) -> bool:
         data = os.read(pipe.fileno(), _READ_BYTES)
         if data:
-            write_to_log(data)
+            write_to_log(data, self._log)
             self._session.forward(OutputBytes(data=data, stream=stream))
         return bool(data)
 
@@ -284,15 +301,15 @@ class ProgramProcess:
         process = self._process
         if process is not None:
             # Kill the group before reaping its leader: afterwards the group id may be reused.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with self._reap_lock:
+                _kill_group(process.pid)
+                process.wait()
         sentinel.kill_orphans(f"{PROGRAM_MARKER_VARIABLE}={self._marker}")
         if process is not None:
             self._drain(process)
         self._selector.close()
         self._rank_connection.close()
-        for endpoint in (self._control, self._wakeup_writer, self._wakeup_reader):
+        for endpoint in (self._control, self._wakeup_writer, self._wakeup_reader, self._log):
             endpoint.close()
 
     def _drain(self, process: subprocess.Popen[bytes]) -> None:
@@ -339,3 +356,8 @@ class ProgramProcess:
         if number == signal.SIGKILL and self._oom_kills.has_increased():
             return f"{description}, by the kernel's OOM killer: the cgroup's oom_kill count rose"
         return description
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

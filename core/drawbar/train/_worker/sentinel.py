@@ -6,6 +6,9 @@ both. `start()` runs in the worker. `main()` and its helpers run in the sentinel
 this file in a bare interpreter (`-I -S -E`), so that it starts in about 10 ms and uses 9 MB. For
 this reason, the file imports only a few modules of the standard library.
 
+A driver whose ranks are child processes has a sentinel too (`start_for_driver`). When the driver
+ends, it kills the ranks and their descendants, and nothing else.
+
 The descendants of a worker are found by properties that they inherit: its process group; a marker
 in the environment of processes that were exec'ed; and the write end of a pipe in processes that
 were only forked (their `/proc/<pid>/environ` is the initial one of the worker, without the marker).
@@ -56,17 +59,46 @@ def start(report_file: Path) -> None:
         OSError: The directory of `report_file` cannot be created, or the sentinel cannot be
             started.
     """
-    import subprocess
-    import threading
-
     # The process group will be killed, so it must contain the children of this worker, and no
     # other worker.
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     report_file.parent.mkdir(parents=True, exist_ok=True)
     report_file.unlink(missing_ok=True)  # report of an earlier process with this pid
-    marker = f"{os.getpid()}-{os.urandom(8).hex()}"
-    os.environ[WORKER_MARKER_VARIABLE] = marker
+    os.environ[WORKER_MARKER_VARIABLE] = marker = _make_marker()
+    _start_process(str(report_file.absolute()), marker)
+
+
+_driver_markers: dict[int, str] = {}  # by process ID: a forked child starts another sentinel
+
+
+def start_for_driver() -> dict[str, str]:
+    """Start a sentinel that kills the ranks of this process when it dies, unless there is one.
+
+    The process keeps its process group, and its other child processes are not killed.
+
+    Returns:
+        Environment variables that mark a process as a rank.
+
+    Raises:
+        OSError: The sentinel cannot be started.
+    """
+    marker = _driver_markers.get(os.getpid())
+    if marker is None:
+        marker = _driver_markers[os.getpid()] = _make_marker()
+        _start_process("", marker)
+    return {WORKER_MARKER_VARIABLE: marker}
+
+
+def _make_marker() -> str:
+    return f"{os.getpid()}-{os.urandom(8).hex()}"
+
+
+def _start_process(report_file: str, marker: str) -> None:
+    """Start the sentinel. `report_file` is empty for the sentinel of a driver."""
+    import subprocess
+    import threading
+
     reader, _pipe_writer = os.pipe()
     pidfd = _open_pidfd()
     # Without site, PYTHON* variables, and the user's paths, so that it starts fast and does not run
@@ -75,7 +107,7 @@ def start(report_file: Path) -> None:
     # In a new session, so that neither Ctrl-C in the terminal nor the kill of the process group
     # reaches it; in /, so that it does not keep a filesystem busy.
     process = subprocess.Popen(
-        [*command, str(os.getpid()), str(report_file.absolute()), marker, str(pidfd)],
+        [*command, str(os.getpid()), report_file, marker, str(pidfd)],
         stdin=reader,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -99,10 +131,17 @@ def _open_pidfd() -> int:
 
 
 def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
-    """Wait until the process `pid` ends, kill its descendants, and write the report."""
+    """Wait until the process `pid` ends, kill its descendants, and write the report.
+
+    For a driver, `report_file` is empty. Then only the processes with the marker are killed.
+    """
     if os.fork():
         # Ray kills the children of an exiting worker, so the sentinel must not be its child.
         os._exit(0)
+    if not report_file:
+        _wait_for_death(pid, pidfd)
+        kill_orphans(f"{WORKER_MARKER_VARIABLE}={marker}")
+        return
     oom_kills = OomKillCounter(pid)
     rss = _wait_for_death(pid, pidfd)
     died_at = time.time()

@@ -75,6 +75,10 @@ class ProgramProxy(Protocol):
         """Return the stack of the program."""
         ...
 
+    def kill(self) -> None:
+        """Kill the program. Called from any thread."""
+        ...
+
 
 class Session:
     """One attempt of one rank, from the start of the training function to its end.

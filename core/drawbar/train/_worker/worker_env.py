@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train._config.forwarded_env import get_exclusion_reason
-from drawbar.train._protocol.assignment import Ranks
+from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
+
+_GPU_DEVICES = "nvidia[0-9]*"
 
 THREAD_ENV_VARS = (
     "OMP_NUM_THREADS",
@@ -45,6 +47,23 @@ def get_runtime_env_vars() -> dict[str, str]:
         name: os.environ[name]
         for name in env_vars
         if name in os.environ and not get_exclusion_reason(name)
+    }
+
+
+def make_worker_env(assignment: WorkerAssignment) -> dict[str, str]:
+    """Return the environment variables of a rank, to be set before user code runs."""
+    ranks = assignment.ranks
+    threads = compute_thread_count(
+        cpus_per_worker=assignment.spec.num_cpus,
+        local_world_size=ranks.local_world_size,
+        cores=count_available_cores(),
+    )
+    user_env = {**assignment.spec.env_vars, **get_runtime_env_vars()}
+    # Ranks come last: the driver may have forwarded RANK from its own torchrun.
+    return {
+        **user_env,
+        **make_thread_env_vars(threads, os.environ, user_env),
+        **make_torchrun_env_vars(ranks),
     }
 
 
@@ -149,6 +168,23 @@ def count_available_cores(
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, int(min([float(affinity or 1), *_read_cgroup_quotas(cgroup_root, membership)])))
+
+
+def get_visible_gpu_ids() -> tuple[str, ...]:
+    """Return the IDs of the NVIDIA GPUs that this process can use.
+
+    Returns:
+        The entries of `CUDA_VISIBLE_DEVICES`, or the numbers from 0 if it is not set.
+
+    Example:
+        >>> can_use_gpu = len(get_visible_gpu_ids()) >= num_workers
+    """
+    # CUDA is not queried, because that would allocate memory on every GPU.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        # In a container, the number of a device file may differ from the number that CUDA uses.
+        return tuple(str(index) for index, _ in enumerate(Path("/dev").glob(_GPU_DEVICES)))
+    return tuple(gpu_id.strip() for gpu_id in visible.split(",") if gpu_id.strip())
 
 
 def _read_cgroup_quotas(root: Path, membership: Path) -> list[float]:

@@ -9,11 +9,11 @@ is replaced in its slot, on the same node and GPUs, therefore leaves all ranks u
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
+from drawbar.train._worker.worker_env import get_visible_gpu_ids
 
 
 def assign_ranks(workers: Sequence[WorkerInfo]) -> list[Ranks]:
@@ -66,14 +66,20 @@ def get_local_gpu_ids(count: int, local_rank: int = 0) -> tuple[str, ...]:
         count: Number of GPUs per rank. If there are too few, fewer are returned.
         local_rank: Local rank; rank 0 gets the first GPUs.
     """
-    # CUDA is not queried, because that would allocate memory on every GPU.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        devices = Path("/dev").glob("nvidia[0-9]*")
-        ids = sorted((device.name.removeprefix("nvidia") for device in devices), key=int)
-    else:
-        ids = [gpu_id.strip() for gpu_id in visible.split(",") if gpu_id.strip()]
-    return tuple(ids[local_rank * count : (local_rank + 1) * count])
+    return get_visible_gpu_ids()[local_rank * count : (local_rank + 1) * count]
+
+
+def assign_local_gpus(gpus_per_worker: float, num_workers: int) -> list[tuple[str, ...]]:
+    """Return the GPU IDs of each rank, among those visible to this process.
+
+    Args:
+        gpus_per_worker: GPUs of each rank. Ranks with less than one GPU share one.
+        num_workers: Number of ranks.
+    """
+    if not 0 < gpus_per_worker < 1:
+        return [get_local_gpu_ids(math.ceil(gpus_per_worker), rank) for rank in range(num_workers)]
+    ranks_per_gpu = int(1 / gpus_per_worker)
+    return [get_local_gpu_ids(1, rank // ranks_per_gpu) for rank in range(num_workers)]
 
 
 def format_visible_devices(workers_on_node: Sequence[WorkerInfo]) -> str:

@@ -1,6 +1,7 @@
 """Worker group of threads in this process.
 
-Used for `num_workers=0` and by `drawbar.train.testing`, without Ray. With `num_workers=0` the
+Used without Ray: for `num_workers=0`, by `drawbar.train.testing`, and by `drawbar launch` on one
+machine, where each thread runs the script of its rank in a child process. With `num_workers=0` the
 function runs in the thread that called `fit()`, so that `pdb`, `input()`, and breakpoints of a
 debugger work. The controller runs in a separate thread.
 """
@@ -34,6 +35,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 STOP_SECONDS = 1.0
+KILL_SECONDS = 5.0
+"""Time limit for the output and the descendants of killed programs."""
 
 SubmitCall = Callable[[Callable[[], None]], None]
 
@@ -45,7 +48,7 @@ class ThreadWorkerGroup:
         payload: Training function that every rank runs.
         num_workers: Number of ranks.
         submit_call: Runs a call in the thread of rank 0, or None to start a thread for each rank.
-        gpu_ids: GPU IDs that every rank reports.
+        gpu_ids: GPU IDs of each rank. Default: none.
     """
 
     def __init__(
@@ -53,12 +56,12 @@ class ThreadWorkerGroup:
         payload: TrainLoop,
         num_workers: int = 1,
         submit_call: SubmitCall | None = None,
-        gpu_ids: tuple[str, ...] = (),
+        gpu_ids: Sequence[tuple[str, ...]] | None = None,
     ) -> None:
         self._payload = payload
         self._num_workers = num_workers
         self._submit_call = submit_call
-        self._gpu_ids = gpu_ids
+        self._gpu_ids = gpu_ids or [()] * num_workers
         self._sessions: dict[int, Session] = {}
         self._functions_ended: dict[int, asyncio.Event] = {}
         self._threads: dict[int, threading.Thread] = {}
@@ -79,14 +82,16 @@ class ThreadWorkerGroup:
             # bytes into a checkpoint of the same name in the new attempt.
             await run_in_daemon_thread(session.uploads.async_commits.join)
         hostname = os.uname().nodename
-        info = WorkerInfo(
-            node_id=hostname,
-            node_ip="127.0.0.1",
-            hostname=hostname,
-            pid=os.getpid(),
-            gpu_ids=self._gpu_ids,
-        )
-        return [info] * self._num_workers
+        return [
+            WorkerInfo(
+                node_id=hostname,
+                node_ip="127.0.0.1",
+                hostname=hostname,
+                pid=os.getpid(),
+                gpu_ids=gpu_ids,
+            )
+            for gpu_ids in self._gpu_ids
+        ]
 
     def set_ranks(self, ranks: Sequence[Ranks]) -> None:
         """Do nothing: slots are ranks here."""
@@ -131,20 +136,44 @@ class ThreadWorkerGroup:
         should_replace: bool,
         is_user_request: bool = False,
     ) -> None:
-        """Interrupt and wait for every running function. Threads cannot be killed."""
-        running = [rank for rank, ended in self._functions_ended.items() if not ended.is_set()]
-        for rank in running:
+        """Interrupt and wait for every running function.
+
+        Threads cannot be killed, but the programs that they run can.
+        """
+        for rank in self._list_running():
             self.send_command(
                 rank,
                 InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
             )
-        for rank in running:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._functions_ended[rank].wait(), grace)
+        await self._wait_until_ended(grace)
+        self.kill()
+        if any(self._sessions[rank].program is not None for rank in self._list_running()):
+            await self._wait_until_ended(KILL_SECONDS)
+
+    def _list_running(self) -> list[int]:
+        return [rank for rank, ended in self._functions_ended.items() if not ended.is_set()]
+
+    async def _wait_until_ended(self, timeout: float) -> None:
+        waits = [self._functions_ended[rank].wait() for rank in self._list_running()]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*waits), timeout)
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
-        """Return the stack of every rank's thread."""
-        return {rank: capture_stack(thread) for rank, thread in self._threads.items()}
+        """Return the stack of every rank's thread or program; None if a program does not reply."""
+        ranks = list(self._threads)
+        # In threads, because a program may take a second to reply.
+        stacks = await asyncio.gather(
+            *[run_in_daemon_thread(self._capture_stack, rank) for rank in ranks]
+        )
+        return dict(zip(ranks, stacks, strict=True))
+
+    def _capture_stack(self, rank: int) -> Stack | None:
+        program = self._sessions[rank].program
+        if program is None:
+            return capture_stack(self._threads[rank])
+        with contextlib.suppress(OSError):  # TimeoutError is one too
+            return program.capture_stack()
+        return None
 
     def relocate_on_next_start(self) -> None:
         """Do nothing: threads cannot be placed elsewhere."""
@@ -154,7 +183,11 @@ class ThreadWorkerGroup:
         await self.end_attempt(grace=STOP_SECONDS, should_keep=True, should_replace=False)
 
     def kill(self) -> None:
-        """Do nothing: threads cannot be killed."""
+        """Kill the programs of running functions. Threads cannot be killed."""
+        for rank in self._list_running():
+            program = self._sessions[rank].program
+            if program is not None:
+                program.kill()
 
     def execute_single_async(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs

@@ -13,7 +13,14 @@ from typer.core import TyperCommand
 
 from drawbar.cli._exit_handling import StopSignals, command_errors, wait_for_exit_code
 from drawbar.cli._output import CommandError
-from drawbar.cli._ray_connection import MINIMAL_CLUSTER, ClusterSize, connect_ray, disconnect_ray
+from drawbar.cli._ray_connection import (
+    MINIMAL_CLUSTER,
+    ClusterSize,
+    connect_ray,
+    disconnect_ray,
+    is_connected_to_ray,
+    num_local_cpus,
+)
 from drawbar.cli._torchrun import IGNORED, parse_range, remove_torchrun_options, resolve_num_workers
 
 if TYPE_CHECKING:
@@ -115,8 +122,7 @@ def launch(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Ray cluster to use.  [default: RAY_ADDRESS, a cluster on this machine, or a new "
-            "local one]",
+            help="Ray cluster to use.  [default: RAY_ADDRESS, a cluster on this machine, or none]",
         ),
     ] = None,
     standalone: Annotated[
@@ -176,10 +182,13 @@ def launch(
         )
         # Report wrong options before Ray starts, which takes seconds.
         make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
-        has_connected = connect_ray(
+        was_connected = is_connected_to_ray()
+        has_connected = not was_connected and connect_ray(
             address, standalone=standalone, cpus=requested.cpus, must_outlive_process=detach
         )
-        trainer = make_trainer(scaling_config=requested.to_scaling_config(ClusterSize.current()))
+        use_ray = was_connected or has_connected
+        size = ClusterSize.current() if use_ray else ClusterSize.of_this_machine()
+        trainer = make_trainer(scaling_config=requested.to_scaling_config(size), use_ray=use_ray)
         if detach:
             print(trainer.start().name)
             return
@@ -225,7 +234,10 @@ class _RequestedWorkers:
 
     @property
     def cpus(self) -> int:
-        """Minimum CPUs of a new Ray instance. Like torchrun, allow more processes than cores."""
+        """Minimum CPUs of a new Ray instance. Like torchrun, allow more processes than cores.
+
+        0 if the options do not name a number of processes per node.
+        """
         text = self.nproc_per_node or ""
         return int(text) if text.isdecimal() else 0
 
@@ -245,11 +257,18 @@ class _RequestedWorkers:
                 cpus=cluster.max_cpus_per_node,
             )
         max_workers = workers if isinstance(workers, int) else workers[1]
+        cpus = self.cpus_per_worker
+        if cpus is None and cluster.can_oversubscribe:
+            cpus = _share_cpus(cluster.max_cpus_per_node, num_local_cpus(self.cpus))
         return ScalingConfig(
             num_workers=workers,
             use_gpu=cluster.gpus >= max_workers if self.use_gpu is None else self.use_gpu,
-            resources_per_worker=(
-                None if self.cpus_per_worker is None else {"CPU": self.cpus_per_worker}
-            ),
+            resources_per_worker=None if cpus is None else {"CPU": cpus},
             placement_strategy="STRICT_PACK" if is_single_node else "PACK",
         )
+
+
+def _share_cpus(cores: int, num_processes: int) -> float | None:
+    """Return the CPUs of each process if there are more processes than cores, else None."""
+    # In ten-thousandths, in which CPUs are counted, and rounded down so that all processes fit.
+    return 10_000 * cores // num_processes / 10_000 if num_processes > cores else None

@@ -1,0 +1,239 @@
+"""`drawbar launch` on one machine without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+from ray._common.utils import get_ray_address_file
+
+from drawbar import train
+from drawbar.cli._ray_connection import find_local_address
+from drawbar.launch import ScriptTrainer
+from tests.launch.conftest import Launch, Pipe
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def test_launch_with_restart_and_checkpoints_does_not_import_ray(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os
+            from drawbar import train
+
+            with train.checkpoint_dir() as path:
+                (path / "file").write_text("saved")
+                train.report({"step": 1}, checkpoint=path)
+            train.collective.barrier()
+            assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+            """
+        )
+    )
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--storage-path", str(tmp_path)]
+    code = f"""
+import atexit, sys
+from drawbar.cli import main
+atexit.register(lambda: print("ray" in sys.modules))
+main({["launch", *options, str(script)]!r})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n")
+
+
+def test_launch_after_sigkill_of_launcher_leaves_no_process(
+    launch: Launch, pipe: Pipe, wait_until_gone: Callable[..., None]
+) -> None:
+    source = f"""
+        import os, signal, subprocess, sys
+
+        command = [sys.executable, "-c", "import signal; signal.pause()"]
+        child = subprocess.Popen(command, start_new_session=True)
+        with open({str(launch.directory / "pipe")!r}, "w") as file:
+            print(os.getpid(), child.pid, file=file)
+        signal.pause()
+        """
+    with launch.start(source) as process:
+        pids = [int(pid) for _ in range(2) for pid in pipe.receive(process)]
+        process.kill()
+        wait_until_gone(pids)
+
+
+def test_launch_with_failed_rank_kills_rank_that_ignores_sigterm(
+    launch: Launch, wait_until_gone: Callable[..., None]
+) -> None:
+    done = launch(
+        """
+        import os, signal, time
+        from drawbar import train
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pids = train.collective.all_gather(os.getpid())
+        if os.environ["RANK"] == "0":
+            print(*pids, flush=True)
+            os._exit(4)
+        while True:
+            signal.pause()
+        """
+    )
+    assert done.code == 4, done.err
+    wait_until_gone([int(pid) for pid in done.out.split()])
+
+
+def test_stacks_and_stop_of_local_launch_reach_its_scripts(launch: Launch, pipe: Pipe) -> None:
+    source = f"""
+        import signal
+        from drawbar import train
+
+        def wait_for_request():
+            with open({str(launch.directory / "pipe")!r}, "w") as file:
+                print("waits", file=file)
+            signal.pause()
+
+        wait_for_request()
+        """
+    with launch.start(source) as process:
+        for _ in range(2):
+            pipe.receive(process)
+        run = str(launch.directory / "run")
+        drawbar = [sys.executable, "-m", "drawbar.cli"]
+        stacks = json.loads(subprocess.check_output([*drawbar, "stacks", run, "--json"]))
+        assert str(stacks).count("in wait_for_request") >= 2
+        subprocess.run([*drawbar, "stop", "--now", run], check=True)
+        done = launch.wait_for_end(process)
+    assert done.code == 0, done.err
+    assert '"outcome":"stopped"' in (done.run / "journal.jsonl").read_text().splitlines()[-1]
+
+
+def test_launch_with_more_processes_than_cores_starts_all(launch: Launch) -> None:
+    source = """
+        import os
+        from drawbar import train
+        print(len(train.collective.all_gather(os.getpid())), os.environ["OMP_NUM_THREADS"])
+        """
+    done = launch(source, "--nproc_per_node=2", "--nproc-per-node", str(CORES + 1))
+    assert (done.code, done.out) == (0, f"{CORES + 1} 1\n".encode()), done.err
+
+
+def test_launch_elastic_starts_workers_that_fit(launch: Launch) -> None:
+    source = "import os; print(os.environ['WORLD_SIZE'])"
+    done = launch(source, "--num-workers", f"1:{CORES + 3}")
+    assert (done.code, done.out) == (0, f"{CORES}\n".encode()), done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--num-workers", str(CORES + 1)], f"at most {CORES} fit"),
+        (["--use-gpu"], "needs GPU=1, but no node of this cluster has the resource 'GPU'"),
+        (["--nproc_per_node=2", "--nproc-per-node", "gpu"], "--nproc-per-node gpu needs GPUs"),
+        (["--nproc_per_node=2", "--nproc-per-node", str(10**11)], "Cannot start 100000000000"),
+    ],
+)
+def test_launch_without_room_prints_one_line_error(
+    launch: Launch, options: list[str], expected: str
+) -> None:
+    done = launch("", *options, CUDA_VISIBLE_DEVICES="")
+    assert (done.code, done.out) == (2, b"")
+    assert expected in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_launch_with_gpus_shows_every_rank_the_gpus_of_the_run(launch: Launch) -> None:
+    source = """
+        import os
+        from drawbar import train
+        gpu = train.get_context().get_accelerator_ids()
+        print(train.collective.all_gather((gpu, os.environ["CUDA_VISIBLE_DEVICES"])))
+        """
+    done = launch(source, CUDA_VISIBLE_DEVICES="5,3,4")
+    assert done.out == b"[(('3',), '3,5'), (('5',), '3,5')]\n", done.err
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"TMPDIR": "{path}"}, {"RAY_TMPDIR": "{path}"}, {"TMPDIR": "/x", "RAY_TMPDIR": "{path}"}],
+    ids=str,
+)
+def test_find_local_address_reads_the_file_that_ray_reads(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(path=tmp_path))
+    path = Path(get_ray_address_file(None))
+    if variables:
+        assert find_local_address() is None
+        path.parent.mkdir()
+        path.write_text("10.0.0.1:6379\n")
+        assert find_local_address() == "10.0.0.1:6379"
+    else:
+        expected = path.read_text().strip() if path.exists() else None
+        assert find_local_address() == expected
+
+
+def test_launch_uses_running_ray_and_ignores_dead_one(launch: Launch, ray_cluster: None) -> None:
+    source = """
+        import os
+        print(open(f"/proc/{os.getppid()}/cmdline").read().startswith("ray::"))
+        """
+    address_file = launch.directory / "ray" / "ray_current_cluster"
+    address_file.parent.mkdir()
+    address_file.write_text(ray.get_runtime_context().gcs_address)
+    done = launch(source, "--resume", "never")
+    assert (done.code, done.out) == (0, b"True\n"), done.err
+    address_file.write_text("127.0.0.1:1")  # no process listens
+    done = launch(source, "--name", "other")
+    assert (done.code, done.out) == (0, b"False\n"), done.err
+
+
+@pytest.mark.parametrize("setting", [{"detached": True}, {"worker_runtime_env": {"pip": ["x"]}}])
+def test_script_trainer_without_ray_rejects_settings_of_ray(setting: dict[str, bool]) -> None:
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"use_ray=False does not support RunConfig.{name}"):
+        ScriptTrainer(__file__, use_ray=False, run_config=train.RunConfig(**setting))  # type: ignore[arg-type]  # one setting per case
+
+
+def test_script_trainer_without_ray_leaves_other_children_of_its_process(
+    tmp_path: Path, pipe: Pipe, wait_until_gone: Callable[..., None]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\n"
+        f"with open({str(tmp_path / 'pipe')!r}, 'w') as file: print(os.getpid(), file=file)\n"
+        "signal.pause()\n"
+    )
+    code = f"""
+import subprocess
+from drawbar import train
+from drawbar.launch import ScriptTrainer
+config = train.RunConfig(storage_path={str(tmp_path)!r})
+run = ScriptTrainer({str(script)!r}, use_ray=False, run_config=config).start()
+other = subprocess.Popen(["sleep", "600"])
+print(other.pid, flush=True)
+run.wait()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        other = int(process.stdout.readline())
+        (pid,) = pipe.receive(process)
+        process.kill()
+        wait_until_gone([int(pid)])
+    os.kill(other, signal.SIGKILL)  # raises ProcessLookupError if it was killed too
