@@ -262,7 +262,7 @@ class DataParallelTrainer(ArgumentErrors):
 
     @property
     def _uses_ray(self) -> bool:
-        """Whether the workers are Ray actors.
+        """True if the workers are Ray actors.
 
         False for trainers of integrations whose training function only runs a program. Its ranks
         are then threads of this process.

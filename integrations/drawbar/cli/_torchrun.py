@@ -123,7 +123,7 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
 def _processes_per_node(text: str, gpus: int, cpus: int) -> int:
     if text == "gpu" and not gpus:
         raise CommandError(
-            "--nproc-per-node gpu needs GPUs, but Ray found none. Use --nproc-per-node cpu."
+            "--nproc-per-node gpu needs GPUs, but there are none. Use --nproc-per-node cpu."
         )
     if text in ("gpu", "auto", "cpu"):
         return gpus if gpus and text != "cpu" else cpus

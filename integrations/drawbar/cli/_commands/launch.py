@@ -61,7 +61,7 @@ def launch(
         bool | None,
         typer.Option(
             "--use-gpu/--no-gpu",
-            help="Assign one GPU to each process.  [default: if the cluster has enough GPUs]",
+            help="Assign one GPU to each process.  [default: if there are enough GPUs]",
         ),
     ] = None,
     cpus_per_worker: Annotated[
