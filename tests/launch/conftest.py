@@ -16,6 +16,8 @@ from tests.train.conftest import Pipe, pipe, wait_until_gone
 
 __all__ = ["Pipe", "pipe", "wait_until_gone"]
 
+CORES = len(os.sched_getaffinity(0))
+
 
 @dataclass(frozen=True)
 class Launched:

@@ -18,9 +18,7 @@ from ray._common.utils import get_ray_address_file
 from drawbar import train
 from drawbar.cli._ray_connection import find_local_address
 from drawbar.launch import ScriptTrainer
-from tests.launch.conftest import Launch, Pipe
-
-CORES = len(os.sched_getaffinity(0))
+from tests.launch.conftest import CORES, Launch, Pipe
 
 
 def test_launch_with_restart_and_checkpoints_does_not_import_ray(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from drawbar.train._worker.worker_env import (
     THREAD_ENV_VARS,
     compute_thread_count,
     count_available_cores,
+    get_visible_gpu_ids,
     make_thread_env_vars,
     make_torchrun_env_vars,
 )
-from drawbar.train._worker_group.ranks import format_visible_devices
+from drawbar.train._worker_group.ranks import assign_local_gpus, format_visible_devices
 
 
 @pytest.mark.parametrize(
@@ -203,3 +204,36 @@ def test_available_cores_with_cgroup_quota_are_limited(
 
 def test_available_cores_without_cgroups_are_positive(tmp_path: Path) -> None:
     assert count_available_cores(cgroup_root=tmp_path, membership=tmp_path / "none") >= 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("1,-1,2", ("1",)),
+        ("GPU-b, MIG-a,", ("GPU-b", "MIG-a")),
+    ],
+)
+def test_get_visible_gpu_ids_reads_cuda_visible_devices(
+    value: str, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert get_visible_gpu_ids() == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus_per_worker", "expected"),
+    [
+        (0, [(), ()]),
+        (1, [("7",), ("8",)]),
+        (2, [("7", "8"), ("9",)]),
+        (0.5, [("7",), ("7",), ("8",)]),
+    ],
+)
+def test_assign_local_gpus_gives_each_rank_its_part(
+    gpus_per_worker: float, expected: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8,9")
+    assert assign_local_gpus(gpus_per_worker, len(expected)) == expected

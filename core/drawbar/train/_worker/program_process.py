@@ -209,9 +209,10 @@ class ProgramProcess:
         """Return the stack of the program, or that its process is stopped.
 
         Raises:
-            TimeoutError: The program does not reply.
+            TimeoutError: The program does not reply, or is being started.
         """
-        assert self._process is not None  # only called after start()
+        if self._process is None:
+            raise TimeoutError("the program is being started")
         while not self._stacks.empty():
             self._stacks.get()  # discard late replies to earlier requests
         self._control.sendall(b"stack\n")

@@ -10,6 +10,7 @@ torchrun's rank variables.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from drawbar.train._config.forwarded_env import get_exclusion_reason
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
 
 _GPU_DEVICES = "nvidia[0-9]*"
+_NO_GPU = ("-1", "NoDevFiles")
 
 THREAD_ENV_VARS = (
     "OMP_NUM_THREADS",
@@ -184,7 +186,9 @@ def get_visible_gpu_ids() -> tuple[str, ...]:
     if visible is None:
         # In a container, the number of a device file may differ from the number that CUDA uses.
         return tuple(str(index) for index, _ in enumerate(Path("/dev").glob(_GPU_DEVICES)))
-    return tuple(gpu_id.strip() for gpu_id in visible.split(",") if gpu_id.strip())
+    ids = [gpu_id.strip() for gpu_id in visible.split(",") if gpu_id.strip()]
+    # CUDA ignores an invalid entry and all entries after it.
+    return tuple(itertools.takewhile(lambda gpu_id: gpu_id not in _NO_GPU, ids))
 
 
 def _read_cgroup_quotas(root: Path, membership: Path) -> list[float]:
