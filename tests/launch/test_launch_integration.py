@@ -41,7 +41,8 @@ def test_launch_gives_scripts_the_environment_of_torchrun(
             "main": sys.modules["__main__"].Record is Record,
             "annotations": Record.__annotations__ == {"number": int},
             "variables": [os.environ[name] for name in names],
-            "rays": [name for name in os.environ if name.startswith("RAY_")],
+            "shell": os.environ.get("RAY_OF_SHELL"),
+            "raylet": "RAY_RAYLET_PID" in os.environ,
             "nice": os.nice(0),
             "rendezvous": os.environ["TORCHELASTIC_RUN_ID"] and int(os.environ["MASTER_PORT"]) > 0,
         }))
@@ -53,6 +54,7 @@ def test_launch_gives_scripts_the_environment_of_torchrun(
         *("--nproc_per_node=2", "--rdzv_backend", "c10d", "--max-restarts", "2"),
         script=("script.py", "--own", "option", "--name=its own"),
         OWN="by the shell",
+        RAY_OF_SHELL="set",
     )
     assert done.code == 0, done.err
     first, _, rest = done.out.partition(b"\n")
@@ -68,7 +70,8 @@ def test_launch_gives_scripts_the_environment_of_torchrun(
         "main": True,
         "annotations": True,
         "variables": ["0", "0", "2", "2", "0", "by the shell", "0", "2"],
-        "rays": [],
+        "shell": None if any_launch.uses_ray else "set",
+        "raylet": False,
         "nice": os.nice(0) + 15 * (any_launch.uses_ray and not can_raise_priority()),
         "rendezvous": True,
     }

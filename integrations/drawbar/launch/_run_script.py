@@ -15,6 +15,9 @@ RAY_ENV_PREFIX = "RAY_"
 """Prefix of variables that Ray sets for its workers. The script does not inherit them: otherwise a
 script that starts Ray would behave like a Ray worker."""
 
+RAY_WORKER_VARIABLE = "RAY_RAYLET_PID"
+"""Variable that only the worker processes of Ray have."""
+
 
 def run_script(config: dict[str, Any]) -> None:
     """Run the script as this rank.
@@ -48,8 +51,11 @@ def run_script(config: dict[str, Any]) -> None:
 
 def script_env(worker_env: Mapping[str, str], extra_env: Mapping[str, str]) -> dict[str, str]:
     """Return the script's environment: the worker's without Ray's variables, and extra ones."""
+    is_ray_worker = RAY_WORKER_VARIABLE in worker_env
     inherited = {
-        name: value for name, value in worker_env.items() if not name.startswith(RAY_ENV_PREFIX)
+        name: value
+        for name, value in worker_env.items()
+        if not (is_ray_worker and name.startswith(RAY_ENV_PREFIX))
     }
     if inherited.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del inherited["PYTHONBREAKPOINT"]  # Ray's debugger only works in Ray workers
