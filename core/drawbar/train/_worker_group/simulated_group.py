@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -46,7 +46,8 @@ _FINAL_MESSAGE_TYPES = (RankFinished, RankFailed, RankInterrupted, WorkerDied)
 class CallQueue:
     """Queue of calls for the event loop of another thread.
 
-    Calls that are added while the loop is busy share one wake-up of the loop. The queue is ordered.
+    Calls run in the order in which they were added. Those that are added while the loop is busy
+    share one wake-up of the loop.
 
     Args:
         loop: Event loop that runs the calls.
@@ -170,6 +171,14 @@ class SimulatedWorkerGroup:
         """Send a command to a rank."""
         self._to_ranks.add(partial(self._ranks[rank].handle_command, command))
 
+    def broadcast_command(self, ranks: Collection[int], command: Command) -> None:
+        """Send a command to several ranks."""
+        self._to_ranks.add(partial(self._handle_broadcast, list(ranks), command))
+
+    def _handle_broadcast(self, ranks: Sequence[int], command: Command) -> None:
+        for rank in ranks:
+            self._ranks[rank].handle_command(command)
+
     async def end_attempt(
         self,
         *,
@@ -179,11 +188,8 @@ class SimulatedWorkerGroup:
         is_user_request: bool = False,
     ) -> None:
         """Interrupt and wait for every running function."""
-        for rank in self._running:
-            self.send_command(
-                rank,
-                InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
-            )
+        interrupt = InterruptFunction(reason="the attempt is over", is_user_request=is_user_request)
+        self.broadcast_command(self._running, interrupt)
         if self._running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), grace)

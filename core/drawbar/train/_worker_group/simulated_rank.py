@@ -119,7 +119,7 @@ class SimulatedRank:
         await result
 
     def die(self) -> NoReturn:
-        """End the simulated process without a message of its own, as SIGKILL does."""
+        """End the simulated process without a final message, as SIGKILL does."""
         raise SimulatedDeath
 
     def _send_report(self, metrics: Mapping[str, object], offer: CheckpointOffer | None) -> None:
