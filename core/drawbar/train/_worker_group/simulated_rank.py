@@ -41,6 +41,10 @@ _LOCATION = "simulated rank"
 class SimulatedRank:
     """One rank of `run_simulated_ranks`, whose function is a coroutine.
 
+    Args:
+        assignment: Rank, run directory, and first report of the attempt.
+        send: Callback that sends messages to the controller.
+
     Example:
         ```python
         async def train_func(rank):
