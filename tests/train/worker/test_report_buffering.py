@@ -12,8 +12,15 @@ import pytest
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_context
-from drawbar.train._protocol.messages import Message, RankInterrupted, Report
-from drawbar.train._worker.actor import Outbox
+from drawbar.train._protocol.messages import (
+    CheckpointOffer,
+    CollectiveCalled,
+    Message,
+    RankInterrupted,
+    Report,
+)
+from drawbar.train._storage.contents import FileEntry
+from drawbar.train._worker.outbox import BURST_REPORTS, Outbox
 from drawbar.train.backend import report_buffered
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -28,8 +35,8 @@ def report(index: int, *, is_buffered: bool) -> Message:
 
 @pytest.fixture
 def outbox(monkeypatch: pytest.MonkeyPatch) -> Outbox:
-    monkeypatch.setattr("drawbar.train._worker.actor.REPORT_BATCH_S", LONG)
-    return Outbox()
+    monkeypatch.setattr("drawbar.train._worker.outbox.REPORT_BATCH_S", LONG)
+    return Outbox(world_size=1)
 
 
 def test_outbox_sends_first_buffered_report_at_once(outbox: Outbox) -> None:
@@ -37,7 +44,17 @@ def test_outbox_sends_first_buffered_report_at_once(outbox: Outbox) -> None:
     assert outbox.take_batch() == [report(0, is_buffered=True)]
 
 
-@pytest.mark.parametrize("urgent", [report(2, is_buffered=False), RankInterrupted()])
+def report_checkpoint(index: int) -> Message:
+    offer = CheckpointOffer(
+        directory="", files=(FileEntry("model", 1),), is_staged=True, checkpoint_name="c"
+    )
+    return Report(index=index, metrics={}, time=0.0, location="", offer=offer)
+
+
+BARRIER = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, location="")
+
+
+@pytest.mark.parametrize("urgent", [report_checkpoint(2), BARRIER, RankInterrupted()])
 def test_outbox_urgent_message_flushes_buffered_reports(outbox: Outbox, urgent: Message) -> None:
     batches: list[list[Message]] = []
     outbox.put(report(0, is_buffered=True))
@@ -57,10 +74,35 @@ def test_outbox_sends_buffered_reports_after_interval(
 ) -> None:
     outbox.put(report(0, is_buffered=True))
     outbox.take_batch()
-    monkeypatch.setattr("drawbar.train._worker.actor.REPORT_BATCH_S", 0.05)
+    monkeypatch.setattr("drawbar.train._worker.outbox.REPORT_BATCH_S", 0.05)
     outbox.put(report(1, is_buffered=True))
     outbox.put(report(2, is_buffered=True))
     assert outbox.take_batch() == [report(1, is_buffered=True), report(2, is_buffered=True)]
+
+
+def test_outbox_below_maximum_rate_sends_each_report_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCHES_PER_S", 1 / LONG)
+    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCH_INTERVAL_S", LONG)
+    world_size = 4
+    outbox = Outbox(world_size)
+    for index in range(BURST_REPORTS // world_size):
+        outbox.put(report(index, is_buffered=False))
+        assert outbox.take_batch() == [report(index, is_buffered=False)]
+
+
+def test_outbox_above_maximum_rate_sends_reports_in_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCH_INTERVAL_S", 0.05)
+    outbox = Outbox(world_size=4096)
+    outbox.put(report(0, is_buffered=False))
+    assert outbox.take_batch() == [report(0, is_buffered=False)]
+    reports = [report(index, is_buffered=False) for index in range(1, 100)]
+    for message in reports:
+        outbox.put(message)
+    assert outbox.take_batch() == reports
 
 
 @pytest.mark.usefixtures("ray_cluster")

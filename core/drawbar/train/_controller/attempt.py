@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from drawbar.train._config.preemption_info import PreemptionInfo
 from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_queries import CheckpointQueries
+from drawbar.train._controller.collective_calls import collect_payloads
 from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
 from drawbar.train._controller.progress import AttemptProgress
@@ -73,6 +74,7 @@ class Attempt:
         first_index: Index of the first report.
         workers: Process of each rank, in rank order.
         send_command: Sends a command to one rank.
+        broadcast_command: Sends a command to several ranks.
         emit: Callback that publishes events.
         should_emit_rounds: Whether to emit `RoundCompleted` events.
         commits: Commits the checkpoints of complete rounds.
@@ -89,6 +91,7 @@ class Attempt:
         first_index: int,
         workers: Sequence[WorkerInfo],
         send_command: Callable[[int, Command], None],
+        broadcast_command: Callable[[Collection[int], Command], None],
         emit: Emit,
         should_emit_rounds: bool,
         commits: CheckpointCommitter,
@@ -101,6 +104,7 @@ class Attempt:
         self.requests = ControllerRequests()
         self._run_id = run_id
         self._send_command = send_command
+        self._broadcast_command = broadcast_command
         self._emit = emit
         self._should_emit_rounds = should_emit_rounds
         self._commits = commits
@@ -306,10 +310,9 @@ class Attempt:
     def on_committed(self, manifest: Manifest, command: Command) -> None:
         """Record a commit and notify every rank."""
         self._progress.on_committed(manifest.index)
-        for rank in range(len(self.workers)):
-            # A rank that has returned would ignore the command, which is a remote call on Ray.
-            if rank not in self.finished:
-                self._send_command(rank, command)
+        # A rank that has returned would ignore the command, which is a remote call on Ray.
+        running = [rank for rank in range(len(self.workers)) if rank not in self.finished]
+        self._broadcast_command(running, command)
         self.checkpoint_queries.send_ready_replies()
         metrics = self._round_metrics.pop(manifest.index, None)
         if metrics is not None:
@@ -374,17 +377,10 @@ class Attempt:
         if calls is None:
             self._check_divergence()
             return
-        # Forward the payloads without deserializing them: only ranks deserialize user objects.
-        payloads = tuple(payload_call.payload for _, payload_call in sorted(calls.items()))
+        payloads = collect_payloads(calls)
         if call.kind == "requests":
             payloads = (serialize(self.requests),)
-        # Only rank 0 sends a payload; the payloads of the other ranks are None.
-        if call.kind == "broadcast_from_rank_zero":
-            payloads = payloads[:1]
-        for receiver in calls:
-            self._send_command(
-                receiver, CollectiveResult(sequence=call.sequence, payloads=payloads)
-            )
+        self._broadcast_command(calls, CollectiveResult(sequence=call.sequence, payloads=payloads))
 
     def _check_divergence(self) -> None:
         reason = self._progress.find_divergence()

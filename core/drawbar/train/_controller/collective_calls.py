@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._protocol.messages import CollectiveCalled, CollectiveKind
+from drawbar.train._serialization import Serialized
+from drawbar.train._storage.sizes import format_exact_size
+
+MAX_RESULT_BYTES = 1_000_000_000
+"""Maximum size of the serialized result of a collective, which every rank receives."""
 
 
 class CollectiveCalls:
@@ -54,3 +62,27 @@ def get_collective_name(call: CollectiveCalled) -> str:
     """Return the name of the function that made a collective call."""
     is_public = call.kind in ("barrier", "broadcast_from_rank_zero", "all_gather")
     return call.kind if is_public else "should_checkpoint"
+
+
+def collect_payloads(calls: Mapping[int, CollectiveCalled]) -> tuple[Serialized, ...]:
+    """Return the payloads that the ranks of a complete collective receive, in rank order.
+
+    The payloads are not deserialized: only ranks deserialize user objects.
+
+    Raises:
+        AttemptFailure: The payloads are larger than `MAX_RESULT_BYTES`.
+    """
+    # Without the calls that have no payload: all of a barrier, and all but one of a broadcast.
+    payloads = tuple(call.payload for _, call in sorted(calls.items()) if call.payload is not None)
+    size = sum(payload.size for payload in payloads)
+    if size > MAX_RESULT_BYTES:
+        call = calls[0]
+        error = ValueError(
+            f"{get_collective_name(call)}() at {call.location} has a result of "
+            f"{format_exact_size(size)}, but every rank can receive at most "
+            f"{format_exact_size(MAX_RESULT_BYTES)}. Pass smaller values, save them in a "
+            "checkpoint, or use a collective of the framework, such as "
+            "torch.distributed.all_gather."
+        )
+        raise AttemptFailure("configuration", exception=error)
+    return payloads

@@ -225,6 +225,7 @@ class Controller:
             first_index=start.first_report_index,
             workers=sort_by_rank(workers, ranks),
             send_command=self._group.send_command,
+            broadcast_command=self._group.broadcast_command,
             emit=self._emit,
             should_emit_rounds=bool(self._run.spec.run_config.callbacks),
             commits=self._commits,

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import queue
 import signal
 import threading
 import time
@@ -35,7 +34,6 @@ from drawbar.train._protocol.messages import (
     RankFailed,
     RankFinished,
     RankInterrupted,
-    Report,
 )
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._storage import upkeep
@@ -45,6 +43,7 @@ from drawbar.train._worker.active_session import use_session
 from drawbar.train._worker.addresses import get_node_address
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.interrupt import AttemptInterrupted
+from drawbar.train._worker.outbox import Outbox
 from drawbar.train._worker.output import capture_output
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
 from drawbar.train._worker.stack import Stack, capture_stack
@@ -52,42 +51,6 @@ from drawbar.train._worker.worker_env import make_worker_env, set_env_vars
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-
-REPORT_BATCH_S = 0.25
-"""Minimum time between two batches if the second one consists only of buffered reports."""
-
-
-class Outbox:
-    """Ordered buffer for the messages of a worker."""
-
-    def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._has_urgent = threading.Event()
-        self._last_batch_time = -REPORT_BATCH_S
-
-    def put(self, message: Message) -> None:
-        """Add a message. Can be called from any thread."""
-        self._messages.put(message)
-        # `set()` takes a lock each time, and a loop that prints calls this a million times.
-        is_buffered = isinstance(message, Report) and message.is_buffered
-        if not is_buffered and not self._has_urgent.is_set():
-            self._has_urgent.set()
-
-    def take_batch(self) -> list[Message]:
-        """Wait for a message and return all messages that have been added.
-
-        If none of them is urgent, wait until `REPORT_BATCH_S` after the previous batch.
-        """
-        batch = [self._messages.get()]
-        self._has_urgent.wait(max(self._last_batch_time + REPORT_BATCH_S - time.monotonic(), 0))
-        # Clear before emptying the queue, so that no urgent message is missed.
-        self._has_urgent.clear()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                batch.append(self._messages.get_nowait())
-        self._last_batch_time = time.monotonic()
-        return batch
-
 
 _FINAL_MESSAGE_TYPES = (RankFinished, RankFailed, RankInterrupted)
 
@@ -165,7 +128,7 @@ class Worker:
                 resolve references inside a sequence.
         """
         self._sentinel.join()  # before user code can start a process that must not outlive this one
-        outbox = Outbox()
+        outbox = Outbox(assignment.ranks.world_size)
         session = Session(assignment, outbox.put, self._cache)
         # Set before the function starts: the controller may send a command after its first message.
         self._session = session

@@ -47,15 +47,8 @@ class CommandQueue:
 
     def put(self, command: Reply | PersistFiles | CommitCompleted) -> None:
         """Add a command and wake the thread that waits for it. Can be called from any thread."""
-        match command:
-            case CollectiveResult():
-                key = command.sequence
-            case PersistFiles() | CommitCompleted():
-                key = command.report_index
-            case _:
-                key = command.request_id
         with self._changed:
-            self._commands[type(command), key] = command
+            self._commands[get_command_key(command)] = command
             self._changed.notify_all()
 
     def interrupt(self, reason: str) -> None:
@@ -127,3 +120,14 @@ class CommandQueue:
         if command is None:
             raise TimeoutError(f"The controller did not reply within {timeout} s.")
         return command
+
+
+def get_command_key(command: Reply | PersistFiles | CommitCompleted) -> CommandKey:
+    """Return the key by which a thread waits for a command."""
+    match command:
+        case CollectiveResult():
+            return type(command), command.sequence
+        case PersistFiles() | CommitCompleted():
+            return type(command), command.report_index
+        case _:
+            return type(command), command.request_id

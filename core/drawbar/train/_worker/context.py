@@ -327,6 +327,9 @@ def broadcast_from_rank_zero(data: T) -> T:
 def all_gather(data: T) -> list[T]:
     """Return the `data` of all ranks on every rank, in rank order.
 
+    The data passes through the controller, and every rank receives all of it. The run fails if the
+    serialized data of all ranks exceeds 1 GB.
+
     Args:
         data: Picklable object.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.commands import CollectiveResult, Command, InterruptFunction
 from drawbar.train._protocol.messages import Message, ProcessRetired, RankFailed, WorkerDied
-from drawbar.train._serialization import Serialized, serialize
+from drawbar.train._serialization import MIN_SHARED_BYTES, Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
@@ -120,6 +120,20 @@ class RayWorkerGroup:
 
         If the process is dead, its message stream reports the death.
         """
+        self._send(rank, command)
+
+    def broadcast_command(self, ranks: Collection[int], command: Command) -> None:
+        """Send a command to several ranks, as `send_command` does for one."""
+        is_large = isinstance(command, CollectiveResult) and (
+            sum(payload.size for payload in command.payloads if payload) >= MIN_SHARED_BYTES
+        )
+        # Ray serializes the object once, and each node fetches it once. It replaces the reference
+        # by the object before it calls the method.
+        argument = ray.put(command) if is_large else command
+        for rank in ranks:
+            self._send(rank, argument)
+
+    def _send(self, rank: int, command: Command | ray.ObjectRef[Command]) -> None:
         slot = self._ranks[rank]
         control = slot.actor.handle_command.options(concurrency_group="control")
         delivery = asyncio.ensure_future(await_reference(control.remote(self._attempt, command)))

@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -127,6 +127,11 @@ class ThreadWorkerGroup:
     def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank."""
         self._sessions[rank].handle_command(command)
+
+    def broadcast_command(self, ranks: Collection[int], command: Command) -> None:
+        """Send a command to several ranks."""
+        for rank in ranks:
+            self.send_command(rank, command)
 
     async def end_attempt(
         self,

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -150,6 +150,11 @@ class TorchrunWorkerGroup:
             self._local_group.send_command(rank, command)
         else:
             self._server.send(rank, HandleCommand(self._attempt, command))
+
+    def broadcast_command(self, ranks: Collection[int], command: Command) -> None:
+        """Send a command to several ranks."""
+        for rank in ranks:
+            self.send_command(rank, command)
 
     async def end_attempt(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from drawbar.train._config.backend import BackendWorkerGroup
@@ -56,6 +56,13 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
 
     def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank without waiting."""
+        ...
+
+    def broadcast_command(self, ranks: Collection[int], command: Command) -> None:
+        """Send the same command to several ranks without waiting.
+
+        This serializes a large command only once.
+        """
         ...
 
     async def end_attempt(
