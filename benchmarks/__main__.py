@@ -1,6 +1,7 @@
 """`python -m benchmarks [--rounds N] [--only NAME]... [--list] [--results DIR]`.
 
-`python -m benchmarks soak` runs the soak test of data loaders instead.
+`python -m benchmarks soak` runs the soak test of data loaders instead, and `python -m benchmarks
+reports` measures what reports cost.
 """
 
 from __future__ import annotations
@@ -100,5 +101,9 @@ if __name__ == "__main__":
         from benchmarks import _soak  # needs PyTorch, which the benchmarks import in subprocesses
 
         _soak.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["reports"]:
+        from benchmarks import _reports_scale
+
+        _reports_scale.main(sys.argv[2:])
     else:
         main()

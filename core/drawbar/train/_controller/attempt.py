@@ -22,6 +22,7 @@ from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import RankActivity
+from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.event_stream import Emit
@@ -29,11 +30,8 @@ from drawbar.train._history.events import (
     AttemptEndCause,
     BytesWritten,
     DatasetEpochEnded,
-    Event,
-    FirstReportReceived,
     LinePrinted,
     Notice,
-    ReportsReceived,
     RoundCompleted,
     UserFunctionStarted,
 )
@@ -102,8 +100,9 @@ class Attempt:
         self.finished: dict[int, RankFinished] = {}
         self.requests = ControllerRequests()
         self._run_id = run_id
-        self._send_command_now = send_command
-        self._emit_now = emit
+        self.reports = ReportEmitter(number, emit, send_command)
+        self._emit = self.reports.emit_after_reports
+        self._send_command = self.reports.send_after_reports
         self._should_emit_rounds = should_emit_rounds
         self._commits = commits
         self._on_diagnosis_request = on_diagnosis_request
@@ -122,66 +121,30 @@ class Attempt:
         self._ended = asyncio.Event()
         self._error: Exception | None = None
         self._failure_times: dict[int, float] = {}  # by rank: when its function raised
-        self.num_reports = 0
-        self._unwritten_reports: list[Report] = []  # all of one rank
-        self._reporting_rank = 0
 
     def on_messages(self, rank: int, messages: Sequence[Message]) -> None:
         """Handle messages from a rank in order. Errors are raised by `wait()`.
 
-        Consecutive reports are written together: before the next message of another type, and
-        before anything else about them can be observed.
+        Consecutive reports are written together.
         """
-        self._reporting_rank = rank
         for message in messages:
             if self._ended.is_set():
                 self._handle_late_message(rank, message)
                 continue
             try:
                 if not isinstance(message, Report):
-                    self._emit_reports()
+                    self.reports.flush()
                 self._handle_message(rank, message)
             except Exception as error:
-                self._end_batch(error)
-        self._end_batch(None)
+                self._flush_reports()
+                self.fail(error)
+        self._flush_reports()
 
-    def _end_batch(self, error: Exception | None) -> None:
-        """Write the reports, and end the attempt if there is an error."""
+    def _flush_reports(self) -> None:
         try:
-            self._emit_reports()
-        except OSError as storage_error:
-            error = storage_error
-        if error is not None:
+            self.reports.flush()
+        except Exception as error:
             self.fail(error)
-
-    def _emit_reports(self) -> None:
-        reports, self._unwritten_reports = self._unwritten_reports, []
-        if not reports:
-            return
-        if not self.num_reports:
-            self._emit_now(
-                FirstReportReceived(
-                    time=reports[0].time, attempt=self.number, rank=self._reporting_rank
-                )
-            )
-        self.num_reports += len(reports)
-        self._emit_now(
-            ReportsReceived(
-                attempt=self.number,
-                rank=self._reporting_rank,
-                indices=[report.index for report in reports],
-                times=[report.time for report in reports],
-                metrics=[report.metrics for report in reports],
-            )
-        )
-
-    def _emit(self, event: Event) -> None:
-        self._emit_reports()
-        self._emit_now(event)
-
-    def _send_command(self, rank: int, command: Command) -> None:
-        self._emit_reports()
-        self._send_command_now(rank, command)
 
     def fail(self, error: Exception) -> bool:
         """End the attempt. Messages about failures are added to the error from now on.
@@ -368,7 +331,7 @@ class Attempt:
             self._emit(RoundCompleted(manifest.index, metrics, checkpoint))
 
     def _on_report(self, rank: int, report: Report) -> None:
-        self._unwritten_reports.append(report)
+        self.reports.add(rank, report)
         self._last_locations[rank] = report.location
         # Only files that are moved by a report that does not block can get lost unnoticed.
         if report.offer is not None and report.offer.should_move and not report.is_blocking:

@@ -168,7 +168,7 @@ class Recovery:
                 attempt=number,
                 cause=failure.cause,
                 failure_headlines=headlines,
-                num_reports=0 if attempt is None else attempt.num_reports,
+                num_reports=0 if attempt is None else attempt.reports.num_reports,
             )
         )
         is_final = isinstance(decision, GiveUp)

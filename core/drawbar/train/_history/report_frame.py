@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import pandas
 
 _CHUNK_ROWS = 65_536
+_LARGE_BLOCK_ROWS = 1024
+"""Number of rows from which on a block is not worth being joined with others."""
 
 
 def make_frame(history: RunHistory) -> pandas.DataFrame:
@@ -43,14 +45,18 @@ class _Column:
         self._values: list[Any] = []
         self._types: set[type] = set()
 
-    def add(self, start: int, values: Sequence[Any], types: set[type]) -> None:
+    def add(self, start: int, values: list[Any], types: set[type]) -> None:
         """Add values from row `start` on. Rows without a value are NaN."""
         if start > self.num_rows:
             self._values += [math.nan] * (start - self.num_rows)
             self._types.add(float)
+        self.num_rows = start + len(values)
+        if len(values) >= _LARGE_BLOCK_ROWS:
+            self._flush()
+            self._chunks.append(_to_array(values, types))
+            return
         self._values += values
         self._types |= types
-        self.num_rows = start + len(values)
         if len(self._values) >= _CHUNK_ROWS:
             self._flush()
 
@@ -98,6 +104,8 @@ class _ReportColumns:
     def __init__(self) -> None:
         self.num_rows = 0
         self._blocks: list[tuple[int, int, int]] = []  # rank, attempt, number of rows
+        self._is_sorted = True
+        self._last = (-1, -1)  # report number and rank of the last row
         self._indices: list[numpy.ndarray[Any, Any]] = []
         self._time = _Column()
         self._metrics: dict[str, _Column] = {}
@@ -109,6 +117,9 @@ class _ReportColumns:
         start, count = self.num_rows, len(block)
         self.num_rows += count
         self._blocks.append((block.rank, attempt, count))
+        is_range = isinstance(block.index, int) or count == 1
+        self._is_sorted &= is_range and self._last < (block.indices[0], block.rank)
+        self._last = (block.indices[-1], block.rank)
         self._indices.append(
             numpy.arange(block.index, block.index + count)
             if isinstance(block.index, int)
@@ -144,12 +155,9 @@ class _ReportColumns:
             "time": self._time.build(self.num_rows),
         }
         self._indices.clear()
-        index, rank = columns["index"], columns["rank"]
         order = None
-        steps = numpy.diff(index)
-        if not bool(numpy.all((steps > 0) | ((steps == 0) & (numpy.diff(rank) > 0)))):
-            order = numpy.lexsort((rank, index))
-        del steps, index, rank
+        if not self._is_sorted:
+            order = numpy.lexsort((columns["rank"], columns["index"]))
         for name in [*columns, *self._metrics]:
             values = columns[name] if name in REPORT_COLUMNS else self._build_metric(name)
             columns[name] = values if order is None else _reorder(values, order)
