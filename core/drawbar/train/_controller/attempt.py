@@ -123,10 +123,7 @@ class Attempt:
         self._failure_times: dict[int, float] = {}  # by rank: when its function raised
 
     def on_messages(self, rank: int, messages: Sequence[Message]) -> None:
-        """Handle messages from a rank in order. Errors are raised by `wait()`.
-
-        Consecutive reports are written together.
-        """
+        """Handle messages from a rank in order. Errors are raised by `wait()`."""
         for message in messages:
             if self._ended.is_set():
                 self._handle_late_message(rank, message)
@@ -136,15 +133,9 @@ class Attempt:
                     self.reports.flush()
                 self._handle_message(rank, message)
             except Exception as error:
-                self._flush_reports()
+                self.reports.try_flush(self.fail)
                 self.fail(error)
-        self._flush_reports()
-
-    def _flush_reports(self) -> None:
-        try:
-            self.reports.flush()
-        except Exception as error:
-            self.fail(error)
+        self.reports.try_flush(self.fail)
 
     def fail(self, error: Exception) -> bool:
         """End the attempt. Messages about failures are added to the error from now on.

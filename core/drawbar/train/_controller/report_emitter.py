@@ -73,3 +73,10 @@ class ReportEmitter:
                 metrics=[report.metrics for report in reports],
             )
         )
+
+    def try_flush(self, on_error: Callable[[Exception], object]) -> None:
+        """Emit the collected reports, and pass an error to a callback."""
+        try:
+            self.flush()
+        except Exception as error:
+            on_error(error)

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     import numpy
     import pandas
 
-_CHUNK_ROWS = 65_536
-_LARGE_BLOCK_ROWS = 1024
-"""Number of rows from which on a block is not worth being joined with others."""
-
 
 def make_frame(history: RunHistory) -> pandas.DataFrame:
     """Return one row for each report and rank, sorted by report and rank.
@@ -27,7 +23,7 @@ def make_frame(history: RunHistory) -> pandas.DataFrame:
     """
     import pandas
 
-    columns = _ReportColumns()
+    columns = _ReportColumns(history.count_stored())
     for attempt, block in history.iter_blocks():
         columns.add(attempt, block)
     if not columns.num_rows:
@@ -37,95 +33,101 @@ def make_frame(history: RunHistory) -> pandas.DataFrame:
 
 
 class _Column:
-    """Values of a metric, as arrays for large parts of the rows."""
+    """Values of a column: an array of numbers or booleans, or a list of other values.
 
-    def __init__(self) -> None:
+    Args:
+        capacity: Expected number of rows. The array is allocated once, because joining parts would
+            need twice the memory.
+    """
+
+    def __init__(self, capacity: int) -> None:
         self.num_rows = 0
-        self._chunks: list[numpy.ndarray[Any, Any] | list[Any]] = []
-        self._values: list[Any] = []
-        self._types: set[type] = set()
+        self._capacity = capacity
+        self._array: numpy.ndarray[Any, Any] | None = None
+        self._values: list[Any] | None = None
 
-    def add(self, start: int, values: list[Any], types: set[type]) -> None:
+    def add(self, start: int, values: Sequence[Any], types: set[type]) -> None:
         """Add values from row `start` on. Rows without a value are NaN."""
         if start > self.num_rows:
+            types = types | {float}
+        if self._values is None:
+            self._set_type(types, start + len(values))
+        if self._array is not None:
+            try:
+                self._array[start : start + len(values)] = values
+                if start > self.num_rows:
+                    self._array[self.num_rows : start] = math.nan
+            except OverflowError:  # an integer of more than 64 bits
+                self._convert_to_list()
+        if self._values is not None:
             self._values += [math.nan] * (start - self.num_rows)
-            self._types.add(float)
+            self._values += values
         self.num_rows = start + len(values)
-        if len(values) >= _LARGE_BLOCK_ROWS:
-            self._flush()
-            self._chunks.append(_to_array(values, types))
-            return
-        self._values += values
-        self._types |= types
-        if len(self._values) >= _CHUNK_ROWS:
-            self._flush()
 
-    def _flush(self) -> None:
-        if self._values:
-            self._chunks.append(_to_array(self._values, self._types))
-            self._values, self._types = [], set()
-
-    def build(self, num_rows: int) -> numpy.ndarray[Any, Any] | list[Any]:
-        """Return all values; an array if all of them are numbers, or all are booleans."""
+    def _set_type(self, types: set[type], num_rows: int) -> None:
+        """Convert the array, so that it can have values of these types, and enlarge it."""
         import numpy
 
+        name = _get_type_name(types)
+        if self._array is None and name is not None:
+            self._array = numpy.empty(self._capacity, dtype=name)
+        elif self._array is not None and self._array.dtype.name != name:
+            if {self._array.dtype.name, name} <= {"int64", "float64"}:
+                self._array = self._array.astype(numpy.float64)
+            else:
+                name = None
+        if name is None:
+            self._convert_to_list()
+        elif self._array is not None and len(self._array) < num_rows:  # the run is in progress
+            self._array = numpy.resize(self._array, 2 * num_rows)
+
+    def _convert_to_list(self) -> None:
+        self._values = [] if self._array is None else self._array[: self.num_rows].tolist()
+        self._array = None
+
+    def build(self, num_rows: int) -> numpy.ndarray[Any, Any] | list[Any]:
+        """Return all values."""
         if self.num_rows < num_rows:
             self.add(num_rows, [], set())
-        self._flush()
-        chunks, self._chunks = self._chunks, []
-        kinds = {chunk.dtype.kind if isinstance(chunk, numpy.ndarray) else "O" for chunk in chunks}
-        if kinds in ({"f"}, {"i"}, {"b"}, {"f", "i"}):
-            return numpy.concatenate(chunks)
-        return [
-            value
-            for chunk in chunks
-            for value in (chunk.tolist() if isinstance(chunk, numpy.ndarray) else chunk)
-        ]
+        if self._values is not None:
+            return self._values
+        assert self._array is not None
+        return self._array[:num_rows]
 
 
-def _to_array(values: list[Any], types: set[type]) -> numpy.ndarray[Any, Any] | list[Any]:
-    import numpy
-
-    try:
-        if types == {int}:
-            return numpy.array(values, dtype=numpy.int64)
-        if types <= {int, float}:
-            return numpy.array(values, dtype=numpy.float64)
-        if types == {bool}:
-            return numpy.array(values, dtype=numpy.bool_)
-    except OverflowError:  # an integer of more than 64 bits
-        pass
-    return values
+def _get_type_name(types: set[type]) -> str | None:
+    if types == {int}:
+        return "int64"
+    if types <= {int, float}:
+        return "float64"
+    return "bool" if types == {bool} else None
 
 
 class _ReportColumns:
-    """Columns of a table of reports."""
+    """Columns of a table of reports.
 
-    def __init__(self) -> None:
+    Args:
+        capacity: Expected number of rows.
+    """
+
+    def __init__(self, capacity: int) -> None:
         self.num_rows = 0
-        self._blocks: list[tuple[int, int, int]] = []  # rank, attempt, number of rows
+        self._capacity = capacity
+        self._columns = {name: _Column(capacity) for name in REPORT_COLUMNS}
         self._is_sorted = True
         self._last = (-1, -1)  # report number and rank of the last row
-        self._indices: list[numpy.ndarray[Any, Any]] = []
-        self._time = _Column()
-        self._metrics: dict[str, _Column] = {}
 
     def add(self, attempt: int, block: ReportBlock) -> None:
         """Add the reports of a block."""
-        import numpy
-
         start, count = self.num_rows, len(block)
         self.num_rows += count
-        self._blocks.append((block.rank, attempt, count))
         is_range = isinstance(block.index, int) or count == 1
         self._is_sorted &= is_range and self._last < (block.indices[0], block.rank)
         self._last = (block.indices[-1], block.rank)
-        self._indices.append(
-            numpy.arange(block.index, block.index + count)
-            if isinstance(block.index, int)
-            else numpy.array(block.index)
-        )
-        self._time.add(start, block.time, {float})
+        for name, number in (("rank", block.rank), ("attempt", attempt)):
+            self._columns[name].add(start, _repeat(number, count), {int})
+        self._columns["index"].add(start, block.indices, {int})
+        self._columns["time"].add(start, block.time, {float})
         for name, values in block.metrics.items():
             types = set(map(type, values))
             if dict in types:
@@ -139,35 +141,26 @@ class _ReportColumns:
                 self._get(nested_name).add(row, [nested], {type(nested)})
 
     def _get(self, metric: str) -> _Column:
-        return self._metrics.setdefault(get_column_name(metric), _Column())
+        return self._columns.setdefault(get_column_name(metric), _Column(self._capacity))
 
     def build(self, validated: dict[int, Metrics]) -> dict[str, Any]:
         """Return the sorted columns, with the validation metrics."""
         import numpy
 
-        ranks, attempts, counts = (
-            numpy.array(values) for values in zip(*self._blocks, strict=True)
-        )
-        columns: dict[str, Any] = {
-            "rank": numpy.repeat(ranks, counts),
-            "index": numpy.concatenate(self._indices),
-            "attempt": numpy.repeat(attempts, counts),
-            "time": self._time.build(self.num_rows),
-        }
-        self._indices.clear()
-        order = None
+        columns = {name: column.build(self.num_rows) for name, column in self._columns.items()}
+        self._columns.clear()
         if not self._is_sorted:
             order = numpy.lexsort((columns["rank"], columns["index"]))
-        for name in [*columns, *self._metrics]:
-            values = columns[name] if name in REPORT_COLUMNS else self._build_metric(name)
-            columns[name] = values if order is None else _reorder(values, order)
+            for name, values in columns.items():
+                columns[name] = _reorder(values, order)
         _add_validation_metrics(columns, validated)
         return columns
 
-    def _build_metric(self, name: str) -> numpy.ndarray[Any, Any] | list[Any]:
-        column = self._metrics[name]
-        self._metrics[name] = _Column()  # so that its parts are freed
-        return column.build(self.num_rows)
+
+def _repeat(number: int, count: int) -> numpy.ndarray[Any, Any]:
+    import numpy
+
+    return numpy.full(count, number)
 
 
 def _reorder(

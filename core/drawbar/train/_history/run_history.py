@@ -195,6 +195,14 @@ class RunHistory:
         """
         return self._validated
 
+    def count_stored(self) -> int:
+        """Return the number of reports in the segments from which the history is read."""
+        return sum(
+            self.reports.count_reports(attempt.attempt)
+            for attempt in self._attempts
+            if attempt.ranges
+        )
+
     def iter_blocks(self, rank: int | None = None) -> Iterator[tuple[int, ReportBlock]]:
         """Yield the number of the attempt and a block of reports, roughly in order.
 
@@ -213,12 +221,12 @@ class RunHistory:
     def iter_sampled_blocks(self) -> Iterator[ReportBlock]:
         """Yield reports of the lowest rank: all of a short run, and some of a long one."""
         rank = self.lowest_rank
-        attempts = [attempt for attempt in self._attempts if attempt.ranges]
-        total = sum(self.reports.count_reports(attempt.attempt) for attempt in attempts)
-        if total <= SAMPLED_REPORTS:
+        if self.count_stored() <= SAMPLED_REPORTS:
             yield from (block for _, block in self.iter_blocks(rank))
             return
-        for attempt in attempts:
+        for attempt in self._attempts:
+            if not attempt.ranges:
+                continue
             for segment in self.reports.list_segments(attempt.attempt):
                 if segment.end is None:
                     (blocks,) = self.reports.read_blocks([segment], rank)
