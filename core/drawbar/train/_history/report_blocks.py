@@ -188,7 +188,10 @@ class SegmentSummary(msgspec.Struct):
                 ranges[-1] = (ranges[-1][0], end)
             else:
                 ranges.append((first, end))
-        self.last[block.rank] = block if len(block) == 1 else block.select(slice(-1, None))
+        # Blocks of a closed segment are not sorted by their last report.
+        last = self.last.get(block.rank)
+        if last is None or last.indices[0] < block.indices[-1]:
+            self.last[block.rank] = block.select(slice(-1, None))
 
 
 def summarize(blocks: Iterable[ReportBlock], last: Mapping[int, ReportBlock]) -> SegmentSummary:

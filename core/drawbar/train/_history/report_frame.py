@@ -48,13 +48,17 @@ class _Column:
 
     def add(self, start: int, values: Sequence[Any], types: set[type]) -> None:
         """Add values from row `start` on. Rows without a value are NaN."""
+        import numpy
+
         if start > self.num_rows:
             types = types | {float}
         if self._values is None:
             self._set_type(types, start + len(values))
         if self._array is not None:
             try:
-                self._array[start : start + len(values)] = values
+                # Twice as fast as the assignment of a list.
+                array = numpy.asarray(values, dtype=self._array.dtype)
+                self._array[start : start + len(values)] = array
                 if start > self.num_rows:
                     self._array[self.num_rows : start] = math.nan
             except OverflowError:  # an integer of more than 64 bits
