@@ -138,6 +138,14 @@ class RemotePath:
         )
         return bool(info.type.value)
 
+    def get_size(self, name: str) -> int | None:
+        """Return the size of a file; None if it does not exist."""
+        path = f"{self.fs_path}/{name}"
+        info = retry_transient(
+            lambda: self.filesystem.get_file_info([path])[0], f"looking for {self / name}"
+        )
+        return info.size if info.is_file else None
+
     # -- single files
 
     def read(self, name: str, size: int | None = None) -> bytes:

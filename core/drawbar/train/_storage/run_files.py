@@ -28,6 +28,7 @@ from drawbar.train._storage.journal_file import (
     strip_torn_line,
 )
 from drawbar.train._storage.manifest import read_file_or_none
+from drawbar.train._storage.remote_journal import PARTS_DIRECTORY, RemoteJournal
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY, list_superseded, parse_segments
 from drawbar.train._storage.retries import is_transient
 
@@ -40,6 +41,7 @@ RUN_FILE_NAMES = (
     "logs",
     OUTCOME_FILE,
     INDEX_FILE,
+    PARTS_DIRECTORY,
     REPORTS_DIRECTORY,
     "stacks",
     TRAINER_FILE,
@@ -150,7 +152,7 @@ class RemoteRunFiles(RunFiles):
         return local_data if self._is_local_newer(local_data, remote_data) else remote_data
 
     def _read_journals(self) -> tuple[bytes | None, bytes | None]:
-        return super().read_journal(), self.remote_path.read_or_none(JOURNAL_FILE)
+        return super().read_journal(), RemoteJournal(self.remote_path).read()
 
     def _is_local_newer(self, local_data: bytes | None, remote_data: bytes | None) -> bool:
         if remote_data is None:
@@ -229,7 +231,7 @@ class RemoteRunFiles(RunFiles):
         with _upload_lock:
             for name in (JOURNAL_FILE, *(self._list_other_files() if everything else ())):
                 try:
-                    self._upload(name)
+                    self._upload(name, whole_journal=everything)
                 except Exception as error:  # fsspec filesystems raise any type of error
                     complete = False
                     _logger.warning("Could not upload %s to %s: %s", name, self.remote_path, error)
@@ -249,14 +251,15 @@ class RemoteRunFiles(RunFiles):
                 if not name.startswith((".", JOURNAL_FILE, f"{REPORTS_DIRECTORY}/")):
                     yield name
 
-    def _upload(self, name: str) -> None:
+    def _upload(self, name: str, *, whole_journal: bool) -> None:
         path = self.path / name
         if name == JOURNAL_FILE:
             # Read the journal first and upload it last, so that the reports before each commit in
             # it are in the storage.
             journal = strip_torn_line(path.read_bytes())
             self._upload_reports()
-            self.remote_path.write(name, journal)
+            copy = RemoteJournal(self.remote_path)
+            (copy.upload_all if whole_journal else copy.upload)(journal)
         else:
             self.remote_path.upload_file(path, FileEntry(name, path.stat().st_size))
 
