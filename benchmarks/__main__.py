@@ -1,7 +1,14 @@
 """`python -m benchmarks [--rounds N] [--only NAME]... [--list] [--results DIR]`.
 
 `python -m benchmarks soak` runs the soak test of data loaders instead, and `python -m benchmarks
-scale` measures the controller with thousands of simulated ranks.
+    elif sys.argv[1:2] == ["scale"]:
+        from benchmarks import _scale  # imports Drawbar, which these benchmarks run in subprocesses
+
+        _scale.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["reports"]:
+        from benchmarks import _reports_scale
+
+        _reports_scale.main(sys.argv[2:])
 """
 
 from __future__ import annotations
@@ -102,10 +109,12 @@ if __name__ == "__main__":
 
         _soak.main(sys.argv[2:])
     elif sys.argv[1:2] == ["scale"]:
-        from benchmarks import (
-            _scale,
-        )  # imports Drawbar, which the benchmarks import in subprocesses
+        from benchmarks import _scale  # imports Drawbar, which these benchmarks run in subprocesses
 
         _scale.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["reports"]:
+        from benchmarks import _reports_scale
+
+        _reports_scale.main(sys.argv[2:])
     else:
         main()

@@ -4,11 +4,12 @@
 
 Four workers save checkpoints in a loop on a cluster of three nodes. Unless `--hazards` selects
 fewer features, checkpoints contain links to user directories, user directories are moved with ASYNC
-uploads, and the group is elastic with two to four workers. Of ten kills, six hit a worker, two a
-node, and two the driver; the seed determines their order, times, and victims. All kills are
-SIGKILLs. After each kill, the run directory must be intact, and processes of a killed driver must
-exit within 5 s. Finally, the run finishes and leaves no process. The seed does not determine the
-timing of the machine: it reproduces the kills, but not their interleaving.
+uploads, and the group is elastic with two to four workers. Between two checkpoints, ranks report
+metrics, and a callback records those that it receives. Of ten kills, six hit a worker, two a node,
+and two the driver; the seed determines their order, times, and victims. All kills are SIGKILLs.
+After each kill, the run directory must be intact, and processes of a killed driver must exit within
+5 s. Finally, the run finishes and leaves no process. The seed does not determine the timing of the
+machine: it reproduces the kills, but not their interleaving.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks._chaos_run import (
     check_link_targets,
     make_link_targets,
     numbers,
+    shown_reports,
     step_of,
 )
 from benchmarks._wait import becomes_true
@@ -162,17 +164,37 @@ class Chaos:
             raise AssertionError(f"no {what} within {PATIENCE_SECONDS:g} s; driver:\n{log}")
 
     def check(self) -> None:
-        """Check that the run directory is intact and has the steps known to be committed."""
+        """Check that the run directory is intact.
+
+        It must have the steps known to be committed, and the reports that a callback has received.
+        """
         from drawbar.train.testing import check_run
 
         check_link_targets(self._folder)
         known = set(numbers(self._folder / "acknowledged"))
+        shown = shown_reports(self._folder)
         if not (self._run / "journal.jsonl").exists():
             return  # the very first driver has died early
         check_run(self._run)
         forgotten = known - set(self._journaled())
         assert not forgotten, f"acknowledged, and not in the journal: steps {sorted(forgotten)}"
+        lost = shown - self._stored_reports()
+        assert not lost, f"shown, and not stored: reports (attempt, number) {sorted(lost)}"
         self._load_newest()
+
+    def _stored_reports(self) -> set[tuple[int, int]]:
+        from drawbar.train._history.stored_reports import StoredReports
+        from drawbar.train._storage.run_directory import RunDirectory
+
+        reports = StoredReports(RunDirectory(self._run).run_files)
+        return {
+            (block.metrics["attempt"][row], block.metrics["number"][row])
+            for attempt in reports.list_attempts()
+            for blocks in reports.read_blocks(reports.list_segments(attempt))
+            for block in blocks
+            if "number" in block.metrics
+            for row in range(len(block))
+        }
 
     def _journaled(self) -> Iterator[int]:
         from drawbar.train._history.events import CheckpointCommitted

@@ -24,12 +24,24 @@ STEP_SECONDS = 0.02
 CHECKPOINTS_KEPT = 5
 LINES = 10_000
 KEPT = "the user's own\n"
+METRIC_REPORTS = 3  # reports without a checkpoint between two checkpoints
+SEGMENT_BYTES = 4000  # small, so that segments are closed and compressed all the time
 
 
 def drive(folder: Path, hazards: frozenset[str]) -> None:
     """Run the training function, or resume it."""
     from drawbar import train
+    from drawbar.train._history import report_log
 
+    class ShownReports(train.UserCallback):
+        """Record the reports that a callback has received."""
+
+        def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+            if "number" in metrics[0]:
+                with open(folder / "shown", "a") as file:
+                    file.write(f"{metrics[0]['attempt']} {metrics[0]['number']}\n")
+
+    report_log.SEGMENT_BYTES = SEGMENT_BYTES
     enough = folder / "enough"
     workers = (FEWEST_WORKERS, WORKERS) if "elastic" in hazards else WORKERS
     train.DataParallelTrainer(
@@ -42,6 +54,7 @@ def drive(folder: Path, hazards: frozenset[str]) -> None:
                 max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1
             ),
             checkpoint_config=train.CheckpointConfig(num_to_keep=CHECKPOINTS_KEPT),
+            callbacks=[ShownReports()],
         ),
     ).fit()
 
@@ -58,7 +71,11 @@ def train_until(enough: Path, hazards: frozenset[str]) -> int:
     rank, size = context.get_world_rank(), context.get_world_size()
     linked = _link_target(folder, rank) if "links" in hazards else None
     step = step_of(Path(checkpoint)) + 1 if checkpoint else 0
+    number = 0
     while not train.collective.broadcast_from_rank_zero(enough.exists()):
+        for _ in range(METRIC_REPORTS):
+            train.report({"attempt": context.get_attempt(), "number": number})
+            number += 1
         if step % 6 == 5 and "handover" in hazards:
             path = folder / f"own_{context.get_attempt()}_{rank}_{step}"
             path.mkdir()
@@ -117,6 +134,13 @@ def _append(path: Path, number: int) -> None:
 def numbers(path: Path) -> list[int]:
     """Read what `_append` has written, also by a process that was killed meanwhile."""
     return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def shown_reports(folder: Path) -> set[tuple[int, int]]:
+    """Return the attempt and the number of each report that a callback has received."""
+    path = folder / "shown"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(int(attempt), int(number)) for attempt, number in map(str.split, lines)}
 
 
 def step_of(checkpoint: Path) -> int:

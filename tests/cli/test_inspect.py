@@ -18,6 +18,7 @@ from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 from drawbar.train.runs import find_run
 from tests.cli.conftest import Command, make_run
+from tests.train.report_segments import read_reports, write_reports
 
 LINE_SIZE = 4_000_000
 """Bytes of one line of a log, and of one line of a journal."""
@@ -365,11 +366,10 @@ def test_export_writes_one_row_per_report(
 
 
 def test_plot_of_extreme_values_draws_them(cli: Command, storage: Path) -> None:
-    journal = storage / "long" / "journal.jsonl"
-    text = journal.read_text()
-    for old, new in (("1.0", "1e308"), ("0.5", "-1e308")):
-        text = text.replace(f'"loss":{old}', f'"loss":{new}')
-    journal.write_text(text)
+    text = b"".join(read_reports(storage / "long"))
+    for old, new in ((b"1.0", b"1e308"), (b"0.5", b"-1e308")):
+        text = text.replace(b'"loss":[%b]' % old, b'"loss":[%b]' % new)
+    write_reports(storage / "long", [text])
     assert "1e+308 ┤" in cli("plot", storage / "long", "loss").out
     assert "█▁" in cli("show", storage / "long").out
 

@@ -9,7 +9,7 @@ from drawbar.train._history.events import (
     CheckpointCommitted,
     LinePrinted,
     Notice,
-    ReportReceived,
+    ReportsReceived,
     RunEnded,
     WorkersFailed,
     WorkersStarted,
@@ -50,8 +50,8 @@ def workers_started(count: int) -> WorkersStarted:
     return WorkersStarted(time=0, attempt=0, workers=[(info, rank) for rank in ranks])
 
 
-def reported(rank: int, index: int, metrics: dict[str, Any]) -> ReportReceived:
-    return ReportReceived(time=0, attempt=0, rank=rank, index=index, metrics=metrics)
+def reported(rank: int, index: int, metrics: dict[str, Any]) -> ReportsReceived:
+    return ReportsReceived(attempt=0, rank=rank, indices=[index], times=[0.0], metrics=[metrics])
 
 
 def committed(name: str, nbytes: int = 10, seconds: float = 0.1) -> CheckpointCommitted:

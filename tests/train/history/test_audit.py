@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from drawbar import train
-from drawbar.train import CheckpointConfig, FailureConfig, RunConfig
+from drawbar.train import CheckpointConfig, DamagedRunError, FailureConfig, RunConfig
 from drawbar.train.testing import check_run, run_in_threads
-
-Line = dict[str, Any]
+from tests.train.report_segments import Line, edit_reports
 
 
 @pytest.fixture
@@ -64,15 +63,7 @@ def repeat_event(count: int, event: str, **fields: Any) -> Callable[[list[Line]]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            repeat_event(0, "report", rank=1, index=0),
-            r"checkpoint 0 came before the reports of \[1\]",
-        ),
-        (
-            repeat_event(2, "report", rank=0, index=1),
-            "report 1 of rank 0 in attempt 0 is out of order",
-        ),
-        (repeat_event(0, "attempt_started", attempt=1), "in attempt 1 is out of order"),
+        (repeat_event(0, "attempt_started", attempt=1), "attempt 1 has reports, but was not start"),
         (repeat_event(2, "attempt_started", attempt=1), "attempt 1 follows 1"),
         (repeat_event(2, "checkpoint", index=1), "checkpoint 1 follows 1"),
         (
@@ -89,6 +80,36 @@ def test_check_run_rejects_invalid_journal(
         check_run(run)
 
 
+def repeat_report(count: int, rank: int, index: int) -> Callable[[list[Line]], list[Line]]:
+    """Return an edit that makes a report occur `count` times."""
+    return lambda lines: [
+        copy
+        for line in lines
+        for copy in [line] * (count if (line["rank"], line["index"]) == (rank, index) else 1)
+    ]
+
+
+@pytest.mark.parametrize(("rank", "index"), [(0, 0), (1, 1), (0, 2)])
+def test_check_run_rejects_missing_report(run: Path, rank: int, index: int) -> None:
+    edit_reports(run, 0, repeat_report(0, rank, index))
+    missing = f"reports {index} to {index} are missing"
+    # The report after the last checkpoint was replaced by the restart.
+    if index < 2:
+        with pytest.raises(DamagedRunError, match=missing):
+            check_run(run)
+    else:
+        check_run(run)
+    edit_reports(run, 1, repeat_report(0, 1, 2))
+    with pytest.raises(DamagedRunError, match=r"reports \d to 2 are missing"):
+        check_run(run)
+
+
+def test_check_run_rejects_repeated_report(run: Path) -> None:
+    edit_reports(run, 0, repeat_report(2, rank=0, index=1))
+    with pytest.raises(AssertionError, match="rank 0 in attempt 0 have a gap or a duplicate"):
+        check_run(run)
+
+
 def test_check_run_accepts_ranks_that_leave_and_rejoin(tmp_path: Path) -> None:
     def function() -> None:
         with train.checkpoint_dir() as path:
@@ -99,11 +120,8 @@ def test_check_run_accepts_ranks_that_leave_and_rejoin(tmp_path: Path) -> None:
         config = RunConfig(name="run", storage_path=tmp_path)
         run_in_threads(function, num_workers=workers, run_config=config)
         check_run(tmp_path / "run")
-    edit(tmp_path / "run", repeat_event(0, "report", rank=2, index=1))
-    with pytest.raises(AssertionError, match=r"came before the reports of \[2\]"):
-        check_run(tmp_path / "run")
-    edit(tmp_path / "run", repeat_event(0, "checkpoint", index=1))
-    with pytest.raises(AssertionError, match=r"rank 2 has a gap or a duplicate: \[3\]"):
+    edit_reports(tmp_path / "run", 1, repeat_report(0, rank=2, index=1))
+    with pytest.raises(DamagedRunError, match="reports 1 to 1 are missing"):
         check_run(tmp_path / "run")
 
 

@@ -11,7 +11,9 @@ import pytest
 from drawbar.train._history.event_stream import EventStream
 from drawbar.train._history.events import ControllerFailed, Event, Notice, RunEnded
 from drawbar.train._history.journal import Journal, replay
+from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.timeline import RunState
+from drawbar.train._storage.run_directory import RunDirectory
 from tests.train.event_factories import attempt_started, reported, workers_started
 
 
@@ -45,9 +47,17 @@ def journal(path: Path) -> Iterator[Journal]:
         yield journal
 
 
-def test_emit_journals_event_before_watchers_see_it(path: Path, journal: Journal) -> None:
+@pytest.fixture
+def reports(path: Path, journal: Journal) -> Iterator[ReportLog]:
+    with contextlib.closing(ReportLog(RunDirectory(path.parent), journal)) as reports:
+        yield reports
+
+
+def test_emit_journals_event_before_watchers_see_it(
+    path: Path, journal: Journal, reports: ReportLog
+) -> None:
     watcher = Recorder(path)
-    stream = EventStream(journal, RunState(), [watcher])
+    stream = EventStream(journal, reports, RunState(), [watcher])
     events: list[Event] = [attempt_started(0), Notice("wait"), workers_started(2)]
     for event in events:
         stream.emit(event)
@@ -56,8 +66,8 @@ def test_emit_journals_event_before_watchers_see_it(path: Path, journal: Journal
     assert list(replay(path)) == [events[0], events[2]]
 
 
-def test_emit_updates_run_state(journal: Journal) -> None:
-    stream = EventStream(journal, RunState(), [])
+def test_emit_updates_run_state(journal: Journal, reports: ReportLog) -> None:
+    stream = EventStream(journal, reports, RunState(), [])
     stream.emit(workers_started(2))
     stream.emit(reported(1, 0, {"loss": 1}))
     before = stream.copy_state()
@@ -67,18 +77,20 @@ def test_emit_updates_run_state(journal: Journal) -> None:
 
 
 def test_emit_with_failing_watcher_reaches_other_watchers(
-    path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
+    path: Path, journal: Journal, reports: ReportLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     watcher = Recorder(path)
-    stream = EventStream(journal, RunState(), [Broken(path), watcher])
+    stream = EventStream(journal, reports, RunState(), [Broken(path), watcher])
     stream.emit(RunEnded(time=0, outcome="finished"))
     assert watcher.events == [RunEnded(time=0, outcome="finished")]
     assert "Broken failed to handle the event RunEnded" in caplog.text
 
 
-def test_emit_with_failed_journal_write_reaches_no_watcher(path: Path, journal: Journal) -> None:
+def test_emit_with_failed_journal_write_reaches_no_watcher(
+    path: Path, journal: Journal, reports: ReportLog
+) -> None:
     watcher = Recorder(path)
-    stream = EventStream(journal, RunState(), [watcher])
+    stream = EventStream(journal, reports, RunState(), [watcher])
     path.unlink()
     with pytest.raises(FileNotFoundError):
         stream.emit(RunEnded(time=0, outcome="finished"))

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,14 @@ from drawbar.train._history.events import (
     CheckpointCommitted,
     CheckpointDeleted,
     CheckpointValidated,
+    FirstReportReceived,
     JournaledEvent,
-    ReportReceived,
     RunEnded,
     RunStarted,
     UserFunctionStarted,
     WorkersStarted,
 )
-from drawbar.train._history.journal import Journal, replay, select_effective_reports
+from drawbar.train._history.journal import Journal, replay
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 
@@ -39,9 +38,15 @@ ONE_OF_EACH: list[JournaledEvent] = [
     AttemptStarted(time=1.0, attempt=0, first_report_index=0, resume_checkpoint=None),
     WorkersStarted(time=1.5, attempt=0, workers=[(HERE, ALONE)]),
     UserFunctionStarted(time=2.0, attempt=0, rank=0),
-    ReportReceived(time=3.0, attempt=0, rank=0, index=0, metrics={"a": [math.inf, "ü\n"]}),
+    FirstReportReceived(time=3.0, attempt=0, rank=0),
     CheckpointCommitted(
-        time=4.0, attempt=0, index=0, name="c", nbytes=9, seconds=0.1, metrics={"a": -math.inf}
+        time=4.0,
+        attempt=0,
+        index=0,
+        name="c",
+        nbytes=9,
+        seconds=0.1,
+        metrics={"a": [-math.inf, "ü\n"]},
     ),
     CheckpointValidated(
         time=4.5,
@@ -202,73 +207,3 @@ journal.close()
 Journal(path).close()
 """
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
-
-
-def report(attempt: int, rank: int, index: int) -> ReportReceived:
-    return ReportReceived(time=0, attempt=attempt, rank=rank, index=index, metrics={})
-
-
-def start(attempt: int, first_index: int) -> AttemptStarted:
-    return AttemptStarted(
-        time=0, attempt=attempt, first_report_index=first_index, resume_checkpoint=None
-    )
-
-
-@pytest.mark.parametrize(
-    ("events", "expected"),
-    [
-        ([], []),
-        ([start(0, 0)], []),
-        ([start(0, 0), report(0, 0, 0), report(0, 0, 1)], [(0, 0, 0), (0, 0, 1)]),
-        # a restart from the beginning, and one from the checkpoint of report 0
-        ([start(0, 0), report(0, 0, 0), start(1, 0), report(1, 0, 0)], [(1, 0, 0)]),
-        (
-            [start(0, 0), report(0, 0, 0), report(0, 0, 1), start(1, 1), report(1, 0, 1)],
-            [(0, 0, 0), (1, 0, 1)],
-        ),
-        # a rank that was ahead of the other one
-        (
-            [start(0, 0), *[report(0, 1, i) for i in range(4)], report(0, 0, 0), start(1, 1)],
-            [(0, 1, 0), (0, 0, 0)],
-        ),
-        # a restart that fails before its first report, and a second one from an older checkpoint
-        (
-            [
-                *(start(0, 0), report(0, 0, 0), report(0, 0, 1), report(0, 0, 2)),
-                *(start(1, 2), start(2, 1), report(2, 0, 1)),
-            ],
-            [(0, 0, 0), (2, 0, 1)],
-        ),
-    ],
-)
-def test_effective_reports_have_no_gap_or_duplicate(
-    events: list[JournaledEvent], expected: list[Any]
-) -> None:
-    assert [
-        (report.attempt, report.rank, report.index) for report in select_effective_reports(events)
-    ] == expected
-
-
-def validated(index: int, **metrics: float) -> CheckpointValidated:
-    return CheckpointValidated(
-        time=0,
-        index=index,
-        name="c",
-        status=ReportedCheckpointStatus.VALIDATED,
-        metrics=metrics,
-        error="",
-        seconds=0,
-    )
-
-
-def test_validation_metrics_are_added_to_report_of_lowest_rank() -> None:
-    reports = [report(0, 1, 0), report(0, 0, 0), report(0, 1, 1)]
-    effective = select_effective_reports([start(0, 0), *reports, validated(0, a=1)])
-    metrics = {(report.rank, report.index): report.metrics for report in effective}
-    assert metrics == {(1, 0): {}, (0, 0): {"a": 1}, (1, 1): {}}
-
-
-def test_validation_of_replaced_report_is_dropped() -> None:
-    replaced: list[JournaledEvent] = [start(0, 0), report(0, 0, 0), validated(0, a=1)]
-    (effective,) = select_effective_reports([*replaced, start(1, 0), report(1, 0, 0)])
-    assert effective.metrics == {}

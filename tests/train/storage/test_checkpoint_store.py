@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
-from drawbar.train._history.journal import read_events
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.checkpoint_store import CheckpointDraft
 from drawbar.train._storage.contents import (
@@ -456,7 +456,7 @@ def test_journal_with_escaping_name_is_damaged(run: RunDirectory, name: str) -> 
     event = {"event": "checkpoint_deleted", "time": 1.0, "name": name}
     run.journal_path.write_text(json.dumps(event) + "\n")
     with pytest.raises(DamagedRunError, match=r"Line 1 of .* is not a valid path of a file"):
-        read_events(run)
+        RunHistory.read(run)
 
 
 class FilesystemWithExtraName(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types

@@ -28,6 +28,7 @@ from drawbar.train import (
 from drawbar.train.runs import find_run
 from drawbar.train.testing import check_run
 from tests.train.local_runs import ASYNC, content, fit, save
+from tests.train.report_segments import read_reports, write_reports
 
 
 def two_steps() -> int:
@@ -185,9 +186,8 @@ def test_too_deeply_nested_json_is_damage(run: Path) -> None:
 
 def test_result_of_journal_without_some_lines_is_read_or_damaged(run: Path) -> None:
     lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    is_newest = [b'"index":1,' in line for line in lines]  # of the second report and its commit
-    assert sum(is_newest) == 2
-    newest = {line for line, is_of_index_1 in zip(lines, is_newest, strict=True) if is_of_index_1}
+    (start,) = [line for line in lines if b'"event":"attempt_started"' in line]
+    (newest,) = [line for line in lines if b'"index":1,' in line]  # commit of the second report
     for number in range(len(lines)):
         for remaining in (
             lines[:number] + lines[number + 1 :],
@@ -195,10 +195,9 @@ def test_result_of_journal_without_some_lines_is_read_or_damaged(run: Path) -> N
             lines[: number + 1],
         ):
             (run / "journal.jsonl").write_bytes(b"".join(remaining))
-            if newest.isdisjoint(remaining):
+            if start not in remaining and newest not in remaining:
                 message = (
-                    r"journal\.jsonl, reports \d to 1 are missing, although checkpoint_000001 was "
-                    "committed"
+                    r"run, reports \d to 1 are missing, although checkpoint_00000\d was committed"
                 )
                 with pytest.raises(DamagedRunError, match=message):
                     Result.from_path(run)
@@ -222,29 +221,27 @@ def test_resume_of_journal_truncated_at_each_line_leaves_no_unrecorded_gap(
     original = tmp_path / "run"
     lines = (original / "journal.jsonl").read_bytes().splitlines(keepends=True)
     events = [json.loads(line)["event"] for line in lines]
-    last_report = max(n for n, event in enumerate(events) if event == "report")
+    start = events.index("attempt_started")
     for num_lines in range(1, len(lines) + 1):
         run = tmp_path / f"after_{num_lines}" / "run"
         shutil.copytree(original, run)
         (run / "journal.jsonl").write_bytes(b"".join(lines[:num_lines]))
-        is_complete = num_lines > last_report
-        if is_complete:  # at most the newest commit and the end of the run are not journaled
+        is_complete = num_lines > start
+        if is_complete:  # the reports are stored in other files, and have not been truncated
             assert content(Result.from_path(run).checkpoint) == "c"
         else:
-            message = (
-                r"journal\.jsonl, reports \d+ to 5 are missing, although checkpoint_000005 was"
-            )
+            message = r"run, reports \d+ to 5 are missing, although checkpoint_000005 was"
             with pytest.raises(DamagedRunError, match=message):
                 Result.from_path(run)
             with pytest.raises(DamagedRunError, match=r'fit\(\) with resume="auto"'):
                 check_run(run)
-            assert "are missing" in dict(find_run(run).verify_checkpoints())["journal.jsonl"]
+            assert "are missing" in dict(find_run(run).verify_checkpoints())["reports"]
             with pytest.raises(ResumeError, match="contains a run with damaged parts"):
                 fit(three_steps, run.parent, resume="never")
         capfd.readouterr()
         # A finished run of another function is only resumed on request.
         result = fit(save_once, run.parent, resume="must" if is_complete else "auto")
-        assert ("its journal, which lacks reports" in capfd.readouterr().err) == (not is_complete)
+        assert ("which are missing" in capfd.readouterr().err) == (not is_complete)
         assert content(result.checkpoint) == "d"
         check_run(run)
         assert result.metrics_dataframe["index"].tolist()[-1] == 6
@@ -256,18 +253,68 @@ def save_once() -> None:
     save("d")
 
 
-def test_resume_of_truncated_journal_keeps_remaining_reports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [range(3, 6), range(1, 3), range(1), range(5, 6)])
+def test_resume_after_loss_of_reports_keeps_the_others(
+    tmp_path: Path, lost: range, capfd: pytest.CaptureFixture[str]
+) -> None:
     fit(three_steps, tmp_path)
-    journal = tmp_path / "run" / "journal.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    reports = [n for n, line in enumerate(lines) if json.loads(line)["event"] == "report"]
-    journal.write_bytes(b"".join(lines[: reports[3]]))
-    result = fit(save_once, tmp_path)
-    assert result.metrics_dataframe["index"].tolist() == [0, 1, 2, 6]
-    lost = [
-        json.loads(line) for line in journal.read_bytes().splitlines() if b"reports_lost" in line
+    run = tmp_path / "run"
+    lines = read_reports(run)
+    write_reports(run, [line for n, line in enumerate(lines) if n not in lost])
+    missing = f"reports {lost[0]} to {lost[-1]}"
+    for read in (Result.from_path, check_run, train.attach):
+        with pytest.raises(DamagedRunError, match=f"{missing} are missing"):
+            read(run)
+    assert missing in dict(find_run(run).verify_checkpoints())["reports"]
+    result = fit(save_once, tmp_path, resume="must")
+    assert f"its {missing} from before checkpoint_000005, which are missing" in (
+        capfd.readouterr().err
+    )
+    remaining = [n for n in range(7) if n not in lost]
+    assert result.metrics_dataframe["index"].tolist() == remaining
+    assert Result.from_path(run).metrics_dataframe["index"].tolist() == remaining
+    recorded = [
+        json.loads(line)
+        for line in (run / "journal.jsonl").read_bytes().splitlines()
+        if b"reports_lost" in line
     ]
-    assert [(event["first"], event["until"]) for event in lost] == [(3, 6)]
+    assert [(event["first"], event["until"]) for event in recorded] == [(lost[0], lost[-1] + 1)]
+    check_run(run)
+    fit(lambda: None, tmp_path, resume="must")
+    assert "missing" not in capfd.readouterr().err
+
+
+def test_damaged_line_of_reports_raises_and_is_kept_in_broken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(three_steps, tmp_path)
+    run = tmp_path / "run"
+    lines = read_reports(run)
+    segment = write_reports(run, [*lines[:2], b"{garbage\n", *lines[3:]])
+    message = f"Line 3 of {segment} cannot be read"
+    with pytest.raises(DamagedRunError, match=message):
+        Result.from_path(run)
+    assert re.search(message, find_run(run).damage)
+    assert find_run(run).metrics == {"text": "c"}
+    result = fit(save_once, tmp_path, resume="must")
+    assert message in capfd.readouterr().err
+    assert result.metrics_dataframe["index"].tolist() == [0, 1, 3, 4, 5, 6]
+    assert b"garbage" in (run / "broken" / segment.name).read_bytes()
+    check_run(run)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: b"x" + data[1:]])
+def test_damaged_closed_segment_is_found(
+    tmp_path: Path, damage: Callable[[bytes], bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(three_steps, tmp_path)
+    run = tmp_path / "run"
+    (segment,) = (run / "reports").iterdir()
+    assert segment.name == "0-0-6.jsonl.gz"
+    segment.write_bytes(damage(segment.read_bytes()))
+    with pytest.raises(DamagedRunError, match=f"{segment} cannot be read"):
+        _ = Result.from_path(run).metrics_dataframe
+    assert "cannot be read" in dict(find_run(run).verify_checkpoints())[f"reports/{segment.name}"]
 
 
 def test_result_of_run_with_copied_checkpoint_of_another_run_is_read(

@@ -37,6 +37,8 @@ from drawbar.train import (
     UserCallback,
     WorkerGroupError,
 )
+from drawbar.train._history import report_log
+from drawbar.train._storage import remote_journal
 from drawbar.train._storage import retries as retry
 from drawbar.train.testing import FAULT_POINTS, check_run, kill_at
 
@@ -355,7 +357,8 @@ def test_driver_killed_at_any_step_keeps_committed_checkpoints(
     tmp_path: Path, drivers: Drivers, point: str
 ) -> None:
     def main() -> None:
-        kill_at(point, occurrence=2)
+        # The segment of an attempt is compressed once, at its end.
+        kill_at(point, occurrence=1 if point == "reports.compressed" else 2)
         fit(two_steps, tmp_path)
 
     with drivers(main, XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:
@@ -367,8 +370,86 @@ def test_driver_killed_at_any_step_keeps_committed_checkpoints(
     assert content(newest) == ("1" if is_committed else "0")
     assert newest is not None
     newest.verify()
-    fit(lambda: None, tmp_path)
+    fit(lambda: None, tmp_path, resume="must")
     assert len(list(run.glob("checkpoint_*"))) == (2 if is_committed else 1)
+
+
+def test_closed_segments_of_reports_are_uploaded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function() -> None:
+        for step in range(12):
+            for _ in range(20):
+                train.report({"step": step})
+            save(str(step))
+
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 1000)
+    written: list[str] = []
+    result = fit(function, tmp_path, Faulty(lambda path: written.append(Path(path).name)))
+    closed = [name for name in written if name.endswith(".jsonl.gz")]
+    assert len(closed) == len(set(closed)) > 10
+    run = tmp_path / "far" / "run"
+    assert sorted(path.name for path in (run / "reports").iterdir()) == sorted(closed)
+    assert not any((tmp_path / "cache").rglob("*.jsonl*"))
+    assert len(result.metrics_dataframe) == 12 * 21
+    check_run(run)
+
+
+def test_upload_after_commit_does_not_grow_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def record_size(path: str) -> None:
+        journal = next((tmp_path / "cache").rglob("journal.jsonl"))
+        if "journal.parts" in path:
+            sizes.append(journal.stat().st_size - int(Path(path).name))
+
+    def function() -> None:
+        for step in range(40):
+            save(str(step))
+
+    monkeypatch.setattr(remote_journal, "PART_BYTES", 1000)
+    result = fit(function, tmp_path, Faulty(record_size))
+    run = tmp_path / "far" / "run"
+    assert len(sizes) > 20
+    assert max(sizes) < 4000 < (run / "journal.jsonl").stat().st_size
+    assert not list((run / "journal.parts").iterdir())
+    assert len(result.best_checkpoints) == 40
+    check_run(run)
+
+
+def wait_for_part(run: Path) -> Path:
+    while not (parts := list((run / "journal.parts").glob("*"))):
+        os.sched_yield()
+    return parts[0]
+
+
+def test_open_segment_in_remote_storage_is_closed_by_resume_on_another_machine(
+    tmp_path: Path, drivers: Drivers
+) -> None:
+    run = tmp_path / "far" / "run"
+
+    def function() -> None:
+        train.report({"step": 0})
+        save("0")
+        while not (run / "reports" / "0-0.jsonl").exists():
+            os.sched_yield()
+        part = wait_for_part(run)
+        while b"checkpoint_000001" not in part.read_bytes():
+            os.sched_yield()
+        os._exit(9)
+
+    with drivers(lambda: fit(function, tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:
+        assert driver.wait() == 9, driver.communicate()
+    shutil.rmtree(tmp_path / "cache")
+    far = (str(run), LocalFileSystem(auto_mkdir=True))
+    assert len(Result.from_path(*far).metrics_dataframe) == 2
+    result = fit(lambda: train.report({"step": 2}), tmp_path)
+    assert result.metrics_dataframe["index"].tolist() == [0, 1, 2]
+    names = sorted(path.name for path in (run / "reports").iterdir())
+    assert names == ["0-0-2.jsonl.gz", "1-0-1.jsonl.gz"]
+    check_run(*far)
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -459,7 +540,9 @@ def test_journal_on_full_disk_fails_run_and_stays_intact(tiny_disk: Path) -> Non
     trainer = DataParallelTrainer(
         function, scaling_config=ScalingConfig(num_workers=0), run_config=config
     )
-    message = r"writing \d+ bytes to .*/run/journal.jsonl failed: No space left on device"
+    message = (
+        r"writing \d+ bytes to .*/run/(journal|reports/0-0)\.jsonl failed: No space left on device"
+    )
     with pytest.raises(ControllerError, match=message):
         trainer.fit()
     assert content(Result.from_path(tiny_disk / "run").checkpoint) == "0"

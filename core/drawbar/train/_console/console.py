@@ -36,7 +36,7 @@ from drawbar.train._history.events import (
     LinePrinted,
     Notice,
     PreemptionAnnounced,
-    ReportReceived,
+    ReportsReceived,
     RunEnded,
     ValidationsPending,
     WorkersFailed,
@@ -97,9 +97,9 @@ class Console:
 
     def _show(self, event: Event) -> None:
         # Without the lock: there may be thousands of reports per second, of which few are shown.
-        if isinstance(event, ReportReceived):
+        if isinstance(event, ReportsReceived):
             if event.rank == 0 and self._level <= logging.INFO:
-                self._line_status.last_report = (event.index, event.metrics)
+                self._line_status.last_report = (event.indices[-1], event.metrics[-1])
                 self._display.on_report()
             return
         with self._lock:

@@ -23,6 +23,7 @@ from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.failures import describe_divergence, describe_interruption
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import RankActivity
+from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.event_stream import Emit
@@ -32,7 +33,6 @@ from drawbar.train._history.events import (
     DatasetEpochEnded,
     LinePrinted,
     Notice,
-    ReportReceived,
     RoundCompleted,
     UserFunctionStarted,
 )
@@ -103,9 +103,10 @@ class Attempt:
         self.finished: dict[int, RankFinished] = {}
         self.requests = ControllerRequests()
         self._run_id = run_id
-        self._send_command = send_command
-        self._broadcast_command = broadcast_command
-        self._emit = emit
+        self.reports = ReportEmitter(number, emit, send_command, broadcast_command)
+        self._emit = self.reports.emit_after_reports
+        self._send_command = self.reports.send_after_reports
+        self._broadcast_command = self.reports.broadcast_after_reports
         self._should_emit_rounds = should_emit_rounds
         self._commits = commits
         self._on_diagnosis_request = on_diagnosis_request
@@ -113,7 +114,7 @@ class Attempt:
             len(workers), first_index, should_keep_all_rounds=should_emit_rounds
         )
         self.checkpoint_queries = CheckpointQueries(
-            self._progress, commits, validations, send_command
+            self._progress, commits, validations, self._send_command
         )
         self._round_metrics: dict[int, list[dict[str, object]]] = {}
         # The timeout of `wait` starts here and does not include the start of the workers.
@@ -132,9 +133,13 @@ class Attempt:
                 self._handle_late_message(rank, message)
                 continue
             try:
+                if not isinstance(message, Report):
+                    self.reports.flush()
                 self._handle_message(rank, message)
             except Exception as error:
+                self.reports.try_flush(self.fail)
                 self.fail(error)
+        self.reports.try_flush(self.fail)
 
     def fail(self, error: Exception) -> bool:
         """End the attempt. Messages about failures are added to the error from now on.
@@ -320,15 +325,7 @@ class Attempt:
             self._emit(RoundCompleted(manifest.index, metrics, checkpoint))
 
     def _on_report(self, rank: int, report: Report) -> None:
-        self._emit(
-            ReportReceived(
-                time=report.time,
-                attempt=self.number,
-                rank=rank,
-                index=report.index,
-                metrics=report.metrics,
-            )
-        )
+        self.reports.add(rank, report)
         self._last_locations[rank] = report.location
         # Only files that are moved by a report that does not block can get lost unnoticed.
         if report.offer is not None and report.offer.should_move and not report.is_blocking:

@@ -190,7 +190,8 @@ class Controller:
             await self._validations.wait_for_all()
 
     def _emit_run_ended(self, status: str, error: str = "") -> None:
-        self._emit(RunEnded(time=time.time(), outcome=status, error=error))
+        num_reports = None if self._attempt is None else self._attempt.reports.num_reports
+        self._emit(RunEnded(time=time.time(), outcome=status, error=error, num_reports=num_reports))
 
     # -- one attempt
 

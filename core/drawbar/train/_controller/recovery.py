@@ -101,7 +101,7 @@ class Recovery:
         self._failed_starts = self._failed_starts + 1 if failure.cause == "startup" else 0
         if isinstance(decision, Restart):
             decision = replace(decision, delay=startup_delay(self._failed_starts))
-        self._emit_failure(number, failure, decision)
+        self._emit_failure(number, attempt, failure, decision)
         if isinstance(decision, Restart):
             self._used_budget = decision.used
         return decision
@@ -151,7 +151,11 @@ class Recovery:
             )
 
     def _emit_failure(
-        self, number: int, failure: AttemptFailure, decision: Restart | GiveUp
+        self,
+        number: int,
+        attempt: Attempt | None,
+        failure: AttemptFailure,
+        decision: Restart | GiveUp,
     ) -> None:
         headlines = [worker_failure.headline() for worker_failure in failure.failures]
         if failure.exception is not None and not any(
@@ -160,7 +164,11 @@ class Recovery:
             headlines.append(f"{type(failure.exception).__name__}: {failure.exception}")
         self._emit(
             AttemptEnded(
-                time=time.time(), attempt=number, cause=failure.cause, failure_headlines=headlines
+                time=time.time(),
+                attempt=number,
+                cause=failure.cause,
+                failure_headlines=headlines,
+                num_reports=0 if attempt is None else attempt.reports.num_reports,
             )
         )
         is_final = isinstance(decision, GiveUp)

@@ -16,6 +16,7 @@ from drawbar.train._controller.decisions import UsedBudget
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.events import AttemptStarted
 from drawbar.train._history.journal import Journal
+from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import RunState
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo, WorkerSpec
@@ -108,6 +109,7 @@ class OpenRun:
         run_id: ID of the run, which restarts and resumes keep.
         directory: Run directory.
         journal: Open journal. Its lock keeps other processes from writing to the run.
+        reports: Stores the reports of the next attempts.
         state: Current state of the run.
         next_attempt: Number of the next attempt.
         used_budget: Failure budgets that earlier attempts have used.
@@ -118,6 +120,7 @@ class OpenRun:
     run_id: str
     directory: RunDirectory
     journal: Journal
+    reports: ReportLog
     state: RunState
     next_attempt: int
     used_budget: UsedBudget

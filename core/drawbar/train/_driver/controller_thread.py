@@ -96,7 +96,10 @@ class ControllerThread:
             on_error.callback(self._console.close)
             self._callbacks = CallbackRunner(spec.run_config.callbacks, self._open_run.context)
             self._events = EventStream(
-                self._open_run.journal, self._open_run.state, [self._console, self._callbacks]
+                self._open_run.journal,
+                self._open_run.reports,
+                self._open_run.state,
+                [self._console, self._callbacks],
             )
             # Under the lock of the journal: only its holder may replace the socket of a killed
             # process.
@@ -205,6 +208,7 @@ class ControllerThread:
             reversed_steps.callback(self._open_run.journal.close)
             reversed_steps.callback(self._socket.close)  # under the lock, before another start
             reversed_steps.callback(self._upload_and_finish)
+            reversed_steps.callback(self._open_run.reports.close)
             reversed_steps.callback(self._callbacks.drain, self._events.emit)
 
     def _notify_end(self) -> None:

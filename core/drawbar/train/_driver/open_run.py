@@ -28,7 +28,11 @@ from drawbar.train._history.events import (
     RunEnded,
     RunStarted,
 )
-from drawbar.train._history.journal import Journal, find_missing_reports, get_checkpoint_indices
+from drawbar.train._history.journal import Journal
+from drawbar.train._history.report_log import ReportLog, repair_segments
+from drawbar.train._history.report_ranges import find_missing_reports, get_checkpoint_indices
+from drawbar.train._history.run_history import RunHistory
+from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._history.timeline import RunState
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import inherit_directory_mode
@@ -100,6 +104,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         inherit_directory_mode(directory.journal_path)
         for name in existing.damaged:
             quarantine(directory.checkpoints, name)
+        repair_segments(directory, existing.reports)
         start_events = _journal_run_start(journal, spec, existing)
     except BaseException:
         journal.close()
@@ -109,7 +114,8 @@ def open_run(spec: RunSpec) -> OpenRun:
         run_id=existing.run_id,
         directory=directory,
         journal=journal,
-        state=RunState.from_events([*existing.events, *start_events]),
+        reports=ReportLog(directory, journal),
+        state=RunHistory([*existing.events, *start_events], existing.reports).make_state(),
         next_attempt=existing.next_attempt,
         used_budget=count_used_budget(_list_failures_since_last_end(existing.events)),
         warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
@@ -122,13 +128,15 @@ class _ExistingRun:
 
     Attributes:
         events: Events in the journal.
+        reports: Reports of earlier attempts.
         intact: Manifests of the intact checkpoints, oldest first.
         damaged: Names of newer checkpoints that are damaged or missing.
         warning: How the run is resumed, if that needs attention.
-        lost: Reports that are missing in a truncated journal, or None.
+        lost: Reports that are missing, or None.
     """
 
     events: list[JournaledEvent]
+    reports: StoredReports
     intact: list[Manifest]
     damaged: Collection[str]
     warning: str
@@ -151,6 +159,7 @@ class _ExistingRun:
         attempts = [event.attempt for event in self.events if isinstance(event, AttemptStarted)]
         # Numbers must be unique even without a journal, because commands are matched by them.
         attempts += [manifest.attempt for manifest in self.intact]
+        attempts += self.reports.list_attempts()
         return max(attempts, default=-1) + 1
 
 
@@ -163,13 +172,14 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
     if altered:
         other_damage = [part for part in damage if part not in altered]
         state, damage = RunDirectoryState.DAMAGED, [*other_damage, *altered.values()]
-    lost = find_missing_reports(events, intact) if events else None
+    reports = StoredReports(directory.run_files, strict=False)
+    lost = find_missing_reports(events, reports, intact) if events else None
+    damage += [f"its reports: {description}" for description in reports.damage.values()]
     if lost is not None:
+        before = f" from before {lost.checkpoint}" if lost.checkpoint else ""
+        damage.append(f"its reports {lost.first} to {lost.until - 1}{before}, which are missing")
+    if lost is not None or reports.damage:
         state = RunDirectoryState.DAMAGED
-        damage.append(
-            f"its journal, which lacks reports {lost.first} to {lost.until - 1} from before "
-            f"{lost.checkpoint}"
-        )
     latest = intact[-1].name if intact else None
     decision = decide_resume(
         state,
@@ -180,7 +190,7 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
         conflict=_conflicting_functions(events, spec.function),
     )
     missing = _missing_checkpoints(events, intact)
-    return _ExistingRun(events, intact, {*altered, *missing}, decision.warning, lost)
+    return _ExistingRun(events, reports, intact, {*altered, *missing}, decision.warning, lost)
 
 
 def _conflicting_functions(

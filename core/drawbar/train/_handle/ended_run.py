@@ -7,8 +7,8 @@ import contextlib
 import cloudpickle
 
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome
-from drawbar.train._history.journal import read_events
 from drawbar.train._history.result import Result
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.run_files import OUTCOME_FILE
@@ -21,8 +21,8 @@ class EndedRun:
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
-        self._events = read_events(directory)
-        self._state = RunState.from_events(self._events)
+        self._history = RunHistory.read(directory)
+        self._state = self._history.make_state()
 
     @classmethod
     def find(cls, directory: RunDirectory) -> EndedRun | None:
@@ -97,5 +97,5 @@ class EndedRun:
                 # An earlier start of the run may have stored it.
                 if outcome.snapshot.timeline == self._state.timeline:
                     return outcome
-        result = Result.from_run_directory(self._directory, self._events)
+        result = Result.from_run_directory(self._directory, self._history)
         return RunOutcome(ControllerOutcome(error=result.error), self._state, result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drawbar.train._history.events import (
     AttemptStarted,
@@ -12,7 +12,7 @@ from drawbar.train._history.events import (
     ControllerFailed,
     Event,
     Notice,
-    ReportReceived,
+    ReportsReceived,
     RoundCompleted,
     RunEnded,
     ValidationsPending,
@@ -53,10 +53,15 @@ class EventBuffer:
         """Store an event. Reports do not wake clients."""
         with self._changed:
             match event:
-                case ReportReceived():
+                case ReportsReceived():
                     if event.rank == 0:
-                        self._last_report_event = event
-                        self._report_count += 1
+                        self._last_report_event = replace(
+                            event,
+                            indices=event.indices[-1:],
+                            times=event.times[-1:],
+                            metrics=event.metrics[-1:],
+                        )
+                        self._report_count += len(event.indices)
                     return
                 case RoundCompleted():
                     return  # only for callbacks, which run in the host

@@ -18,8 +18,8 @@ from drawbar.train._controller.run import RunOutcome
 from drawbar.train._errors import UserAbort
 from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._handle.same_host_run import SameHostRun
-from drawbar.train._history.journal import read_events
 from drawbar.train._history.result import Result
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import RunState, Timeline
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
@@ -354,7 +354,7 @@ def attach(
 def _can_be_detached(directory: RunDirectory) -> bool:
     """Return whether the run may be in progress in a Ray actor, judging by its directory."""
     try:
-        events = read_events(directory)
+        events = RunHistory.read(directory).events
     except FileNotFoundError:
         return True  # the directory may be on another machine
     return not events or RunState.from_events(events).is_detached

@@ -11,7 +11,7 @@ from drawbar.train._driver.control_socket import WAIT_FOR_END, connect, send_req
 from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
 from drawbar.train._errors import ControllerError
 from drawbar.train._handle.ended_run import EndedRun
-from drawbar.train._history.journal import read_events
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import RunState
 from drawbar.train._storage.run_directory import RunDirectory
 
@@ -78,7 +78,7 @@ class SameHostRun:
 
     def get_state(self) -> RunState:
         """Return the current state of the run."""
-        return RunState.from_events(read_events(self._directory))
+        return RunHistory.read(self._directory).make_state()
 
     def read_log(self, rank: int) -> str:
         """Return the output that a rank has written so far."""

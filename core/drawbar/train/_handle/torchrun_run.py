@@ -25,7 +25,7 @@ from drawbar.train._driver.caller_executor import CallerExecutor
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._errors import ControllerError
 from drawbar.train._handle.ended_run import EndedRun
-from drawbar.train._history.journal import read_events
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import RunState
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
 from drawbar.train._protocol.commands import InterruptFunction
@@ -300,7 +300,7 @@ class TorchrunRun:
         """Return the current or final state of the run."""
         if self._outcome is not None:
             return self._outcome.snapshot
-        return RunState.from_events(read_events(self._directory))
+        return RunHistory.read(self._directory).make_state()
 
     def read_log(self, rank: int) -> str:
         """Return the output that a rank has written so far."""

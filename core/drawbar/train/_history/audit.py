@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.events import (
@@ -13,15 +11,16 @@ from drawbar.train._history.events import (
     CheckpointCommitted,
     CheckpointDeleted,
     JournaledEvent,
-    ReportReceived,
     ReportsLost,
     WorkersStarted,
 )
-from drawbar.train._history.journal import (
+from drawbar.train._history.report_ranges import (
+    AttemptReports,
+    Range,
     get_checkpoint_indices,
-    read_events,
-    select_effective_reports,
+    list_attempt_reports,
 )
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._storage.filesystem import AnyFileSystem
 from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
 
@@ -33,7 +32,7 @@ def check_run(
 
     The checks are:
 
-    - The journal can be read and was not truncated.
+    - The journal and all reports can be read, and were not truncated.
     - Attempts are numbered upwards.
     - In each attempt, each rank's reports are numbered upwards from the attempt's first report,
       without gap or duplicate.
@@ -49,7 +48,7 @@ def check_run(
     Raises:
         AssertionError: A check failed; the message describes it.
         FileNotFoundError: There is no journal at `path`.
-        DamagedRunError: The journal cannot be read, or was truncated.
+        DamagedRunError: The journal or the reports cannot be read, or were truncated.
 
     Example:
         Check a run after its driver was killed::
@@ -57,91 +56,113 @@ def check_run(
             check_run(tmp_path / "run")
     """
     directory = open_run_directory(path, storage_filesystem)
-    events = read_events(directory)
-    _check_reports(events)
-    _check_history(events)
+    history = RunHistory.read(directory)
+    events = history.events
+    _check_reports(events, _read_reports(history))
+    _check_history(history)
     for name in _list_checkpoint_names(events):
         _check_checkpoint(directory, name)
 
 
-def _check_reports(events: Sequence[JournaledEvent]) -> None:
-    attempt, first = -1, 0
+def _read_reports(history: RunHistory) -> dict[int, dict[int, list[int]]]:
+    """Return the numbers of all stored reports by attempt and rank."""
+    reports: dict[int, dict[int, list[int]]] = {}
+    for attempt in history.reports.list_attempts():
+        by_rank = reports.setdefault(attempt, {})
+        segments = history.reports.list_segments(attempt)
+        for blocks in history.reports.read_blocks(segments):
+            for block in blocks:
+                by_rank.setdefault(block.rank, []).extend(block.indices)
+        for indices in by_rank.values():
+            indices.sort()
+    return reports
+
+
+def _check_reports(
+    events: Sequence[JournaledEvent], reports: dict[int, dict[int, list[int]]]
+) -> None:
+    attempt, first, workers = -1, 0, 0
     existing: dict[str, int] = {}
-    next_reports: dict[int, int] = {}
+    lost = {attempt.attempt: attempt.lost for attempt in list_attempt_reports(events)}
     for event in events:
         committed = max(existing.values(), default=-1)
         match event:
             case AttemptStarted():
                 assert event.attempt > attempt, f"attempt {event.attempt} follows {attempt}"
-                attempt, first, next_reports = event.attempt, event.first_report_index, {}
+                attempt, first, workers = event.attempt, event.first_report_index, 0
                 assert first > committed, (
                     f"attempt {attempt} begins at report {first}, but checkpoint {committed} exists"
                 )
             case ReportsLost():
-                next_reports = {}
+                workers = 0
             case WorkersStarted():
-                next_reports = dict.fromkeys(range(len(event.workers)), first)
-            case ReportReceived():
-                expected = next_reports.get(event.rank)
-                assert (event.attempt, event.index) == (attempt, expected), (
-                    f"report {event.index} of rank {event.rank} in attempt {event.attempt} is out "
-                    f"of order: report {expected} of attempt {attempt} was expected"
-                )
-                next_reports[event.rank] = event.index + 1
+                workers = len(event.workers)
             case CheckpointCommitted():
                 assert event.index > committed, f"checkpoint {event.index} follows {committed}"
-                behind = [rank for rank, reports in next_reports.items() if reports <= event.index]
+                by_rank = reports.get(event.attempt, {})
+                behind = [
+                    rank
+                    for rank in range(workers)
+                    if by_rank.get(rank, [-1])[-1] < event.index
+                    and not _is_in(lost.get(event.attempt, []), event.index)
+                ]
                 assert not behind, f"checkpoint {event.index} came before the reports of {behind}"
                 existing[event.name] = event.index
             case CheckpointDeleted():
                 existing.pop(event.name, None)
             case _:
                 pass
+    firsts = {
+        event.attempt: event.first_report_index
+        for event in events
+        if isinstance(event, AttemptStarted)
+    }
+    for number, by_rank in reports.items():
+        # If the journal was lost, the reports of the attempts in it remain.
+        assert number in firsts or number < min(firsts, default=0), (
+            f"attempt {number} has reports, but was not started"
+        )
+        for rank, indices in by_rank.items():
+            stored = set(indices)
+            expected = [
+                index
+                for index in range(firsts.get(number, indices[0]), indices[-1] + 1)
+                if index in stored or not _is_in(lost.get(number, []), index)
+            ]
+            assert indices == expected, (
+                f"the reports of rank {rank} in attempt {number} have a gap or a duplicate"
+            )
 
 
-def _check_history(events: Sequence[JournaledEvent]) -> None:
-    indices_by_rank: dict[int, list[int]] = defaultdict(list)
-    for report in select_effective_reports(events):
-        indices_by_rank[report.rank].append(report.index)
-    attempts = _list_attempt_sizes(events)
+def _is_in(ranges: Sequence[Range], index: int) -> bool:
+    return any(first <= index < end for first, end in ranges)
+
+
+def _check_history(history: RunHistory) -> None:
+    indices_by_rank: dict[int, list[int]] = {}
+    for _, block in history.iter_blocks():
+        indices_by_rank.setdefault(block.rank, []).extend(block.indices)
+    attempts = list_attempt_reports(history.events)
     for rank, indices in indices_by_rank.items():
-        expected = _list_expected_reports(attempts, rank, end=indices[-1] + 1)
+        indices.sort()
+        # In an elastic group, a rank can join, leave, and join again.
+        expected = [
+            index
+            for attempt in attempts
+            if _has_rank(history, attempt, rank)
+            for first, end in attempt.ranges
+            for index in range(int(first), int(min(end, indices[-1] + 1)))
+        ]
         assert indices == expected, (
             f"the history of rank {rank} has a gap or a duplicate: {indices}"
         )
 
 
-def _list_attempt_sizes(events: Sequence[JournaledEvent]) -> list[tuple[int, int]]:
-    """Return the first report and the number of workers of each attempt in the history.
-
-    An attempt whose reports were lost ends before the first of them; an entry with 0 workers
-    follows.
-    """
-    attempts: list[tuple[int, int]] = []
-    for event in events:
-        if isinstance(event, AttemptStarted):
-            attempts = [entry for entry in attempts if entry[0] < event.first_report_index]
-            attempts.append((event.first_report_index, 0))
-        elif isinstance(event, ReportsLost):
-            attempts = [entry for entry in attempts if entry[0] < event.first]
-            attempts.append((event.first, 0))
-        elif isinstance(event, WorkersStarted):
-            attempts[-1] = (attempts[-1][0], len(event.workers))
-    return attempts
-
-
-def _list_expected_reports(
-    attempts: Sequence[tuple[int, int]], rank: int, *, end: int
-) -> list[int]:
-    """Return the reports before `end` that a rank must have made in its attempts.
-
-    In an elastic group, a rank can join, leave, and join again.
-    """
-    expected: list[int] = []
-    for (first, workers), (following, _) in pairwise([*attempts, (end, 0)]):
-        if rank < workers:
-            expected += range(first, min(following, end))
-    return expected
+def _has_rank(history: RunHistory, attempt: AttemptReports, rank: int) -> bool:
+    if attempt.num_workers:
+        return rank < attempt.num_workers
+    # The journal was truncated, so that only the reports show which ranks there were.
+    return rank in history.reports.get_last(attempt.attempt)
 
 
 def _list_checkpoint_names(events: Sequence[JournaledEvent]) -> list[str]:
@@ -152,5 +173,7 @@ def _check_checkpoint(directory: RunDirectory, name: str) -> None:
     try:
         directory.checkpoints.get_checkpoint(name).verify()
     except CheckpointError as error:
-        if name in _list_checkpoint_names(read_events(directory)):  # not deleted in the meantime
+        if name in _list_checkpoint_names(
+            RunHistory.read(directory).events
+        ):  # not deleted in the meantime
             raise AssertionError(f"a committed checkpoint is lost: {error}") from error

@@ -9,7 +9,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +17,9 @@ from pathlib import Path
 
 from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._history.events import CheckpointDeleted, JournaledEvent, RunStarted
-from drawbar.train._history.journal import Journal, list_committed_names
+from drawbar.train._history.journal import Journal
 from drawbar.train._history.ranking import parse_checkpoint_config, select_surplus
+from drawbar.train._history.report_ranges import list_committed_names
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.contents import is_external, list_parents
 from drawbar.train._storage.download_cache import get_user_temp_directory, remove_if_unused
@@ -65,7 +66,7 @@ class UnusedFile:
 
 
 def find_unused_files(
-    directory: RunDirectory, events: tuple[JournaledEvent, ...], num_to_keep: int | None
+    directory: RunDirectory, events: Sequence[JournaledEvent], num_to_keep: int | None
 ) -> Iterator[UnusedFile]:
     """Find unused files of a run that is not in progress; see `RunRecord.find_unused_files`."""
     if not events or is_locked(directory.journal_path):

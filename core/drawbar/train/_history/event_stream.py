@@ -1,4 +1,4 @@
-"""Deliver each event to the journal, the run state, and the watchers, in order."""
+"""Store each event, and deliver it to the run state and the watchers, in order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from drawbar.train._history.events import Event, JournalEntry
+from drawbar.train._history.events import Event, JournalEntry, ReportsReceived
 from drawbar.train._history.journal import Journal
+from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.timeline import RunState
 
 Emit = Callable[[Event], None]
@@ -30,29 +31,39 @@ class Watcher(Protocol):
 
 
 class EventStream:
-    """Deliver each event once and in order, first to the journal, then to all others.
+    """Deliver each event once and in order, first to the files of the run, then to all others.
 
     Args:
         journal: Stores events of type `JournalEntry`.
+        reports: Stores reports.
         state: Current state of the run.
         watchers: Observers. Their exceptions are logged and do not affect the run.
     """
 
-    def __init__(self, journal: Journal, state: RunState, watchers: Sequence[Watcher]) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        reports: ReportLog,
+        state: RunState,
+        watchers: Sequence[Watcher],
+    ) -> None:
         self._journal = journal
+        self._reports = reports
         self._state = state
         self._watchers = watchers
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
-        """Deliver an event. When this returns, the journal has it.
+        """Deliver an event. When this returns, it is stored.
 
         Raises:
-            OSError: The journal cannot be written. No watcher receives the event.
+            OSError: The event cannot be written. No watcher receives it.
         """
         if isinstance(event, JournalEntry):
             self._journal.append(event)
-        # The journal and the watchers are outside the lock: a slow disk must not block readers of
+        elif isinstance(event, ReportsReceived):
+            self._reports.append(event)
+        # The files and the watchers are outside the lock: a slow disk must not block readers of
         # the state.
         with self._lock:
             self._state.apply(event)

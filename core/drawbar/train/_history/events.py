@@ -1,7 +1,7 @@
 """Typed events of a run, as the controller emits them.
 
-The journal stores events of type `JournalEntry`, as one JSON line each. All other events are only
-for watchers of an active run.
+The journal stores events of type `JournalEntry`, as one JSON line each. `ReportsReceived` is stored
+in a `ReportLog`. All other events are only for watchers of an active run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AttemptEndCause = Literal[
 
 
 JOURNAL_FORMAT = 1
-"""Format version of the journal.
+"""Format version of the journal and of the segments with reports.
 
 New event types and optional fields do not change it. Everything else does, also a new value of a
 `Literal` in an event.
@@ -87,13 +87,11 @@ class UserFunctionStarted(JournalEntry, frozen=True, kw_only=True, tag="function
     rank: int
 
 
-class ReportReceived(JournalEntry, frozen=True, kw_only=True, tag="report"):
-    """A rank called `report()`."""
+class FirstReportReceived(JournalEntry, frozen=True, kw_only=True, tag="first_report"):
+    """A rank made the first report of the attempt. `time` is the time of the report."""
 
     attempt: int
     rank: int
-    index: int
-    metrics: Metrics
 
 
 class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pass"):
@@ -105,9 +103,11 @@ class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pa
 
 
 class ReportsLost(JournalEntry, frozen=True, kw_only=True, tag="reports_lost"):
-    """Reports `first` to `until` - 1 are missing from the journal, although the run made them.
+    """Some of the reports `first` to `until` - 1 are missing, although the run made them.
 
-    Recorded by a start that finds `checkpoint` newer than the journal.
+    Recorded by a start that finds later reports, or a checkpoint that was committed after them.
+    These reports are no longer part of the history. `checkpoint` is the name of the checkpoint, or
+    "".
     """
 
     first: int
@@ -177,11 +177,15 @@ class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint
 
 
 class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended"):
-    """The attempt ended early. `failure_headlines` begins with the root cause."""
+    """The attempt ended early. `failure_headlines` begins with the root cause.
+
+    `num_reports` is the number of reports of all ranks in the attempt; None if unknown.
+    """
 
     attempt: int
     cause: AttemptEndCause
     failure_headlines: list[str]
+    num_reports: int | None = None
 
 
 class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
@@ -192,10 +196,14 @@ class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
 
 
 class RunEnded(JournalEntry, frozen=True, kw_only=True, tag="run_ended"):
-    """The run has ended with the outcome "finished", "failed", or "stopped"."""
+    """The run has ended with the outcome "finished", "failed", or "stopped".
+
+    `num_reports` is the number of reports of all ranks in the last attempt; None if unknown.
+    """
 
     outcome: str
     error: str = ""
+    num_reports: int | None = None
 
 
 JournaledEvent = (
@@ -203,7 +211,7 @@ JournaledEvent = (
     | AttemptStarted
     | WorkersStarted
     | UserFunctionStarted
-    | ReportReceived
+    | FirstReportReceived
     | DatasetEpochEnded
     | ReportsLost
     | CheckpointCommitted
@@ -213,6 +221,25 @@ JournaledEvent = (
     | RanksStalled
     | RunEnded
 )
+
+
+@dataclass(frozen=True)
+class ReportsReceived:
+    """A rank called `report()` once, or several times in a row. Stored in a `ReportLog`.
+
+    Attributes:
+        attempt: Number of the attempt.
+        rank: Rank that made the reports.
+        indices: Number of each report.
+        times: Time of each report, in seconds since the epoch.
+        metrics: Metrics of each report.
+    """
+
+    attempt: int
+    rank: int
+    indices: Sequence[int]
+    times: Sequence[float]
+    metrics: Sequence[Metrics]
 
 
 @dataclass(frozen=True)
@@ -288,6 +315,7 @@ class ControllerFailed:
 
 Event = (
     JournaledEvent
+    | ReportsReceived
     | Notice
     | LinePrinted
     | BytesWritten

@@ -6,11 +6,11 @@ The card has no scripts, loads nothing, and uses the colors of the page.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from drawbar.train._history.events import ReportReceived
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._metrics import flatten
 
 MAX_CURVES = 12
@@ -68,17 +68,28 @@ class RunCard:
         return f'<div style="line-height: 1.5">{"".join(parts)}</div>'
 
 
-def extract_curves(reports: Iterable[ReportReceived]) -> dict[str, dict[int, float]]:
-    """Return the numeric metrics of the lowest rank, by metric and report number."""
+def extract_curves(history: RunHistory, *, is_sampled: bool) -> dict[str, dict[int, float]]:
+    """Return the numeric metrics of the lowest rank, by metric and report number.
+
+    Args:
+        history: History of the run.
+        is_sampled: Whether to return only some points of a long run, so that few segments are read.
+    """
+    blocks = (
+        history.iter_sampled_blocks()
+        if is_sampled
+        else (block for _, block in history.iter_blocks(history.lowest_rank))
+    )
     curves: dict[str, dict[int, float]] = {}
-    reports = list(reports)
-    lowest = min((report.rank for report in reports), default=0)
-    for report in reports:
-        if report.rank != lowest:
-            continue
-        for name, value in iter_numbers(report.metrics):
-            curves.setdefault(name, {})[report.index] = value
-    return curves
+    for block in blocks:
+        for metric, values in block.metrics.items():
+            for index, value in zip(block.indices, values, strict=True):
+                for name, number in iter_numbers({metric: value}):
+                    curves.setdefault(name, {})[index] = number
+    for index, metrics in history.validation_metrics.items():
+        for name, number in iter_numbers(metrics):
+            curves.setdefault(name, {})[index] = number
+    return {name: dict(sorted(points.items())) for name, points in curves.items()}
 
 
 def iter_numbers(metrics: Mapping[str, object]) -> Iterator[tuple[str, float]]:

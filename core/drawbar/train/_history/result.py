@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._errors import TrainingFailedError
-from drawbar.train._history.events import JournaledEvent, ReportReceived, RunEnded, RunStarted
+from drawbar.train._history.events import RunEnded, RunStarted
 from drawbar.train._history.html import RunCard, extract_curves
-from drawbar.train._history.journal import read_events, replay, select_effective_reports
 from drawbar.train._history.ledger import DataLedger
 from drawbar.train._history.ranking import (
     describe_missing_scores,
@@ -20,7 +18,8 @@ from drawbar.train._history.ranking import (
     parse_checkpoint_config,
     rank_checkpoints,
 )
-from drawbar.train._history.run_record import REPORT_COLUMNS, make_report_row
+from drawbar.train._history.report_frame import make_frame
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import RunState, Timeline
 from drawbar.train._metrics import Metrics, describe_available
 from drawbar.train._storage.checkpoint import Checkpoint
@@ -73,7 +72,7 @@ class Result:
     return_values: list[Any] = field(default_factory=list)
     _storage_filesystem: object = None
     _directory: RunDirectory | None = field(default=None, compare=False)
-    _journal_events: list[JournaledEvent] | None = field(default=None, compare=False)
+    _history: RunHistory | None = field(default=None, compare=False)
 
     @classmethod
     def from_path(
@@ -99,20 +98,16 @@ class Result:
                 print(result.metrics)
         """
         directory = open_run_directory(path, storage_filesystem)
-        return cls.from_run_directory(directory, read_events(directory))
+        return cls.from_run_directory(directory, RunHistory.read(directory))
 
     @classmethod
     def from_run_directory(
-        cls, directory: RunDirectory, journal_events: list[JournaledEvent] | None = None
+        cls, directory: RunDirectory, history: RunHistory | None = None
     ) -> Result:
-        """Read the result of a run. If `journal_events` is passed, the journal is not read."""
-        events = (
-            list(_read_local_or_remote_events(directory))
-            if journal_events is None
-            else journal_events
-        )
+        """Read the result of a run. If `history` is passed, the journal is not read."""
+        current = RunHistory.read_local_or_remote(directory) if history is None else history
         config, error = CheckpointConfig(), None
-        for event in events:
+        for event in current.events:
             if isinstance(event, RunStarted):
                 config, error = parse_checkpoint_config(event), None
             elif isinstance(event, RunEnded) and event.outcome == "failed":
@@ -134,8 +129,8 @@ class Result:
             else directory.uri,
             _storage_filesystem=directory.filesystem,
             _directory=directory,
-            _journal_events=journal_events,
-            metrics=_get_last_metrics(select_effective_reports(events)),
+            _history=history,
+            metrics=current.last_metrics,
             checkpoint=pairs[manifests[-1].name][0] if manifests else None,
             best_checkpoints=[
                 pairs[manifest.name] for manifest in rank_checkpoints(manifests, config)
@@ -174,17 +169,11 @@ class Result:
             ImportError: pandas is not installed.
         """
         try:
-            import pandas
+            return make_frame(self._read_history())
         except ImportError as error:
             raise ImportError(
                 'Result.metrics_dataframe needs pandas. Run: pip install "drawbar[data]"'
             ) from error
-        reports = select_effective_reports(self._events())
-        rows = [
-            make_report_row(report)
-            for report in sorted(reports, key=lambda report: (report.index, report.rank))
-        ]
-        return pandas.DataFrame(rows, columns=None if rows else list(REPORT_COLUMNS))
 
     @property
     def data_ledger(self) -> DataLedger:
@@ -196,17 +185,17 @@ class Result:
                 for epoch in result.data_ledger:
                     assert epoch.repeated_rows == epoch.unread_rows == ()
         """
-        return DataLedger.from_events(self._events())
+        return DataLedger.from_events(self._read_history().events)
 
     @property
     def timeline(self) -> Timeline:
         """Durations and outcomes of all attempts."""
-        return Timeline.from_events(self._events())
+        return Timeline.from_events(self._read_history().events)
 
-    def _events(self) -> Iterable[JournaledEvent]:
-        if self._journal_events is not None:
-            return self._journal_events
-        return _read_local_or_remote_events(
+    def _read_history(self) -> RunHistory:
+        if self._history is not None:
+            return self._history
+        return RunHistory.read_local_or_remote(
             self._directory or open_run_directory(self.path, self._storage_filesystem)
         )
 
@@ -261,32 +250,25 @@ class Result:
         If the run can no longer be read, or the result was created by hand, the card shows only the
         attributes of the result.
         """
+        status, curves = "", {}
         try:
-            events = list(self._events())
+            history = self._read_history()
+            status = RunState.from_events(history.events).status if history.events else ""
+            curves = extract_curves(history, is_sampled=True)
         except (OSError, ValueError):
-            events = []
-        status = RunState.from_events(events).status if events else ""
+            pass
         return RunCard(
             title=os.path.basename(self.path.rstrip("/")),
             status="failed" if self.error else status,
             path=self.uri,
             error=str(self.error or ""),
             metrics=self.metrics or {},
-            curves=extract_curves(select_effective_reports(events)),
+            curves=curves,
             checkpoints=[
                 (os.path.basename(checkpoint.path), metrics)
                 for checkpoint, metrics in self.best_checkpoints
             ],
         ).render()
-
-
-def _read_local_or_remote_events(directory: RunDirectory) -> Iterable[JournaledEvent]:
-    """Read the local journal if it exists; a finished remote run has one only in the storage."""
-    return (
-        replay(directory.journal_path)
-        if directory.journal_path.exists()
-        else read_events(directory)
-    )
 
 
 def _list_intact_checkpoints(checkpoints: CheckpointStore) -> list[Manifest]:
@@ -301,10 +283,3 @@ def _list_intact_checkpoints(checkpoints: CheckpointStore) -> list[Manifest]:
                     "%s is damaged and not part of the result: %s", manifest.name, reason
                 )
     return [manifest for manifest in committed if not damage[manifest.name]]
-
-
-def _get_last_metrics(reports: list[ReportReceived]) -> Metrics | None:
-    if not reports:
-        return None
-    lowest = min(report.rank for report in reports)
-    return next(report.metrics for report in reversed(reports) if report.rank == lowest)

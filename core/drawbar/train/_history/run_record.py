@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train._errors import CheckpointError, DamagedRunError, UnsupportedFormatError
 from drawbar.train._history.cleanup import UnusedFile, find_unused_files
-from drawbar.train._history.events import (
-    JournaledEvent,
-    ReportReceived,
-    RunEnded,
-    RunStarted,
-)
+from drawbar.train._history.events import JournaledEvent, RunEnded, RunStarted
 from drawbar.train._history.html import extract_curves
-from drawbar.train._history.journal import (
-    decode_readable_events,
-    find_missing_reports,
-    list_committed_names,
-    select_effective_reports,
-)
+from drawbar.train._history.journal import decode_readable_events
+from drawbar.train._history.report_ranges import find_missing_reports, list_committed_names
+from drawbar.train._history.run_history import RunHistory
+from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState, Timeline
-from drawbar.train._metrics import Metrics, flatten
+from drawbar.train._metrics import Metrics
 from drawbar.train._storage.contents import MANIFEST_FILE
 from drawbar.train._storage.external_checkpoints import INDEX_FILE
 from drawbar.train._storage.files import compute_tree_size
 from drawbar.train._storage.journal_file import JOURNAL_FILE, is_locked, strip_torn_line
 from drawbar.train._storage.manifest import Manifest, read_file_or_none
+from drawbar.train._storage.report_files import REPORTS_DIRECTORY
 from drawbar.train._storage.run_directory import RunDirectory
 
 INTERRUPTED = "interrupted"
@@ -57,7 +51,7 @@ class RunRecord:
     """
 
     _directory: RunDirectory
-    _events: tuple[JournaledEvent, ...]
+    _history: RunHistory
     damage: str = ""
     _listed_name: str = ""
 
@@ -78,6 +72,8 @@ class RunRecord:
             FileNotFoundError: There is no run.
             OSError: The storage cannot be read.
         """
+        reports = StoredReports(directory.run_files, strict=False)
+        empty = RunHistory((), reports)
         try:
             data = directory.run_files.read_journal()
         except (OSError, DamagedRunError) as error:
@@ -87,7 +83,7 @@ class RunRecord:
             if isinstance(error, OSError) and not is_mounted:
                 raise
             reason = (error.strerror if isinstance(error, OSError) else None) or error
-            return cls(directory, (), f"the journal cannot be read: {reason}", name)
+            return cls(directory, empty, f"the journal cannot be read: {reason}", name)
         if data is None and not any(directory.checkpoints.list_readable()):
             raise FileNotFoundError(
                 f"{directory.uri} is not a Drawbar run: it has no {directory.journal_path.name}. "
@@ -96,12 +92,16 @@ class RunRecord:
         try:
             events, unreadable = decode_readable_events(data or b"", directory.root / JOURNAL_FILE)
         except UnsupportedFormatError as error:
-            return cls(directory, (), str(error), name)
+            return cls(directory, empty, str(error), name)
         if not events:
-            return cls(directory, (), "the journal is empty or missing", name)
+            return cls(directory, empty, "the journal is empty or missing", name)
         lines = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        damage = f"the journal cannot be read in line {lines}" if unreadable else ""
-        return cls(directory, tuple(events), damage, name)
+        damage = [f"the journal cannot be read in line {lines}"] if unreadable else []
+        history = RunHistory(events, reports)
+        # This reads the last segment and thus finds its damage. Others are not read.
+        _ = history.last_time
+        damage += reports.damage.values()
+        return cls(directory, history, "; ".join(damage), name)
 
     # -- properties of the run
 
@@ -147,8 +147,8 @@ class RunRecord:
 
     @property
     def last_event_time(self) -> float | None:
-        """Time of the last event, in seconds since the epoch; None if the journal is lost."""
-        return self._events[-1].time if self._events else None
+        """Time of the last event or report in seconds since the epoch; None if there is none."""
+        return self._history.last_time
 
     @property
     def timeline(self) -> Timeline:
@@ -164,9 +164,7 @@ class RunRecord:
     @property
     def metrics(self) -> Metrics | None:
         """Last metrics of the lowest rank that reported, usually rank 0; None without reports."""
-        reports = self._effective_reports
-        lowest = min((report.rank for report in reports), default=0)
-        return next((report.metrics for report in reversed(reports) if report.rank == lowest), None)
+        return self._history.last_metrics
 
     def list_report_rows(self) -> list[Metrics]:
         """Return a table of all reports that count, like `Result.metrics_dataframe`.
@@ -174,24 +172,37 @@ class RunRecord:
         Returns:
             One row for each report and rank, sorted by report and rank.
         """
-        return [
-            make_report_row(report)
-            for report in sorted(
-                self._effective_reports, key=lambda report: (report.index, report.rank)
-            )
-        ]
+        return list(self.iter_report_rows())
 
-    def get_curves(self) -> dict[str, dict[int, float]]:
+    def iter_report_rows(self) -> Iterator[Metrics]:
+        """Yield the rows of `list_report_rows`, without keeping all of them in memory.
+
+        Yields:
+            One row for each report and rank, sorted by report and rank.
+
+        Example:
+            Print the loss of each report::
+
+                for row in runs.find_run("experiment").iter_report_rows():
+                    print(row["rank"], row["index"], row.get("loss"))
+        """
+        yield from self._history.iter_rows()
+
+    def get_curves(self, *, is_sampled: bool = False) -> dict[str, dict[int, float]]:
         """Return the numeric metrics of the lowest rank, for plots.
+
+        Args:
+            is_sampled: Whether to return only some points of a run with more than 100,000 reports,
+                which is faster.
 
         Returns:
             For each metric, its value by report number.
         """
-        return extract_curves(self._effective_reports)
+        return extract_curves(self._history, is_sampled=is_sampled)
 
     @property
-    def _effective_reports(self) -> list[ReportReceived]:
-        return select_effective_reports(self._events)
+    def _events(self) -> Sequence[JournaledEvent]:
+        return self._history.events
 
     # -- files
 
@@ -226,7 +237,8 @@ class RunRecord:
         """Check every checkpoint against its manifest and checksums.
 
         Checkpoints that are in the journal but do not exist are included. So are the index of
-        external checkpoints and the journal if they are damaged.
+        external checkpoints and the segments with reports if they are damaged. If reports are
+        missing, the name is "reports".
 
         Yields:
             The name of each checkpoint, and its damage or "".
@@ -243,9 +255,13 @@ class RunRecord:
             yield INDEX_FILE, errors.pop(INDEX_FILE)
         # While a run is active, checkpoints may be newer than the events that were read.
         is_over = self.status in (*FINAL_STATUSES, INTERRUPTED)
-        if is_over and self._events and (lost := find_missing_reports(self._events, manifests)):
-            reports = f"reports {lost.first} to {lost.until - 1}"
-            yield JOURNAL_FILE, f"{reports}, which are older than {lost.checkpoint}, are missing"
+        lost = None
+        if is_over and self._events:
+            lost = find_missing_reports(self._events, self._history.reports, manifests)
+        if lost is not None:
+            reason = f", which are older than {lost.checkpoint}," if lost.checkpoint else ""
+            yield REPORTS_DIRECTORY, f"reports {lost.first} to {lost.until - 1}{reason} are missing"
+        yield from sorted(self._history.reports.check_all().items())
         damaged = self._directory.checkpoints.list_damaged()
         names = (
             {manifest.name for manifest in manifests}
@@ -370,15 +386,3 @@ class RunRecord:
             yield new
             if is_active:
                 time.sleep(_POLL_PERIOD_S)
-
-
-REPORT_COLUMNS = ("rank", "index", "attempt", "time")
-"""Columns of a table of reports, before the metrics."""
-
-
-def make_report_row(report: ReportReceived) -> Metrics:
-    """Return a report as a row of a table, with nested metric names joined by "/"."""
-    row = {name: getattr(report, name) for name in REPORT_COLUMNS}
-    for name, value in flatten(report.metrics).items():
-        row[f"metric/{name}" if name in REPORT_COLUMNS else name] = value
-    return row

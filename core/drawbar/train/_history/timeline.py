@@ -11,9 +11,10 @@ from drawbar.train._history.events import (
     CheckpointCommitted,
     ControllerFailed,
     Event,
+    FirstReportReceived,
     JournalEntry,
     RanksStalled,
-    ReportReceived,
+    ReportsReceived,
     RunEnded,
     RunStarted,
     UserFunctionStarted,
@@ -143,7 +144,7 @@ def _apply_to_attempt(attempt: AttemptTimes, event: Event) -> None:
             attempt.world_size = len(event.workers)
         case UserFunctionStarted():
             attempt.function_start_time = max(event.time, attempt.function_start_time or 0.0)
-        case ReportReceived() if attempt.first_report_time is None:
+        case FirstReportReceived() if attempt.first_report_time is None:
             attempt.first_report_time = event.time
         case CheckpointCommitted():
             attempt.num_checkpoints += 1
@@ -191,8 +192,10 @@ class RunState:
 
     def apply(self, event: Event) -> None:
         """Update the state with the next event."""
+        if isinstance(event, ReportsReceived):
+            self.last_metrics[event.rank] = event.metrics[-1]
         if not isinstance(event, JournalEntry | ControllerFailed):
-            return  # does not change the state
+            return  # does not change anything else
         self.timeline.apply(event)
         match event:
             case RunStarted():
@@ -208,8 +211,6 @@ class RunState:
                 self.last_metrics = {
                     rank: self.last_metrics[rank] for rank in ranks if rank in self.last_metrics
                 }
-            case ReportReceived():
-                self.last_metrics[event.rank] = event.metrics
             case RanksStalled():
                 self.stalled_ranks = event.descriptions
             case AttemptEnded():

@@ -1,6 +1,8 @@
 """Named points at which a failure test can stop a process.
 
-The points, in the order in which a checkpoint passes them:
+The points, in the order in which a report and a checkpoint pass them:
+
+    reports.written       controller: a batch of reports is written, no watcher has received it
 
     persist.start         worker: before it copies its files into the staging area
     persist.half          worker: some of its files are copied
@@ -9,6 +11,7 @@ The points, in the order in which a checkpoint passes them:
     commit.manifest       controller: the manifest is written, the directory is not yet renamed
     commit.renamed        controller: the checkpoint is committed, the ranks are not notified
     commit.journaled      controller: the commit is journaled, the ranks are not notified
+    reports.compressed    controller: a compressed segment exists in addition to the open one
 
 `drawbar.train.testing.kill_at` arms them. `maybe_stop_at` does nothing outside of tests.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 POINTS = (
+    "reports.written",
     "persist.start",
     "persist.half",
     "commit.start",
@@ -25,6 +29,7 @@ POINTS = (
     "commit.manifest",
     "commit.renamed",
     "commit.journaled",
+    "reports.compressed",
 )
 
 armed_actions: dict[str, Callable[[], None]] = {}

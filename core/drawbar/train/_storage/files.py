@@ -179,8 +179,8 @@ NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.EINVAL, errno.ELOOP})
 """Errors by which `read_regular_file` reports that the path exists, but is not a regular file."""
 
 
-def read_regular_file(path: Path, start: int = 0) -> bytes:
-    """Read a regular file from an offset.
+def read_regular_file(path: Path, start: int = 0, size: int | None = None) -> bytes:
+    """Read a regular file from an offset, at most `size` bytes.
 
     Other types of files are an error: reading a FIFO, for example, could block forever.
 
@@ -201,7 +201,7 @@ def read_regular_file(path: Path, start: int = 0) -> bytes:
         raise OSError(errno.EINVAL, reason, str(path))
     with open(path, "rb") as file:
         file.seek(start)
-        return file.read()
+        return file.read(size)
 
 
 def fsync_tree(directory: Path) -> None:

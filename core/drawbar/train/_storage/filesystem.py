@@ -138,26 +138,38 @@ class RemotePath:
         )
         return bool(info.type.value)
 
+    def get_size(self, name: str) -> int | None:
+        """Return the size of a file; None if it does not exist."""
+        path = f"{self.fs_path}/{name}"
+        info = retry_transient(
+            lambda: self.filesystem.get_file_info([path])[0], f"looking for {self / name}"
+        )
+        return info.size if info.is_file else None
+
     # -- single files
 
-    def read(self, name: str) -> bytes:
-        """Read a file.
+    def read(self, name: str, size: int | None = None) -> bytes:
+        """Read a file, or its first `size` bytes.
 
         Raises:
             FileNotFoundError: The file does not exist.
         """
 
         def read() -> bytes:
-            with self.filesystem.open_input_stream(f"{self.fs_path}/{name}") as stream:
-                data: bytes = stream.read()
+            with self._open_input(name) as stream:
+                data: bytes = stream.read(size)
             return data
 
         return retry_transient(read, f"reading {self / name}")
 
-    def read_or_none(self, name: str) -> bytes | None:
-        """Read a file; return None if it does not exist."""
+    def _open_input(self, name: str) -> NativeFile:
+        # By default, pyarrow decompresses a file with a name such as `data.gz`.
+        return self.filesystem.open_input_stream(f"{self.fs_path}/{name}", compression=None)
+
+    def read_or_none(self, name: str, size: int | None = None) -> bytes | None:
+        """Read a file, or its first `size` bytes; return None if it does not exist."""
         try:
-            return self.read(name)
+            return self.read(name, size)
         except FileNotFoundError:
             return None
 
@@ -175,7 +187,7 @@ class RemotePath:
         # Object stores have no directories; create_dir would add an empty object of that name.
         if self.filesystem.type_name not in _FLAT_FILESYSTEMS:
             self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-        return self.filesystem.open_output_stream(path)
+        return self.filesystem.open_output_stream(path, compression=None)
 
     # -- many files
 
@@ -216,8 +228,7 @@ class RemotePath:
         target.parent.mkdir(parents=True, exist_ok=True)
 
         def download() -> None:
-            source = f"{self.fs_path}/{file.path}"
-            with self.filesystem.open_input_stream(source) as reader, open(target, "wb") as writer:
+            with self._open_input(file.path) as reader, open(target, "wb") as writer:
                 while chunk := reader.read(_TRANSFER_CHUNK_BYTES):
                     writer.write(chunk)
 

@@ -66,15 +66,7 @@ class JournalFile:
 
     def append_line(self, line: bytes) -> None:
         """Append a line, so that it survives the death of this process."""
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            self._file.truncate(end)  # a torn line must not stay between others
-            raise add_context(
-                error, f"writing {format_exact_size(len(line))} to {self._file.name}"
-            ) from error
+        append_lines(self._file, line)
 
     def close(self) -> None:
         """Release the lock, even if a forked child inherited the file, and close the file."""
@@ -84,6 +76,23 @@ class JournalFile:
             # not release it.
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+def append_lines(file: IO[bytes], lines: bytes) -> None:
+    """Append lines to an unbuffered file: all, or none if an error is raised.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    end = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        file.truncate(end)  # a torn line must not stay between others
+        raise add_context(
+            error, f"writing {format_exact_size(len(lines))} to {file.name}"
+        ) from error
 
 
 _open_journals: weakref.WeakValueDictionary[Path, JournalFile] = weakref.WeakValueDictionary()

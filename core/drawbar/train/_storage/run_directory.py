@@ -2,12 +2,13 @@
 
     <storage_path>/<name>/
         journal.jsonl             events of the run (_history/journal.py)
+        reports/                  metrics of all reports (report_files.py)
         trainer.pkl               data for restore()
         places.json               index of checkpoints in other places (external_checkpoints.py)
         outcome.pkl               return values and error of a detached run
         logs/rank_N.log           complete output of each rank
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
-        broken/                   quarantined checkpoints
+        broken/                   quarantined checkpoints and damaged segments of reports
         .staging/                 files that are not committed yet
         .uncommitted/             uncommitted files that the user moved to Drawbar
         .workers/                 exit reports of worker processes (_worker/sentinel.py)
@@ -16,8 +17,8 @@
 
 A run is local if its storage is a local path, and remote if Drawbar accesses its storage through a
 filesystem object, such as an object store. For a remote run, the directory above is a work
-directory on the driver's node. The remote storage has the checkpoints and copies of journal, logs,
-stacks, and `trainer.pkl`.
+directory on the driver's node. The remote storage has the checkpoints and copies of journal,
+reports, logs, stacks, and `trainer.pkl`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Read and write a run's journal, logs, and state, and upload them to remote storage.
+"""Read and write a run's journal, reports, logs, and state, and upload them to remote storage.
 
-Object stores cannot append. For remote storage, the journal is therefore written in a local work
-directory and uploaded at each commit and at the end of the run. Logs, stacks, and `trainer.pkl` are
-uploaded at the end. See docs/decisions/0005-remote-storage.md.
+Object stores cannot append. For remote storage, journal and reports are therefore written in a
+local work directory and uploaded at each commit and at the end of the run. A closed segment of
+reports is uploaded once. Logs, stacks, and `trainer.pkl` are uploaded at the end. See
+docs/decisions/0005-remote-storage.md.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.external_checkpoints import INDEX_FILE
-from drawbar.train._storage.files import write_atomically
+from drawbar.train._storage.files import read_regular_file, remove_tree, write_atomically
 from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._storage.journal_file import (
     JOURNAL_FILE,
@@ -26,6 +28,8 @@ from drawbar.train._storage.journal_file import (
     strip_torn_line,
 )
 from drawbar.train._storage.manifest import read_file_or_none
+from drawbar.train._storage.remote_journal import PARTS_DIRECTORY, RemoteJournal
+from drawbar.train._storage.report_files import REPORTS_DIRECTORY, list_superseded, parse_segments
 from drawbar.train._storage.retries import is_transient
 
 OUTCOME_FILE = "outcome.pkl"
@@ -37,6 +41,8 @@ RUN_FILE_NAMES = (
     "logs",
     OUTCOME_FILE,
     INDEX_FILE,
+    PARTS_DIRECTORY,
+    REPORTS_DIRECTORY,
     "stacks",
     TRAINER_FILE,
 )
@@ -70,7 +76,25 @@ class RunFiles:
             raise make_not_a_file_error(self.path / JOURNAL_FILE) from None
 
     def sync_journal(self, journal: JournalFile) -> None:
-        """Update the journal, whose lock this process holds, from the one in the storage."""
+        """Update the journal and the reports from those in the storage.
+
+        Args:
+            journal: Journal whose lock this process holds.
+        """
+
+    def list_reports(self) -> list[str]:
+        """Return the names of the segments with reports; see `parse_segments`."""
+        try:
+            return os.listdir(self.path / REPORTS_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def read_report(self, name: str, size: int | None = None) -> bytes | None:
+        """Return a segment, or its first `size` bytes; None if it does not exist."""
+        try:
+            return read_regular_file(self.path / REPORTS_DIRECTORY / name, size=size)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def read(self, name: str) -> bytes | None:
         """Return a file, such as `logs/rank_0.log`; None if it does not exist."""
@@ -88,7 +112,7 @@ class RunFiles:
         (self.path / name).unlink(missing_ok=True)
 
     def upload(self, *, everything: bool = False) -> bool:
-        """Upload the journal, or with `everything` all run files. Errors are logged.
+        """Upload journal and reports, or with `everything` all run files. Errors are logged.
 
         Returns:
             True if every file was uploaded.
@@ -124,25 +148,60 @@ class RemoteRunFiles(RunFiles):
         a new run has not yet uploaded it. Otherwise, the run was deleted from the storage, and
         there is no journal.
         """
-        local_data, remote_data = (
-            super().read_journal(),
-            self.remote_path.read_or_none(JOURNAL_FILE),
-        )
+        local_data, remote_data = self._read_journals()
+        return local_data if self._is_local_newer(local_data, remote_data) else remote_data
+
+    def _read_journals(self) -> tuple[bytes | None, bytes | None]:
+        return super().read_journal(), RemoteJournal(self.remote_path).read()
+
+    def _is_local_newer(self, local_data: bytes | None, remote_data: bytes | None) -> bool:
         if remote_data is None:
-            return local_data if is_locked(self.path / JOURNAL_FILE) else None
-        return (
-            local_data
-            if local_data is not None and local_data.startswith(strip_torn_line(remote_data))
-            else remote_data
-        )
+            return is_locked(self.path / JOURNAL_FILE)
+        return local_data is not None and local_data.startswith(strip_torn_line(remote_data))
 
     def sync_journal(self, journal: JournalFile) -> None:
-        """Replace the local journal with the one in the storage, unless the local one is newer.
+        """Replace journal and reports with those in the storage, unless the local ones are newer.
 
         The local journal is newer if it begins with all lines of the one in the storage: a driver
         died on this machine before it uploaded its last lines.
         """
-        journal.sync_from(self.remote_path.read_or_none(JOURNAL_FILE))
+        local_data, remote_data = self._read_journals()
+        if remote_data is None or not self._is_local_newer(local_data, remote_data):
+            remove_tree(self.path / REPORTS_DIRECTORY)
+        journal.sync_from(remote_data)
+        self._download_open_segments()
+
+    def _download_open_segments(self) -> None:
+        """Download the segments that a driver on another machine did not close."""
+        local_names = super().list_reports()
+        for segment in parse_segments([*self._remote_reports, *local_names]):
+            if segment.end is None and segment.file_name not in local_names:
+                data = (self.remote_path / REPORTS_DIRECTORY).read_or_none(segment.file_name)
+                (self.path / REPORTS_DIRECTORY).mkdir(exist_ok=True)
+                (self.path / segment.path).write_bytes(data or b"")
+
+    @property
+    def _remote_reports(self) -> dict[str, int]:
+        """Names and sizes of the segments in the storage."""
+        files = (self.remote_path / REPORTS_DIRECTORY).list_files()
+        return {file.path: file.size for file in files}
+
+    def list_reports(self) -> list[str]:
+        """Return the segments in the storage, and those in the work directory if it is newer."""
+        local_names = super().list_reports() if self._has_newer_local_files else []
+        return list({*self._remote_reports, *local_names})
+
+    def read_report(self, name: str, size: int | None = None) -> bytes | None:
+        """Return a segment of the work directory, or of the storage if it is newer."""
+        data = super().read_report(name, size) if self._has_newer_local_files else None
+        if data is None:
+            data = (self.remote_path / REPORTS_DIRECTORY).read_or_none(name, size)
+        return data
+
+    @cached_property
+    def _has_newer_local_files(self) -> bool:
+        """Whether the work directory is at least as new as the storage, as of the first access."""
+        return self._is_local_newer(*self._read_journals())
 
     def read(self, name: str) -> bytes | None:
         """Return a file of the storage, or of the work directory if the storage has none."""
@@ -159,7 +218,7 @@ class RemoteRunFiles(RunFiles):
         self.remote_path.delete_file(name)
 
     def upload(self, *, everything: bool = False) -> bool:
-        """Upload the journal, and with `everything` also logs, stacks, and `trainer.pkl`.
+        """Upload journal and reports, and with `everything` also logs, stacks, and `trainer.pkl`.
 
         Errors are logged, because no checkpoint depends on these files. After an error that
         concerns one file, the others are still uploaded. If the storage does not respond after
@@ -172,7 +231,7 @@ class RemoteRunFiles(RunFiles):
         with _upload_lock:
             for name in (JOURNAL_FILE, *(self._list_other_files() if everything else ())):
                 try:
-                    self._upload(name)
+                    self._upload(name, whole_journal=everything)
                 except Exception as error:  # fsspec filesystems raise any type of error
                     complete = False
                     _logger.warning("Could not upload %s to %s: %s", name, self.remote_path, error)
@@ -183,21 +242,45 @@ class RemoteRunFiles(RunFiles):
         return complete
 
     def _list_other_files(self) -> Iterator[str]:
-        """Yield the relative paths of all files except the journal and hidden files."""
+        """Yield the relative paths of all files except journal, reports, and hidden files."""
         for root, directories, files in os.walk(self.path):
             directories[:] = [
                 directory for directory in directories if not directory.startswith(".")
             ]
             for name in (os.path.relpath(f"{root}/{file}", self.path) for file in files):
-                if not name.startswith((".", JOURNAL_FILE)):
+                if not name.startswith((".", JOURNAL_FILE, f"{REPORTS_DIRECTORY}/")):
                     yield name
 
-    def _upload(self, name: str) -> None:
+    def _upload(self, name: str, *, whole_journal: bool) -> None:
         path = self.path / name
         if name == JOURNAL_FILE:
-            self.remote_path.write(name, strip_torn_line(path.read_bytes()))
+            # Read the journal first and upload it last, so that the reports before each commit in
+            # it are in the storage.
+            journal = strip_torn_line(path.read_bytes())
+            self._upload_reports()
+            copy = RemoteJournal(self.remote_path)
+            (copy.upload_all if whole_journal else copy.upload)(journal)
         else:
             self.remote_path.upload_file(path, FileEntry(name, path.stat().st_size))
+
+    def _upload_reports(self) -> None:
+        """Upload the open segments, and the closed ones that are not in the storage."""
+        stored, directory = self._remote_reports, self.remote_path / REPORTS_DIRECTORY
+        segments = parse_segments(super().list_reports())
+        for segment in segments:
+            path = self.path / segment.path
+            try:
+                is_stored = segment.end is not None and stored.get(path.name) == path.stat().st_size
+                if not is_stored:
+                    directory.write(path.name, path.read_bytes())
+            except FileNotFoundError:
+                # The segment was closed in the meantime, so list the segments again.
+                if path.exists() or not self.path.exists():
+                    raise
+                return self._upload_reports()
+        names = {*stored, *(segment.file_name for segment in segments)}
+        for name in list_superseded(names):
+            directory.delete_file(name)
 
     def upload_log(self, log: Path) -> None:
         """Upload the log of a rank, if it exists."""

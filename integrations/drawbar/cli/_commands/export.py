@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from drawbar.cli._arguments import AsJson, RunName, open_record
 from drawbar.cli._output import CommandError, encode_json, format_os_error
+from drawbar.train.runs import RunRecord
 
+if TYPE_CHECKING:
+    import pyarrow
+
+Row = dict[str, Any]
+
+_PART_ROWS = 65_536
 _FIXED_COLUMNS = ("rank", "index", "attempt", "time")
 
 
@@ -37,34 +48,44 @@ def export(
     """
     if as_csv + as_parquet + as_json > 1:
         raise CommandError("Use only one of --csv, --parquet, and --json.")
-    rows = open_record(run).list_report_rows()
-    encode = encode_json if as_json else _to_parquet if as_parquet else _to_csv
-    data = encode(rows)
-    if output is not None:
+    if as_parquet and output is None and sys.stdout.isatty():
+        raise CommandError("Parquet cannot be written to a terminal. Use --output FILE.")
+    record = open_record(run)
+    write = _write_json if as_json else _write_parquet if as_parquet else _write_csv
+    # A temporary file, so that an error leaves no partial output.
+    with tempfile.TemporaryFile() as data:
+        write(record, data)
+        data.seek(0)
+        if output is None:
+            shutil.copyfileobj(data, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+            return
         try:
-            output.write_bytes(data)
+            with open(output, "wb") as file:
+                shutil.copyfileobj(data, file)
         except OSError as error:
             raise CommandError(format_os_error(error)) from error
-        return
-    if as_parquet and sys.stdout.isatty():
-        raise CommandError("Parquet cannot be written to a terminal. Use --output FILE.")
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
 
 
-def _columns(rows: list[dict[str, object]]) -> list[str]:
-    return list(dict.fromkeys((*_FIXED_COLUMNS, *(name for row in rows for name in row))))
+def _write_json(record: RunRecord, file: IO[bytes]) -> None:
+    file.write(encode_json(record.list_report_rows()))
 
 
-def _to_csv(rows: list[dict[str, object]]) -> bytes:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _columns(rows), lineterminator="\n")
+def _write_csv(record: RunRecord, file: IO[bytes]) -> None:
+    columns = list(_list_columns(record.iter_report_rows()))
+    text = io.TextIOWrapper(file, errors="backslashreplace", newline="", write_through=True)
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode(errors="backslashreplace")
+    writer.writerows(record.iter_report_rows())
+    text.detach()
 
 
-def _to_parquet(rows: list[dict[str, object]]) -> bytes:
+def _list_columns(rows: Iterable[Row]) -> dict[str, None]:
+    return dict.fromkeys((*_FIXED_COLUMNS, *(name for row in rows for name in row)))
+
+
+def _write_parquet(record: RunRecord, file: IO[bytes]) -> None:
+    """Write the reports in parts, so that they are not in memory all at once."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -73,9 +94,29 @@ def _to_parquet(rows: list[dict[str, object]]) -> bytes:
             "--parquet needs pyarrow. Install it with: pip install 'drawbar[data]'"
         ) from error
     try:
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in _columns(rows)})
+        # A first pass determines the columns and their types.
+        schema = pyarrow.unify_schemas(
+            [_make_table(rows).schema for rows in _iter_parts(record)],
+            promote_options="permissive",
+        )
+        with parquet.ParquetWriter(file, schema) as writer:
+            for rows in _iter_parts(record):
+                writer.write_table(_make_table(rows, schema))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, ValueError, OverflowError) as error:
         raise CommandError(f"Parquet needs one type per metric: {error}. Use --csv.") from error
-    sink = io.BytesIO()
-    parquet.write_table(table, sink)
-    return sink.getvalue()
+
+
+def _iter_parts(record: RunRecord) -> Iterator[list[Row]]:
+    rows = record.iter_report_rows()
+    part = list(islice(rows, _PART_ROWS))
+    yield part  # also if it is empty: a table without rows has columns
+    while part := list(islice(rows, _PART_ROWS)):
+        yield part
+
+
+def _make_table(rows: list[Row], schema: pyarrow.Schema | None = None) -> pyarrow.Table:
+    import pyarrow
+
+    columns = list(_list_columns(rows)) if schema is None else schema.names
+    values = {name: [row.get(name) for row in rows] for name in columns}
+    return pyarrow.table(values, schema)

@@ -153,7 +153,7 @@ def _format_row(checkpoint: Manifest) -> tuple[str, ...]:
 
 
 def _write_metrics(record: RunRecord) -> None:
-    curves = record.get_curves()
+    curves = record.get_curves(is_sampled=True)
     latest = flatten(record.metrics or {})
     if latest:
         print("\nMetrics")

@@ -12,7 +12,7 @@ def verify(run: RunName, as_json: AsJson = False) -> None:
     """Verify the checkpoints of a run.
 
     Compares the files of every checkpoint with their recorded sizes and checksums. Exits with code
-    1 if a checkpoint or the run's journal is damaged.
+    1 if a checkpoint, the run's journal, or its reports are damaged.
     """
     record = open_record(run)
     damage_by_name: dict[str, str] = {}

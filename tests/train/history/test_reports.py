@@ -1,0 +1,316 @@
+"""Tests of the segments with reports: history, damage, kills, and data frames."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import FailureConfig, Result, RunConfig, UserCallback
+from drawbar.train._history import report_log, run_history
+from drawbar.train._history.events import (
+    AttemptStarted,
+    CheckpointValidated,
+    JournaledEvent,
+    ReportsReceived,
+    RunStarted,
+)
+from drawbar.train._history.journal import Journal
+from drawbar.train._history.report_blocks import decode_block, encode, make_blocks, merge_blocks
+from drawbar.train._history.report_log import ReportLog
+from drawbar.train._history.run_history import RunHistory
+from drawbar.train._history.stored_reports import StoredReports
+from drawbar.train._storage.manifest import ReportedCheckpointStatus
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train.runs import find_run
+from drawbar.train.testing import check_run, kill_at, run_in_threads
+from tests.train.event_factories import workers_started
+from tests.train.local_runs import fit
+from tests.train.report_segments import list_reports
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Drivers
+
+Metrics = dict[str, Any]
+Reports = dict[tuple[int, int], Metrics]
+"""Metrics by report number and rank."""
+
+
+class Run:
+    """A run directory into which reports are written as by the controller."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = RunDirectory(path)
+        self.expected: Reports = {}
+        self._journal = Journal(path / "journal.jsonl")
+        self._log = ReportLog(self.directory, self._journal)
+        self.append(RunStarted(time=0, run_id="r", name="run", config={}))
+
+    def append(self, event: JournaledEvent) -> None:
+        self._journal.append(event)
+
+    def start_attempt(self, number: int, first: int, num_workers: int) -> None:
+        self.append(
+            AttemptStarted(time=0, attempt=number, first_report_index=first, resume_checkpoint=None)
+        )
+        self.append(workers_started(num_workers))
+        self.expected = {key: value for key, value in self.expected.items() if key[0] < first}
+
+    def report(self, attempt: int, rank: int, first: int, metrics: list[Metrics]) -> None:
+        indices = range(first, first + len(metrics))
+        times = [float(index) for index in indices]
+        self._log.append(ReportsReceived(attempt, rank, indices, times, metrics))
+        self.expected |= {(index, rank): metrics[index - first] for index in indices}
+
+    def close(self) -> None:
+        self._log.close()
+        self._journal.close()
+
+    def read(self) -> RunHistory:
+        return RunHistory.read(self.directory)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    (tmp_path / "run").mkdir()
+    with closing(Run(tmp_path / "run")) as run:
+        yield run
+
+
+def get_reports(history: RunHistory) -> Reports:
+    rows = history.iter_rows()
+    head = set(run_history.REPORT_COLUMNS)
+    return {
+        (row["index"], row["rank"]): {k: v for k, v in row.items() if k not in head} for row in rows
+    }
+
+
+def draw_metrics(generator: random.Random) -> Metrics:
+    metrics: Metrics = {"loss": generator.random()}
+    if generator.random() < 0.2:
+        metrics["val"] = generator.choice([1, True, None, "ü\n", math.inf, -math.inf, 10**30])
+    if generator.random() < 0.1:
+        del metrics["loss"]
+    return metrics
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_history_of_random_attempts_has_every_report_once(
+    run: Run, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(seed)
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", generator.choice([1, 300, 3000, 10**6]))
+    first, last_metrics = 0, dict[int, Metrics]()
+    for attempt in range(generator.randint(1, 4)):
+        workers = generator.randint(1, 4)
+        run.start_attempt(attempt, first, workers)
+        last_metrics = {rank: last_metrics[rank] for rank in last_metrics if rank < workers}
+        following = dict.fromkeys(range(workers), first)
+        for _ in range(generator.randint(0, 40)):
+            rank = generator.randrange(workers)
+            metrics = [draw_metrics(generator) for _ in range(generator.randint(1, 5))]
+            run.report(attempt, rank, following[rank], metrics)
+            following[rank] += len(metrics)
+            last_metrics[rank] = metrics[-1]
+            if generator.random() < 0.1:
+                assert get_reports(run.read()) == run.expected
+        first = generator.randint(first, min(following.values()))
+    for _ in range(2):  # with an open segment, and after it was closed
+        history = run.read()
+        assert list(get_reports(history).items()) == sorted(run.expected.items())
+        assert history.make_state().last_metrics == last_metrics
+        _, rank = min(run.expected, key=lambda key: key[1], default=(0, 0))
+        last = [metrics for key, metrics in sorted(run.expected.items()) if key[1] == rank]
+        assert history.last_metrics == (last[-1] if last else None)
+        frame = Result.from_path(run.directory.local_path).metrics_dataframe
+        keys = list(zip(frame["index"], frame["rank"], strict=True))
+        assert keys == sorted(run.expected)
+        for name in {"loss", "val"} & set(frame.columns):
+            for key, value in zip(keys, frame[name], strict=True):
+                expected = run.expected[key].get(name)
+                assert expected is None or value == pytest.approx(expected)
+        run.close()
+        assert all(name.endswith(".gz") for name in list_reports(run.directory.local_path))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_history_without_a_segment_or_line_is_incomplete(
+    run: Run, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(seed)
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 200)
+    run.start_attempt(0, 0, 2)
+    for step in range(40):
+        for rank in range(2):
+            run.report(0, rank, step, [draw_metrics(generator)])
+    run.close()
+    names = list_reports(run.directory.local_path)
+    assert len(names) > 5
+    *earlier, _ = sorted(names, key=lambda name: int(name.split("-")[1]))
+    path = run.directory.local_path / "reports" / generator.choice(earlier)
+    first, end = (int(part) // 2 for part in path.name.removesuffix(".jsonl.gz").split("-")[1:])
+    path.unlink()
+    with pytest.raises(train.DamagedRunError, match=rf"reports {first} to \d+ are missing"):
+        run.read()
+    damage = dict(find_run(run.directory.local_path).verify_checkpoints())
+    assert damage["reports"].startswith(f"reports {first} to ")
+    assert int(damage["reports"].split()[3]) in (end - 1, end)
+
+
+def test_history_reads_no_reports_for_last_metrics(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 200)
+    run.start_attempt(0, 0, 1)
+    for step in range(100):
+        run.report(0, 0, step, [{"step": step}])
+    run.close()
+    assert len(list_reports(run.directory.local_path)) > 10
+    read: list[str] = []
+    read_lines = StoredReports._read_lines
+
+    def record(self: StoredReports, segment: Any) -> bytes:
+        read.append(segment.file_name)
+        return read_lines(self, segment)
+
+    monkeypatch.setattr(StoredReports, "_read_lines", record)
+    assert Result.from_path(run.directory.local_path).metrics == {"step": 99}
+    record_of_run = find_run(run.directory.local_path)
+    assert (record_of_run.metrics, record_of_run.last_event_time) == ({"step": 99}, 99.0)
+    assert read == []
+
+
+def test_sampled_curves_have_ends_of_long_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 5000)
+    monkeypatch.setattr(run_history, "SAMPLED_REPORTS", 100)
+    run.start_attempt(0, 0, 1)
+    for first in range(0, 10_000, 100):
+        run.report(0, 0, first, [{"step": step} for step in range(first, first + 100)])
+    run.close()
+    record = find_run(run.directory.local_path)
+    sampled, complete = (record.get_curves(is_sampled=value)["step"] for value in (True, False))
+    assert complete == {step: step for step in range(10_000)}
+    assert 100 < len(sampled) < 2000
+    assert sampled.items() <= complete.items()
+    assert 9999 in sampled
+
+
+def test_validation_metrics_are_in_row_of_lowest_rank(run: Run) -> None:
+    run.start_attempt(0, 0, 2)
+    for rank in (1, 0):
+        run.report(0, rank, 0, [{"loss": 1.0}, {"loss": 2.0}])
+    for index, metrics in ((0, {"acc": 0.5}), (1, {"acc": 0.75, "loss": 3})):
+        run.append(
+            CheckpointValidated(
+                time=0,
+                index=index,
+                name="c",
+                status=ReportedCheckpointStatus.VALIDATED,
+                metrics=metrics,
+                error="",
+                seconds=0,
+            )
+        )
+    assert get_reports(run.read()) == {
+        (0, 0): {"loss": 1.0, "acc": 0.5},
+        (0, 1): {"loss": 1.0},
+        (1, 0): {"loss": 3, "acc": 0.75},
+        (1, 1): {"loss": 2.0},
+    }
+    assert run.read().last_metrics == {"loss": 3, "acc": 0.75}
+    frame = Result.from_path(run.directory.local_path).metrics_dataframe
+    assert frame["acc"].dropna().tolist() == [0.5, 0.75]
+    assert frame["loss"].tolist() == [1.0, 1.0, 3, 2.0]
+    run.start_attempt(1, 1, 2)
+    run.report(1, 0, 1, [{"loss": 4.0}])
+    assert run.read().last_metrics == {"loss": 4.0}
+
+
+def test_blocks_with_alternating_names_are_merged() -> None:
+    metrics: list[Metrics] = [{"loss": step} if step % 2 else {"acc": step} for step in range(100)]
+    blocks = make_blocks(3, range(100), [0.0] * 100, metrics)
+    assert len(blocks) == 100
+    merged = merge_blocks(blocks)
+    assert [list(block.metrics) for block in merged] == [["acc"], ["loss"]]
+    assert [decode_block(encode(block)) for block in merged] == merged
+    assert merged[0].indices == list(range(0, 100, 2))
+
+
+class Recorder(UserCallback):
+    """Record the reports that a callback has received, outside the run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{metrics[0]['step']}\n")
+
+
+@pytest.mark.parametrize("occurrence", [1, 2, 7, 30])
+@pytest.mark.parametrize("point", ["reports.written", "reports.compressed"])
+def test_driver_killed_while_writing_reports_loses_none_that_were_shown(
+    tmp_path: Path, drivers: Drivers, point: str, occurrence: int
+) -> None:
+    def function() -> None:
+        for step in range(300):
+            train.report({"step": step})
+
+    def main() -> None:
+        report_log.SEGMENT_BYTES = 200
+        kill_at(point, occurrence=occurrence)
+        fit(function, tmp_path, callbacks=[Recorder(tmp_path / "shown")])
+
+    with drivers(main) as driver:
+        assert driver.wait(60) == -signal.SIGKILL, driver.communicate()
+    shown = tmp_path / "shown"
+    steps = [int(line) for line in shown.read_text().split()] if shown.exists() else []
+    run = tmp_path / "run"
+    check_run(run)
+    stored = Result.from_path(run).metrics_dataframe["step"].tolist()
+    assert stored == list(range(len(stored)))
+    assert set(steps) <= set(stored)
+    assert len(stored) >= occurrence
+    result = fit(function, tmp_path)
+    assert result.metrics_dataframe["step"].tolist() == list(range(300))
+    assert all(name.endswith(".gz") for name in list_reports(run))
+    check_run(run)
+
+
+def test_metrics_of_active_run_include_open_segment(tmp_path: Path) -> None:
+    def function() -> tuple[Any, Any, int]:
+        train.report({"step": 0})
+        train.report({"step": 1})
+        path = train.get_context().get_storage()
+        while len(Result.from_path(path).metrics_dataframe) < 2:
+            os.sched_yield()
+        record = find_run(path)
+        return Result.from_path(path).metrics, record.metrics, len(record.list_report_rows())
+
+    assert fit(function, tmp_path).return_value == ({"step": 1}, {"step": 1}, 2)
+
+
+def test_restarted_ranks_of_threads_have_complete_history(tmp_path: Path) -> None:
+    def function() -> None:
+        context = train.get_context()
+        for step in range(50):
+            train.report({"step": step, "rank": context.get_world_rank()})
+            if context.get_attempt() == 0 and step == 25:
+                raise ValueError("once")
+
+    config = RunConfig(
+        name="run", storage_path=tmp_path, failure_config=FailureConfig(max_failures=1)
+    )
+    result = run_in_threads(function, num_workers=3, run_config=config)
+    frame = result.metrics_dataframe
+    assert len(frame) == 150
+    assert set(frame["attempt"]) == {1}
+    check_run(tmp_path / "run")
