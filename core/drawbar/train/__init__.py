@@ -174,7 +174,7 @@ _LAZY_NAMES = {
 
 _REPLACEMENTS = {
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
-    "SyncConfig": "leave it out: report() uploads checkpoints, the run its journal and logs",
+    "SyncConfig": "leave it out: Drawbar uploads checkpoints, the journal, and logs",
     "horovod": "use drawbar.train.torch.TorchTrainer and torch.distributed",
 }
 """Names of Ray Train without a counterpart, each with the replacement to suggest."""

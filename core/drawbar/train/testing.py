@@ -58,7 +58,7 @@ def kill_at(point: str, *, occurrence: int = 1, signal_number: int = signal.SIGK
 
     Args:
         point: One of `FAULT_POINTS`.
-        occurrence: Number of the occurrence of the step at which the process is killed, from 1.
+        occurrence: n, to kill the process when it reaches the step for the n-th time.
         signal_number: Signal that the process sends to itself.
 
     Raises:
@@ -254,8 +254,9 @@ class BackendContract:
     def test_fit_after_sigkill_sets_up_backend_again(self, tmp_path: Path) -> None:
         """Check that two ranks communicate again after a SIGKILL, and that an error ends the run.
 
-        A kept process has its cache and is set up again if the backend has `can_reuse_processes`;
-        otherwise every process is new. An error on one rank ends the run, although the other waits.
+        If the backend has `can_reuse_processes`, the surviving process keeps its cache and is set
+        up again. Otherwise, every process is new. An error on one rank ends the run, although the
+        other waits.
         """
         import pytest
 

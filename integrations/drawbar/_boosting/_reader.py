@@ -262,7 +262,10 @@ class BlockReader:
         return numbered
 
     def _append(self, block: Block) -> None:
-        """Store blocks of similar size with complete queries. More rows of the last may follow."""
+        """Store blocks of similar size with complete queries.
+
+        The last query stays pending, because more of its rows may follow.
+        """
         self.summary.rows += len(block)
         self._pending.append(block)
         values = sum(len(pending) * len(pending.features) for pending in self._pending)

@@ -44,7 +44,7 @@ class BoostingTrainer(DataParallelTrainer):
     Args:
         train_loop_per_worker: Training function, if there is one.
         spec_class: The library's subclass of `TrainingSpec`.
-        spec_arguments: Arguments of the form with parameters, None for those that are not set:
+        spec_arguments: Arguments for training without a function, None for those that are not set:
             the keys of `ROLE_BY_ARGUMENT`, and fields of `spec_class`.
         backend_config: Configuration of the library's workers.
 
@@ -148,8 +148,8 @@ def _require_no_spec_arguments(
 ) -> TrainFunction:
     if arguments:
         raise TypeError(
-            f"{', '.join(arguments)} cannot be combined with a training function. Remove one of "
-            "them."
+            f"{', '.join(arguments)} cannot be combined with a training function. Remove the "
+            "function, or remove these arguments."
         )
     return function
 

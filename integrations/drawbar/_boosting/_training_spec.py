@@ -31,8 +31,8 @@ class TrainingSpec(ABC):
         columns: Roles of the columns.
         datasets: Names of the datasets, "train" first. All others are evaluated every round.
         num_boost_round: Total number of rounds, including those before a resume.
-        early_stopping_rounds: Stop when the last metric on the last dataset has not improved for
-            this number of rounds. None disables early stopping.
+        early_stopping_rounds: Stop when a metric has not improved for this number of rounds. The
+            library determines which metrics count. None disables early stopping.
         callbacks: Callbacks of the library, pickled to each worker.
         external_memory: Whether to store rows on disk instead of memory, or the directory for it.
         cache_data: Whether to keep loaded data while the process lives, for restarts.

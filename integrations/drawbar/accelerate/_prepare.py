@@ -1,4 +1,4 @@
-"""check_accelerator: use an Accelerator in a training function."""
+"""check_accelerator: check that an Accelerator matches its worker."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SHARDING_ENV = {
 
 
 def check_accelerator(accelerator: Accelerator) -> Accelerator:
-    """Check that an `Accelerator` has the ranks and the sharding that were requested.
+    """Check that an `Accelerator` has the rank of its worker and the requested sharding.
 
-    Accelerate ignores FSDP and DeepSpeed plugins on CPUs without a message. `report_state()` and
+    On CPUs, Accelerate silently ignores FSDP and DeepSpeed plugins. `report_state()` and
     `load_state()` make the same checks.
 
     Args:
@@ -89,7 +89,7 @@ def require_matching_ranks(world_size: int, rank: int, name: str) -> None:
 
 @contextmanager
 def allow_sharding_on_cpu() -> Iterator[None]:
-    """Make Accelerators created inside use their FSDP or DeepSpeed plugin on CPU workers.
+    """Let Accelerators created in the `with` block use FSDP or DeepSpeed plugins on CPU workers.
 
     Accelerate accepts these plugins only if the processes have GPUs, but they also work on CPUs. So
     its state declares GPUs while the Accelerator is created. Use this only if there is a plugin:

@@ -21,8 +21,8 @@ def report_state(
 ) -> None:
     """Save the state of an Accelerator and report it with metrics.
 
-    Collective: call it on all ranks. Each rank writes its part of the state directly into the run's
-    storage. `load_state()` reads the checkpoint, and so does `Accelerator.load_state()`.
+    Collective: call it on all ranks. Each rank writes its part of the state to a directory from
+    `checkpoint_dir()`. `load_state()` reads the checkpoint, as does `Accelerator.load_state()`.
 
     Args:
         accelerator: Accelerator that has prepared model, optimizer, and scheduler.

@@ -183,7 +183,7 @@ def get_network_params(tree_learner: str = "data") -> dict[str, object]:
     if tree_learner not in ("data", "voting"):
         raise ValueError(
             f"tree_learner must be 'data' or 'voting', found {tree_learner!r}. LightGBM's Python "
-            "package does not support 'feature', and a single worker uses 'serial'."
+            "package does not support 'feature'. A single worker uses 'serial' automatically."
         )
     workers = get_context().get_world_size()
     threads: dict[str, object] = {"num_threads": worker_threads()}

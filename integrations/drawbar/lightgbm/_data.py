@@ -111,7 +111,7 @@ def make_dataset(
 
 
 def _unify_dtypes(blocks: Sequence[Block]) -> list[Block]:
-    """Convert a feature to float64 in all blocks if it is in one, since LightGBM needs one type."""
+    """Convert features that are float64 in one block to float64 in all: LightGBM needs one type."""
     doubles = {
         number
         for block in blocks

@@ -39,8 +39,8 @@ def train(
     It uses the run's network and CPUs without `get_network_params`. Training resumes with the same
     round numbers and state of early stopping and learning rates, so that the booster equals the
     result of an uninterrupted run. There are exceptions: LightGBM does not save the state of its
-    random generators, so rows and features (`bagging_fraction`, `feature_fraction`) are drawn
-    again, `dart` drops only new trees, and `rf` starts from scratch.
+    random generators, so rows and features (`bagging_fraction`, `feature_fraction`) are drawn with
+    new random numbers. `dart` drops only new trees, and `rf` starts from scratch.
 
     The arguments equal `lightgbm.train`'s. Without a `RayTrainReportCallback`, one with
     default settings is added, which saves at the end. Pass one with a `frequency` to save during
@@ -55,7 +55,7 @@ def train(
         valid_names: Names of these datasets.
         feval: Custom metric, or a list of them; see `allreduce_metric` and `GlobalEvaluation`.
         init_model: Model to continue from, unless the run has a checkpoint, which includes its
-            trees. Its rounds do not count.
+            trees. `num_boost_round` does not include the rounds of this model.
         keep_training_booster: Whether the returned booster can be trained further.
         callbacks: Callbacks.
 

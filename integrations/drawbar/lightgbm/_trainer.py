@@ -44,8 +44,8 @@ class LightGBMTrainer(BoostingTrainer):
         categorical_features: Categorical features of strings, or of integers from 0. Columns of a
             categorical type of pandas or Arrow are always categorical. Categories of all workers
             are merged.
-        early_stopping_rounds: Stop all workers when no metric of any dataset except "train" has
-            improved for this number of rounds. `params` may have `first_metric_only`.
+        early_stopping_rounds: Stop all workers when one metric of one dataset other than "train"
+            has not improved for this number of rounds. `params` may have `first_metric_only`.
         callbacks: Callbacks of `lightgbm.train`. A `RayTrainReportCallback` controls reports and
             checkpoints. Default: report all metrics and save at the end.
         feval: Custom metric of `lightgbm.train`, or a list of them; see `allreduce_metric`, and

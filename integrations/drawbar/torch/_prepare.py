@@ -27,8 +27,9 @@ def prepare_model(
 ) -> nn.Module:
     """Move a model to this worker's device and make it data-parallel over all workers.
 
-    With one worker, the model is only moved. Every rank starts with the weights of rank 0. Create
-    the optimizer afterwards, because "fsdp" and "fsdp2" replace the parameters.
+    With one worker, the model is only moved. If a strategy is set, every rank starts with the
+    weights of rank 0. Create the optimizer afterwards, because "fsdp" and "fsdp2" replace the
+    parameters.
 
     Args:
         model: Model to prepare. For "fsdp" and "fsdp2", it may be on the meta device. In this case,

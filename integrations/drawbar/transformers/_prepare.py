@@ -44,14 +44,15 @@ def prepare_trainer(trainer: T) -> T:
 
     - `train()` resumes from the run's latest checkpoint after a restart, or when the run is
       resumed: with optimizer, scheduler, random generators, and position in the data.
-      `resume_from_checkpoint` takes precedence: a path, or False to start from scratch. True has no
-      effect if the run has a checkpoint. Only checkpoints of earlier attempts are used, so a second
-      Trainer in the same function starts from scratch.
+      `resume_from_checkpoint` takes precedence: a path, or False to start from scratch. True only
+      makes a difference if the run has no checkpoint: Transformers then resumes from `output_dir`,
+      or raises an error if it has none. A second Trainer in the same function does not resume from
+      checkpoints of the first one.
     - `train_dataset` and `eval_dataset` may be a shard from `drawbar.train.get_dataset_shard()`,
       whose rows are passed to the Trainer's `data_collator`, or batches from its
-      `iter_torch_batches()`. An epoch is the shard of this worker. If the dataset of the trainer is
-      materialized, `max_steps` is not needed. Otherwise its length is unknown: set `max_steps`. A
-      dataset that is not split is evaluated by all workers together.
+      `iter_torch_batches()`. In each epoch, a worker reads its shard once. If the dataset passed to
+      `TorchTrainer` is materialized, `max_steps` is not needed. Otherwise its length is unknown:
+      set `max_steps`. A dataset that is not split is evaluated by all workers together.
     - `load_best_model_at_end` loads from the run's checkpoints.
     - `fsdp` (version 2) and `deepspeed` also work on CPUs, where Accelerate would ignore both
       without a message.
@@ -186,7 +187,8 @@ class PreparedTransformersTrainer(Trainer):
     ) -> torch.utils.data.DataLoader[object]:
         """Return a data loader for the shard of this worker.
 
-        Accelerate would split it again, and read one batch more than the checkpoint counts.
+        The loader is not prepared by Accelerate, which would split the shard again and prefetch one
+        batch, so that the position in checkpoints would be one batch too far.
         """
         dataset = ShardIterableDataset(data)
         if not is_shard(data):

@@ -126,7 +126,7 @@ class FailureConfig(ConfigRepr):
             -1 sets no limit. The delay between starts doubles from 2 s to 60 s.
         reuse_workers: Whether a restart keeps the processes of workers that did not fail, with
             their imported modules and `get_context().cache`. This requires a backend that supports
-            it, and a training function that stops within one second.
+            it, and a training function that stops within one second when another rank fails.
         hang_timeout: Time in seconds, or a timedelta. The attempt fails if no rank shows any
             activity (reports, collectives, output) for this long. Drawbar then writes the stacks of
             all ranks to `<run>/stacks` and raises a `HangError` that names the outlier rank. Counts
@@ -327,7 +327,7 @@ class RunConfig(ConfigRepr):
         "progress_reporter": "leave it out: the console shows the progress, and callbacks=[...] "
         "receive every report",
         "stop": "return from the training function when it is time, or call RunHandle.stop()",
-        "sync_config": "leave it out: report() uploads checkpoints, the run its journal and logs",
+        "sync_config": "leave it out: Drawbar uploads checkpoints, the journal, and logs",
         "local_dir": "write storage_path=",
     }
 

@@ -34,7 +34,7 @@ def clean(
         typer.Option(
             metavar="DAYS",
             min=0,
-            help="Delete cached copies and work directories only if they are older.",
+            help="Delete checkpoint copies and work directories only if they are older.",
         ),
     ] = 7,
     yes: Annotated[
@@ -45,7 +45,7 @@ def clean(
     """List or delete files that runs no longer need.
 
     Without --yes, only lists the files. Deletes uncommitted files of runs that have ended and, with
-    --keep, checkpoints of these runs. On this machine, also deletes cached copies of remote
+    --keep, checkpoints of these runs. On this machine, also deletes temporary copies of
     checkpoints, stale sockets, and old work directories of runs on remote storage. Never deletes
     files of an active run.
     """

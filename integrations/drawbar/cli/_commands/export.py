@@ -44,7 +44,7 @@ def export(
 ) -> None:
     """Export all reports of a run as CSV, Parquet, or JSON.
 
-    Writes one row per rank and report.
+    Writes one row per rank and report. Omits reports that a restart replaced.
     """
     if as_csv + as_parquet + as_json > 1:
         raise CommandError("Use only one of --csv, --parquet, and --json.")

@@ -24,7 +24,10 @@ def doctor(
         ),
     ] = None,
     storage: Annotated[
-        str, typer.Option(metavar="PATH", help="Check that all nodes share this directory.")
+        str,
+        typer.Option(
+            metavar="PATH", help="With --address, check that all nodes share this directory."
+        ),
     ] = "",
     show_all: Annotated[bool, typer.Option("--all", help="Include checks that passed.")] = False,
     as_json: AsJson = False,
