@@ -38,7 +38,7 @@ def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
         state, step = init_state(), 0
         if (loaded := load_state(state)) is not None:
             state, metrics = loaded
-            step = metrics["step"]
+            step = metrics["step"] + 1
         ```
     """
     checkpoint = get_agreed_checkpoint()

@@ -30,7 +30,7 @@ def was_stopped(state: TrainerState) -> bool:
     """Return whether a callback such as `EarlyStoppingCallback` stopped training at this step."""
     control = _saved_callbacks(state).get(TrainerControl.__name__, {})
     should_stop = isinstance(control, dict) and control.get("args", {}).get("should_training_stop")
-    # The Trainer also sets it at the last step, which is no reason not to train more epochs.
+    # The Trainer also sets it at the last step. A resumed run may still train more epochs.
     return bool(should_stop) and state.global_step < state.max_steps
 
 

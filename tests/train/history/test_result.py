@@ -128,6 +128,17 @@ def test_get_best_checkpoint_prefers_newest_of_equal_ones(tmp_path: Path, mode: 
     assert best == result.best_checkpoints[-1][0]
 
 
+def test_get_best_checkpoint_by_other_metric_prefers_newest_of_equal_ones(tmp_path: Path) -> None:
+    def function() -> None:
+        save(accuracy=0.9, loss=1.0)
+        save(accuracy=0.8, loss=1.0)
+
+    ranking = CheckpointConfig(checkpoint_score_attribute="accuracy")
+    best = fit(function, tmp_path, checkpoint_config=ranking).get_best_checkpoint("loss", "min")
+    assert best is not None
+    assert Path(best).name == "checkpoint_000001"
+
+
 def test_get_best_checkpoint_with_unknown_metric_lists_metrics(tmp_path: Path) -> None:
     result = fit(save_three, tmp_path)
     message = "has the metric 'los'. There are 'eval/acc', 'loss'; did you mean 'loss'"

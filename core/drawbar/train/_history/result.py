@@ -231,8 +231,8 @@ class Result:
             reported = [metrics for _, metrics in self.best_checkpoints]
             available = describe_available(reported, missing_name=metric)
             raise KeyError(f"No checkpoint has the metric {metric!r}. {available}")
-        choose = max if mode == "max" else min
-        return choose(reversed(usable), key=lambda pair: pair[0])[1]  # the newest of equal ones
+        sign = 1 if mode == "max" else -1
+        return max(usable, key=lambda pair: (sign * pair[0], _get_report_index(pair[1])))[1]
 
     def __repr__(self) -> str:
         lines = [
@@ -269,6 +269,10 @@ class Result:
                 for checkpoint, metrics in self.best_checkpoints
             ],
         ).render()
+
+
+def _get_report_index(checkpoint: Checkpoint) -> int:
+    return -1 if checkpoint.manifest is None else checkpoint.manifest.index
 
 
 def _list_intact_checkpoints(checkpoints: CheckpointStore) -> list[Manifest]:
