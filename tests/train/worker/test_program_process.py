@@ -76,6 +76,13 @@ def test_program_exit_code_is_in_the_error(tmp_path: Path) -> None:
     assert error.exit_code == 9
 
 
+def test_program_output_is_in_the_log_once(tmp_path: Path) -> None:
+    source = "import sys; print('to stdout'); print('to stderr', file=sys.stderr)"
+    path = fit(tmp_path, source=source).path
+    log = (Path(path) / "logs" / "rank_0.log").read_text()
+    assert sorted(log.splitlines()) == ["to stderr", "to stdout"]
+
+
 def test_program_ignores_exit_of_its_forks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

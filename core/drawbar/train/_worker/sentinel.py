@@ -85,8 +85,9 @@ def start_for_driver() -> dict[str, str]:
     """
     marker = _driver_markers.get(os.getpid())
     if marker is None:
-        marker = _driver_markers[os.getpid()] = _make_marker()
+        marker = _make_marker()
         _start_process("", marker)
+        _driver_markers[os.getpid()] = marker
     return {WORKER_MARKER_VARIABLE: marker}
 
 
