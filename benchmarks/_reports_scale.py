@@ -20,6 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 
 BATCH = 64
 REPORTS = (1_000_000, 10_000_000)
@@ -47,11 +51,34 @@ def write_run(path: Path, num_reports: int, num_ranks: int) -> float:
     from drawbar.train._history.journal import Journal
     from drawbar.train._history.report_log import ReportLog
     from drawbar.train._history.timeline import RunState
-    from drawbar.train._protocol.assignment import Ranks, WorkerInfo
     from drawbar.train._storage.run_directory import RunDirectory
 
     path.mkdir(parents=True)
     now = time.time()
+    seconds = 0.0
+    with (
+        closing(Journal(path / "journal.jsonl")) as journal,
+        closing(ReportLog(RunDirectory(path), journal)) as log,
+    ):
+        events = EventStream(journal, log, RunState(), [])
+        events.emit(RunStarted(time=now, run_id="benchmark", name=path.name, config={}))
+        events.emit(
+            AttemptStarted(time=now, attempt=0, first_report_index=0, resume_checkpoint=None)
+        )
+        events.emit(WorkersStarted(time=now, attempt=0, workers=_make_workers(num_ranks)))
+        events.emit(FirstReportReceived(time=now, attempt=0, rank=0))
+        for batch in _make_batches(num_reports, num_ranks, now):
+            reports = ReportsReceived(0, *batch)
+            start = time.thread_time()
+            events.emit(reports)
+            seconds += time.thread_time() - start
+        events.emit(RunEnded(time=now, outcome="finished", num_reports=num_reports))
+    return seconds / num_reports
+
+
+def _make_workers(num_ranks: int) -> list[tuple[WorkerInfo, Ranks]]:
+    from drawbar.train._protocol.assignment import Ranks, WorkerInfo
+
     worker = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1)
     ranks = [
         Ranks(
@@ -64,26 +91,7 @@ def write_run(path: Path, num_reports: int, num_ranks: int) -> float:
         )
         for rank in range(num_ranks)
     ]
-    seconds = 0.0
-    with (
-        closing(Journal(path / "journal.jsonl")) as journal,
-        closing(ReportLog(RunDirectory(path), journal)) as log,
-    ):
-        events = EventStream(journal, log, RunState(), [])
-        events.emit(RunStarted(time=now, run_id="benchmark", name=path.name, config={}))
-        events.emit(
-            AttemptStarted(time=now, attempt=0, first_report_index=0, resume_checkpoint=None)
-        )
-        pairs = [(worker, rank) for rank in ranks]
-        events.emit(WorkersStarted(time=now, attempt=0, workers=pairs))
-        events.emit(FirstReportReceived(time=now, attempt=0, rank=0))
-        for batch in _make_batches(num_reports, num_ranks, now):
-            reports = ReportsReceived(0, *batch)
-            start = time.thread_time()
-            events.emit(reports)
-            seconds += time.thread_time() - start
-        events.emit(RunEnded(time=now, outcome="finished", num_reports=num_reports))
-    return seconds / num_reports
+    return [(worker, rank) for rank in ranks]
 
 
 def _make_batches(

@@ -52,7 +52,7 @@ class Journal(JournalFile):
         """Check that the journal is still at its path.
 
         Args:
-            description: The event that is to be written, for the error message.
+            description: Description of the event, for the error message.
 
         Raises:
             FileNotFoundError: The journal was deleted or moved in the meantime.

@@ -98,7 +98,7 @@ class RunRecord:
         lines = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
         damage = [f"the journal cannot be read in line {lines}"] if unreadable else []
         history = RunHistory(events, reports)
-        # This reads the last segment and thus finds its damage. Others are not read.
+        # This reads only the last segment, and records its damage.
         _ = history.last_time
         damage += reports.damage.values()
         return cls(directory, history, "; ".join(damage), name)

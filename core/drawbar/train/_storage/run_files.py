@@ -200,7 +200,7 @@ class RemoteRunFiles(RunFiles):
 
     @cached_property
     def _has_newer_local_files(self) -> bool:
-        """Whether the work directory is at least as new as the storage, as of the first access."""
+        """True if the work directory was at least as new as the storage at the first access."""
         return self._is_local_newer(*self._read_journals())
 
     def read(self, name: str) -> bytes | None:
