@@ -55,7 +55,7 @@ async def send_chunks_of_two_ranks(path: Path) -> None:
     commits.start(report_round, run_id="r", attempt=0, world_size=2, send_command=send_command)
     commits.on_chunk(0, make_chunk(0, "fast", b"f"), replies.put_nowait)
     assert await receive_reply() == FileChunkAck(request_id=0)
-    (staging_directory,) = directory.staging.path.glob("rank_0-*")
+    (staging_directory,) = directory.staging.list_directories()
     slow_file = staging_directory / "slow"
     os.mkfifo(slow_file)  # opening it blocks until it is read, as on a slow disk
     commits.on_chunk(0, make_chunk(1, "slow", b"s"), replies.put_nowait)

@@ -24,12 +24,18 @@ from drawbar.train._storage.contents import (
     MANIFEST_FILE,
     METADATA_FILE,
     VALIDATION_FILE,
+    FileEntry,
     list_files,
 )
 from drawbar.train._storage.files import remove_tree, write_atomically
 from drawbar.train._storage.filesystem import RemotePath, resolve_path
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import StagedFiles, hold_file_lock
+from drawbar.train._storage.staging import (
+    AssignedFiles,
+    StagedFiles,
+    hold_file_lock,
+    make_shared_name,
+)
 
 MOVED_IN = 0x80  # inotify event
 ENTRY_EVENTS = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, created, deleted
@@ -112,7 +118,8 @@ def test_commit_of_two_ranks_merges_by_renames(run: RunDirectory) -> None:
     path = commit(run, stage_files(first), stage_files(second, "shard_1", "sub/x"))
     assert read(path) == {"shard_0": "a", "both": "from 0", "shard_1": "b", "sub/x": "x"}
     assert (path / "shard_1").stat().st_ino == inode
-    assert list(run.staging.path.iterdir()) == []
+    assert {file.name for file in second.iterdir()} == {"both", "sub"}
+    assert list(run.staging.path.iterdir()) == [second]  # rank 1 deletes it
 
 
 def test_commit_deletes_unlisted_files_of_first_rank(
@@ -138,7 +145,29 @@ def test_commit_keeps_shared_directory_until_all_ranks_are_merged(
     )
     path = commit(run, stage_files(first), stage_files(shared, "b"), stage_files(shared, "c"))
     assert read(path) == {"a": "0", "b": "1", "c": "2"}
-    assert list(run.staging.path.iterdir()) == []
+    assert list(run.staging.path.iterdir()) == [first]  # rank 0 deletes it
+
+
+def test_commit_of_many_ranks_merges_all_directories(run: RunDirectory) -> None:
+    stages = [make_staged(run, {f"shard_{rank}": f"{rank}"}) for rank in range(40)]
+    path = commit(run, *[stage_files(staged) for staged in stages])
+    assert read(path) == {f"shard_{rank}": f"{rank}" for rank in range(40)}
+
+
+def test_stage_files_in_shared_directory_keeps_files_of_other_ranks_on_error(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_text("0")
+    files = [FileEntry("a", 1), FileEntry("missing", 1)]
+    good, bad = (
+        AssignedFiles(tmp_path, files[:count], "rank", "c", False, make_shared_name(0, 1))
+        for count in (1, 2)
+    )
+    shared = run.staging.stage_files(good)
+    (shared / "b").write_text("of another rank")
+    with pytest.raises(FileNotFoundError, match="writing 2 bytes"):
+        run.staging.stage_files(bad)
+    assert [file.name for file in shared.iterdir()] == ["b"]
 
 
 def test_commit_without_files_creates_checkpoint(run: RunDirectory) -> None:

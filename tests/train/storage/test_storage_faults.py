@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ from drawbar.train import (
 from drawbar.train._history import report_log
 from drawbar.train._storage import remote_journal
 from drawbar.train._storage import retries as retry
+from drawbar.train._storage.contents import FileEntry
+from drawbar.train._storage.filesystem import RemotePath, to_pyarrow
 from drawbar.train.testing import FAULT_POINTS, check_run, kill_at
 
 if TYPE_CHECKING:
@@ -64,6 +67,36 @@ class Faulty(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
         if "w" in mode:
             self.before_write(path)
         return super().open(path, mode, **options)
+
+
+class Unavailable(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """The local filesystem, where listings and look-ups fail until `num_failures` is 0.
+
+    As for object stores, `isdir`, `isfile`, and `exists` return False if the request fails.
+    """
+
+    protocol = ("unavailable",)
+    cachable = False
+    isdir = fsspec.AbstractFileSystem.isdir
+    isfile = fsspec.AbstractFileSystem.isfile
+    exists = fsspec.AbstractFileSystem.exists
+
+    def __init__(self) -> None:
+        super().__init__(auto_mkdir=True)
+        self.num_failures = 0
+
+    def _fail(self) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("HTTP status code 503: Please reduce your request rate")
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        self._fail()
+        return super().ls(path, detail, **options)
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._fail()
+        return super().info(path, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +178,44 @@ def test_transient_errors_are_retried_and_logged_once(
         result = fit(two_steps, tmp_path, Faulty(make_fault(error, times=3, name=name)))
     assert content(result.checkpoint) == "1"
     assert len([message for message in caplog.messages if "will be retried" in message]) == 1
+
+
+def _report_number_of_checkpoints() -> None:
+    checkpoint = train.get_checkpoint()
+    save("0" if checkpoint is None else str(int(content(checkpoint)) + 1))
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3, 4, 5])
+def test_resume_with_failing_listings_finds_checkpoints(tmp_path: Path, num_failures: int) -> None:
+    storage = Unavailable()
+    fit(two_steps, tmp_path, storage)
+    storage.num_failures = num_failures
+    result = fit(_report_number_of_checkpoints, tmp_path, storage, resume="must")
+    assert content(result.checkpoint) == "2"
+
+
+def test_resume_with_unavailable_store_raises_instead_of_starting_again(tmp_path: Path) -> None:
+    storage = Unavailable()
+    fit(two_steps, tmp_path, storage)
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    storage.num_failures = 1_000_000
+    with pytest.raises(OSError, match=r"failed 6 times: .*503"):
+        fit(_report_number_of_checkpoints, tmp_path, storage)
+    storage.num_failures = 0
+    result = Result.from_path(str(tmp_path / "far" / "run"), storage_filesystem=storage)
+    assert content(result.checkpoint) == "1"
+
+
+def test_list_files_of_unavailable_store_is_retried_and_raises() -> None:
+    storage = Unavailable()
+    directory = RemotePath(tempfile.mkdtemp(), to_pyarrow(storage))
+    directory.write("a/b", b"1")
+    storage.num_failures = 1
+    assert directory.list_files() == (FileEntry("a/b", 1),)
+    storage.num_failures = 1_000_000
+    for call in (directory.list_files, directory.list_directories, partial(directory.read, "a/b")):
+        with pytest.raises(OSError, match="503"):
+            call()
 
 
 def test_persistent_transient_error_raises_with_path_and_size(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from drawbar.train._storage.manifest import (
     make_already_committed_error,
 )
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import StagedFiles
+from drawbar.train._storage.staging import StagedFiles, make_shared_name
 from drawbar.train._threads import run_in_daemon_thread
 
 
@@ -133,7 +133,12 @@ class CheckpointCommitter:
 
         in_place = any(offer.is_in_place for offer in offers.values())
         pending = PendingCheckpoint(
-            report_round.index, make_manifest, time.monotonic(), name, in_place
+            report_round.index,
+            make_manifest,
+            time.monotonic(),
+            name,
+            self._staging.path / make_shared_name(attempt, report_round.index),
+            in_place,
         )
         for rank, offer in offers.items():
             assigned_files = report_round.assigned_files[rank]
@@ -162,10 +167,9 @@ class CheckpointCommitter:
         # have been used again.
         if pending is not None and rank in pending.awaited_files:
             assigned_files = pending.awaited_files.pop(rank)
-            transferred = self.transfers.pop_staging_directory(pending.name, rank)
-            directory = (
-                Path(message.staging_directory) if message.staging_directory else transferred
-            )
+            directory = Path(message.staging_directory) if message.staging_directory else None
+            if rank in pending.transferring_ranks:
+                directory = pending.staging_directory
             pending.staged_files[rank] = StagedFiles(directory, assigned_files, message.checksums)
             if message.checkpoint_name:
                 pending.uploaded_names[rank] = message.checkpoint_name
@@ -174,10 +178,12 @@ class CheckpointCommitter:
     def on_chunk(self, rank: int, chunk: FileChunk, reply: Callable[[Command], None]) -> None:
         """Write a chunk that a rank with node-local storage sends, and acknowledge it."""
         # Always reply: the rank sends the next chunk only after the reply.
-        if any(pending.name == chunk.checkpoint_name for pending in self._pending.values()):
-            self.transfers.write_chunk(rank, chunk, reply)
-        else:  # the checkpoint was dropped
+        pending = next((p for p in self._pending.values() if p.name == chunk.checkpoint_name), None)
+        if pending is None:  # the checkpoint was dropped
             reply(FileChunkAck(request_id=chunk.request_id))
+            return
+        pending.transferring_ranks.add(rank)
+        self.transfers.write_chunk(chunk, pending.staging_directory, reply)
 
     def _commit_if_ready(self, index: int) -> None:
         if self._pending[index].awaited_files:
@@ -265,6 +271,7 @@ class CheckpointCommitter:
     async def close(self) -> None:
         """Finish all commits, checksums, and deletions."""
         await self.finish_attempt()
+        self.transfers.close()
         await self._background.close(self._emit)
         if self._task is not None:
             self._task.cancel()

@@ -12,14 +12,16 @@ from drawbar.train._protocol.commands import Command, FileChunkAck
 from drawbar.train._protocol.messages import FileChunk, FileRequest
 from drawbar.train._storage.node_local_storage import FileReply, read_chunk, write_chunk
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._threads import run_in_daemon_thread
+from drawbar.train._threads import DaemonThreadPool
+
+_TRANSFER_THREADS = 8  # limits the chunks of all ranks that are written at the same time
 
 
 class FileTransfers:
     """Write chunks that ranks send and read chunks that they request.
 
-    Must be used on the event loop. A rank sends the next chunk after the reply to the last one, so
-    its chunks are written in order.
+    Must be used on the event loop, which does not wait for the I/O. A rank sends the next chunk
+    after the reply to the last one, so its chunks are written in order.
 
     Args:
         directory: Run directory.
@@ -29,22 +31,16 @@ class FileTransfers:
     def __init__(self, directory: RunDirectory, on_failed: Callable[[Exception], None]) -> None:
         self._directory = directory
         self._on_failed = on_failed
-        self._staging_directories: dict[tuple[str, int], Path] = {}  # by checkpoint and rank
+        self._pool = DaemonThreadPool(_TRANSFER_THREADS, "drawbar-transfers")
         self._running: set[asyncio.Task[None]] = set()
 
-    def write_chunk(self, rank: int, chunk: FileChunk, reply: Callable[[Command], None]) -> None:
-        """Write a chunk of a rank's assigned files and acknowledge it."""
+    def write_chunk(
+        self, chunk: FileChunk, target_directory: Path, reply: Callable[[Command], None]
+    ) -> None:
+        """Write a chunk of a rank's assigned files to a directory, and acknowledge it."""
 
         def write() -> FileChunkAck:
-            if (chunk.checkpoint_name, rank) not in self._staging_directories:
-                self._staging_directories[chunk.checkpoint_name, rank] = (
-                    self._directory.staging.make_directory(f"rank_{rank}")
-                )
-            write_chunk(
-                self._staging_directories[chunk.checkpoint_name, rank] / chunk.path,
-                chunk.offset,
-                chunk.data,
-            )
+            write_chunk(target_directory / chunk.path, chunk.offset, chunk.data)
             return FileChunkAck(request_id=chunk.request_id)
 
         self._run_in_thread(write, reply)
@@ -65,7 +61,7 @@ class FileTransfers:
 
         async def run_and_reply() -> None:
             try:
-                reply(await run_in_daemon_thread(work))
+                reply(await asyncio.wrap_future(self._pool.submit(work)))
             except OSError as error:
                 self._on_failed(error)
 
@@ -74,12 +70,11 @@ class FileTransfers:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    def pop_staging_directory(self, name: str, rank: int) -> Path | None:
-        """Remove and return the directory of a rank's transferred files; None if there is none."""
-        return self._staging_directories.pop((name, rank), None)
-
     async def finish(self) -> None:
-        """Wait for the running transfers, and drop incomplete files."""
+        """Wait for the running transfers."""
         if self._running:
             await asyncio.wait(self._running)
-        self._staging_directories.clear()
+
+    def close(self) -> None:
+        """End the threads. Call `finish` first."""
+        self._pool.shutdown(wait=False)

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.contents import FileEntry, check_relative_path
+from drawbar.train._storage.fsspec_listing import get_fsspec_filesystem, iter_fsspec_infos
 from drawbar.train._storage.retries import retry_transient
 from drawbar.train._storage.sizes import format_exact_size
 from drawbar.train._threads import DaemonThreadPool
@@ -85,7 +86,7 @@ class RemotePath:
     @property
     def local_path(self) -> Path | None:
         """Path on this node; None unless the filesystem is fsspec's wrapper of the local one."""
-        wrapped = getattr(getattr(self.filesystem, "handler", None), "fs", None)
+        wrapped = get_fsspec_filesystem(self.filesystem)
         protocols = getattr(wrapped, "protocol", ())
         return Path(self.fs_path) if "file" in protocols and "local" in protocols else None
 
@@ -122,11 +123,16 @@ class RemotePath:
     def _list_infos(self, *, recursive: bool) -> Iterable[FileInfo]:
         from pyarrow.fs import FileSelector
 
+        wrapped = get_fsspec_filesystem(self.filesystem)
         selector = FileSelector(self.fs_path, recursive=recursive, allow_not_found=True)
-        infos: list[FileInfo] = retry_transient(
-            lambda: self.filesystem.get_file_info(selector), f"listing {self}"
-        )
-        return infos
+
+        def list_infos() -> list[FileInfo]:
+            if wrapped is not None:
+                return list(iter_fsspec_infos(wrapped, self.fs_path, is_recursive=recursive))
+            infos: list[FileInfo] = self.filesystem.get_file_info(selector)
+            return infos
+
+        return retry_transient(list_infos, f"listing {self}")
 
     def _make_relative(self, path: str) -> str:
         return path.strip("/").removeprefix(self.fs_path.strip("/")).strip("/")
@@ -163,8 +169,16 @@ class RemotePath:
         return retry_transient(read, f"reading {self / name}")
 
     def _open_input(self, name: str) -> NativeFile:
-        # By default, pyarrow decompresses a file with a name such as `data.gz`.
-        return self.filesystem.open_input_stream(f"{self.fs_path}/{name}", compression=None)
+        path = f"{self.fs_path}/{name}"
+        try:
+            # By default, pyarrow decompresses a file with a name such as `data.gz`.
+            return self.filesystem.open_input_stream(path, compression=None)
+        except FileNotFoundError:
+            # pyarrow's wrapper of fsspec raises this also if the store fails.
+            is_wrapped = get_fsspec_filesystem(self.filesystem) is not None
+            if is_wrapped and self.filesystem.get_file_info([path])[0].type.value:
+                raise ConnectionError(f"{self / name} exists, but could not be opened") from None
+            raise
 
     def read_or_none(self, name: str, size: int | None = None) -> bytes | None:
         """Read a file, or its first `size` bytes; return None if it does not exist."""
@@ -336,7 +350,7 @@ def is_same_filesystem(one: FileSystem, other: FileSystem) -> bool:
 
 
 def _get_constructor_key(filesystem: FileSystem) -> tuple[object, ...] | None:
-    wrapped = getattr(getattr(filesystem, "handler", None), "fs", None)
+    wrapped = get_fsspec_filesystem(filesystem)
     if wrapped is None or not hasattr(wrapped, "storage_options"):
         return None
     return type(wrapped), wrapped.storage_args, wrapped.storage_options

@@ -37,7 +37,7 @@ class FileReply(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FileEntry, ...] = ()
 
 
-CHUNK_BYTES = 8 * 1024 * 1024
+CHUNK_BYTES = 2 * 1024 * 1024  # later messages of the rank wait for a chunk
 MAX_TRANSFER_BYTES = 1_000_000_000
 """Maximum bytes that one rank may send for a checkpoint."""
 

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import uuid
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,10 +28,12 @@ from drawbar.train._storage.contents import (
 )
 from drawbar.train._storage.retries import add_context
 from drawbar.train._storage.sizes import format_exact_size
+from drawbar.train._threads import DaemonThreadPool
 
 _logger = logging.getLogger("drawbar.train")
 
 _MOVED_PREFIX = "handed-over."
+_MERGE_THREADS = 16  # a rename on a network filesystem waits for its server
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class AssignedFiles:
         label: Label of the rank, such as `rank_3`, for the name of the staging directory.
         checkpoint_name: Name of the checkpoint.
         should_move: Whether the files are moved, because the caller gives up the source directory.
+        shared_directory: Name of the staging directory that all ranks share, "" if the rank has a
+            separate one. No other rank contributes files of the same paths.
     """
 
     source_directory: Path
@@ -65,6 +70,7 @@ class AssignedFiles:
     label: str
     checkpoint_name: str
     should_move: bool
+    shared_directory: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +100,12 @@ class StagingArea:
         path.mkdir(parents=True)
         return path
 
+    def make_shared_directory(self, name: str) -> Path:
+        """Return a staging directory to which all ranks add files; the first rank creates it."""
+        path = self.path / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
     def has_directory(self, path: Path) -> bool:
         """Return True if `path` is a direct child of the staging area."""
         return path.parent == self.path
@@ -106,23 +118,24 @@ class StagingArea:
         return list(self.path.glob("[!.]*"))
 
     def stage_files(self, assigned: AssignedFiles) -> Path:
-        """Copy or move the files of a rank into a new staging directory.
+        """Copy or move the files of a rank into a new or shared staging directory.
 
-        If this fails, the directory is deleted.
+        If this fails, the files are deleted there.
 
         Raises:
             OSError: The files cannot be written; the message has the path and the size.
         """
-        moved_label = (
-            f"{_MOVED_PREFIX}{_make_moved_label(assigned.label, assigned.checkpoint_name)}"
-        )
-        target = self.make_directory(moved_label if assigned.should_move else assigned.label)
+        target = self._make_target(assigned)
         transfer = _files.move_files if assigned.should_move else _files.copy_files
         try:
             transfer(assigned.source_directory, target, assigned.files)
         # Also for KeyboardInterrupt: an incomplete directory must not look complete.
         except BaseException as error:
-            _files.remove_tree(target)
+            if assigned.shared_directory:
+                for file in assigned.files:
+                    _files.remove_tree(target / file.path)
+            else:
+                _files.remove_tree(target)
             if not isinstance(error, OSError):
                 raise
             size, name = format_exact_size(assigned.nbytes), assigned.checkpoint_name
@@ -130,6 +143,14 @@ class StagingArea:
                 error, f"writing {size} of checkpoint {name} to {self.path.parent}"
             ) from error
         return target
+
+    def _make_target(self, assigned: AssignedFiles) -> Path:
+        if assigned.shared_directory:
+            return self.make_shared_directory(assigned.shared_directory)
+        if assigned.should_move:
+            label = _make_moved_label(assigned.label, assigned.checkpoint_name)
+            return self.make_directory(f"{_MOVED_PREFIX}{label}")
+        return self.make_directory(assigned.label)
 
     def stage_moved(self, assigned: AssignedFiles, *, attempt: int) -> Path:
         """Move a whole directory by a rename, including files that were added after `report()`.
@@ -241,6 +262,14 @@ class StagingArea:
             )
 
 
+def make_shared_name(attempt: int, report_index: int) -> str:
+    """Return the name of the staging directory that the ranks share for one checkpoint.
+
+    No other attempt uses it: an abandoned one may still be writing to its directory.
+    """
+    return f"attempt_{attempt}.report_{report_index}"
+
+
 def _make_moved_label(label: str, name: str) -> str:
     """Return the label of a directory with moved files; file names have a maximum length."""
     return f"{label}.{os.fsencode(name)[:100].decode(errors='ignore')}"
@@ -264,25 +293,32 @@ def _try_rename(source: Path, target: Path) -> bool:
 
 
 def merge_staged(staged_files: Sequence[StagedFiles]) -> Path | None:
-    """Move all files into the staging directory of the first rank, and return that directory.
+    """Move all files into the staging directory that most ranks share, and return it.
 
-    Ranks can share a directory. Returns None if no files are in the staging area.
+    Other directories are not deleted: the ranks delete their own after the commit, in parallel.
+    Returns None if no files are in the staging area.
     """
-    directories = [
-        (directories.directory, directories.files)
-        for directories in staged_files
-        if directories.directory is not None
-    ]
-    if not directories:
+    ranks = Counter(staged.directory for staged in staged_files if staged.directory is not None)
+    if not ranks:
         return None
-    merged = directories[0][0]
-    others = [staged for staged in directories if staged[0] != merged]
+    merged = max(ranks, key=lambda directory: ranks[directory])  # the first one of equal ones
     # Delete files that are not in the manifest; move_files() replaces files of the same path.
     _files.remove_unlisted(merged, {file.path for staged in staged_files for file in staged.files})
-    for directory, files in others:
-        _files.move_files(directory, merged, files)
-    for directory, _ in others:
-        _files.remove_tree(directory)
+
+    def move(staged: StagedFiles) -> None:
+        if staged.directory is not None and staged.directory != merged:
+            _files.move_files(staged.directory, merged, staged.files)
+
+    if len(ranks) <= _MERGE_THREADS:
+        for staged in staged_files:
+            move(staged)
+    else:
+        with DaemonThreadPool(_MERGE_THREADS, "drawbar-merge") as pool:
+            list(pool.map(move, staged_files))  # raises the first error
+    for directory in ranks.keys() - {merged}:
+        # Otherwise the files of a committed checkpoint would look like uncommitted ones.
+        if directory.name.startswith(_MOVED_PREFIX):
+            _files.remove_tree(directory)
     return merged
 
 

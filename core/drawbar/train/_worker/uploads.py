@@ -7,6 +7,7 @@ are persisted.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._storage.manifest import list_user_files
 from drawbar.train._storage.retries import is_transient, warn_if_slow
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import AssignedFiles
+from drawbar.train._storage.staging import AssignedFiles, make_shared_name
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.report_checks import (
     ReservedPaths,
@@ -323,10 +324,15 @@ class Uploads:
             return FilesPersisted(
                 report_index=report_index, staging_directory="", checkpoint_name=name
             )
+        assigned = self._make_assigned_files(offer, command.files, command.checkpoint_name)
+        if not offer.should_move:
+            # The assigned files of the ranks are disjoint, so all ranks can add theirs to one
+            # directory, which the commit renames. Moved files stay separate, so that they are found
+            # if there is no commit.
+            shared = make_shared_name(self._attempt, report_index)
+            assigned = dataclasses.replace(assigned, shared_directory=shared)
         with _raise_storage_errors():
-            staged = self._target.persist(
-                self._make_assigned_files(offer, command.files, command.checkpoint_name)
-            )
+            staged = self._target.persist(assigned)
         directory = "" if staged.directory is None else str(staged.directory)
         return FilesPersisted(
             report_index=report_index, staging_directory=directory, checksums=staged.checksums

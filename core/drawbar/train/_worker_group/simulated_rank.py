@@ -32,6 +32,7 @@ from drawbar.train._protocol.messages import (
 from drawbar.train._storage.checkpoint_store import make_default_name
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.files import remove_tree
+from drawbar.train._storage.staging import make_shared_name
 from drawbar.train._worker.command_queue import CommandKey, get_command_key
 from drawbar.train._worker.failure import describe_exception
 
@@ -153,7 +154,9 @@ class SimulatedRank:
         )
 
     def _persist(self, command: PersistFiles, file: FileEntry, content: bytes) -> FilesPersisted:
-        directory = self._make_staging_directory()
+        directory = self._assignment.run_directory.staging.make_shared_directory(
+            make_shared_name(self.attempt, command.report_index)
+        )
         (directory / file.path).write_bytes(content)
         return FilesPersisted(report_index=command.report_index, staging_directory=str(directory))
 

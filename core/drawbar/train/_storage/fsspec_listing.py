@@ -1,0 +1,64 @@
+"""List directories of fsspec filesystems so that a failed request raises an error.
+
+`isdir`, `exists`, and `find` of fsspec return False or nothing if the store fails, for example with
+HTTP status 503. pyarrow's wrapper uses them, so that a run would appear to have no checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+    from pyarrow.fs import FileInfo, FileSystem
+
+
+def get_fsspec_filesystem(filesystem: FileSystem) -> AbstractFileSystem | None:
+    """Return the fsspec filesystem that a pyarrow filesystem wraps; None if it wraps none."""
+    return getattr(getattr(filesystem, "handler", None), "fs", None)
+
+
+def iter_fsspec_infos(
+    filesystem: AbstractFileSystem, path: str, *, is_recursive: bool
+) -> Iterator[FileInfo]:
+    """Iterate over the files and directories below a directory; none if it does not exist.
+
+    Raises:
+        NotADirectoryError: `path` is a file.
+        OSError: The store failed.
+    """
+    from pyarrow.fs import FileInfo, FileType
+
+    types = {"file": FileType.File, "directory": FileType.Directory}
+    directories = [path]
+    while directories:
+        directory = directories.pop()
+        for entry in _list_directory(filesystem, directory):
+            entry_path, kind = entry["name"], entry["type"]
+            if _is_same(entry_path, directory):
+                if kind == "file":
+                    raise NotADirectoryError(f"{directory} is a file")
+                continue  # some stores list the directory itself
+            is_file = kind == "file"
+            yield FileInfo(
+                entry_path,
+                types.get(kind, FileType.Unknown),
+                size=entry["size"] if is_file else None,
+            )
+            if is_recursive and kind == "directory":
+                directories.append(entry_path)
+
+
+def _list_directory(filesystem: AbstractFileSystem, directory: str) -> list[dict[str, Any]]:
+    # Other processes write to the same store.
+    filesystem.invalidate_cache(directory)
+    try:
+        entries: list[dict[str, Any]] = filesystem.ls(directory, detail=True)
+    except FileNotFoundError:
+        return []
+    return entries
+
+
+def _is_same(path: str, other: str) -> bool:
+    return path.strip("/") == other.strip("/")
