@@ -93,7 +93,7 @@ class FitTracer:
 
 
 def train_func() -> tuple[list[str], list[str]]:
-    """Report once and return the files up to this function, and those of the call of `report()`."""
+    """Report once and return the files up to this function, and the files that `report()` uses."""
     start_files = list_files(sys._getframe(1), start=("run", "_run_and_send_outcome", "job"))
     report_files: list[str] = []
 
