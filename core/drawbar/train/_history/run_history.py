@@ -76,7 +76,7 @@ class RunHistory:
     def read_local_or_remote(cls, directory: RunDirectory) -> RunHistory:
         """Read the local journal if it exists; an ended remote run has one only in the storage.
 
-        The local journal belongs to a run that this process controls. It is not checked.
+        Only the process that controls the run calls this, so the local journal is not checked.
         """
         if directory.journal_path.exists():
             events = list(replay(directory.journal_path))
