@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -302,6 +303,23 @@ def test_remote_checkpoint_is_read_copied_and_verified(
     assert (Path(same.to_directory(tmp_path / "copy")) / "model").read_text() == "2"
     assert same.manifest is not None
     assert [file.path for file in same.manifest.files] == ["model", "part/a"]
+
+
+def test_remote_checkpoint_stores_compressed_file_unchanged(storage: dict[str, Any]) -> None:
+    """PyArrow compresses a file with this ending unless it is told not to."""
+    data = gzip.compress(b"rows")
+
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "rows.gz").write_bytes(data)
+            train.report({}, checkpoint=path)
+
+    checkpoint = fit(function, storage).checkpoint
+    assert checkpoint is not None
+    info = checkpoint.filesystem.get_file_info(f"{checkpoint.path}/rows.gz")
+    assert info.size == len(data)
+    with checkpoint.as_directory() as path:
+        assert (Path(path) / "rows.gz").read_bytes() == data
 
 
 def test_verify_finds_changed_remote_file(storage: dict[str, Any]) -> None:
