@@ -29,7 +29,7 @@ class Forks:
         )
 
     def run(self, *arguments: str, folder: Path, **environment: str) -> str:
-        """Run a script, which must end well, in a folder and an environment; give its output."""
+        """Run a script, which must succeed, in a folder and an environment; return its output."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([arguments, str(folder), environment]), file=self._process.stdin)
@@ -46,7 +46,7 @@ class Forks:
         self._process.communicate()
 
 
-def run_what_stdin_tells() -> None:
+def run_requests() -> None:
     for line in sys.stdin:
         arguments, folder, environment = json.loads(line)
         if (child := fork(arguments[0])) == 0:
@@ -55,12 +55,12 @@ def run_what_stdin_tells() -> None:
                 os.dup2(output.fileno(), sys.stdout.fileno())
             os.environ.clear()
             os.environ.update(environment)
-            be(arguments)
-        print(exit_code_of(child), flush=True)
+            run_script(arguments)
+        print(wait_for_exit_code(child), flush=True)
 
 
 def fork(script: str) -> int:
-    """Import the modules of a script, and fork; return the child's pid, and 0 in the child."""
+    """Import the modules of a script and fork. Return the pid of the child; 0 in the child."""
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script)
     if "torch" in sys.modules:
@@ -69,16 +69,16 @@ def fork(script: str) -> int:
     return os.fork()
 
 
-def be(arguments: list[str]) -> None:
-    """Be a script, and end with it."""
+def run_script(arguments: list[str]) -> None:
+    """Run a script as the main program and exit."""
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
     sys.exit()
 
 
-def exit_code_of(child: int) -> int:
+def wait_for_exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 if __name__ == "__main__":
-    run_what_stdin_tells()
+    run_requests()
