@@ -19,6 +19,7 @@ from drawbar.train import (
     CheckpointConfig,
     CheckpointError,
     CheckpointUploadMode,
+    ControllerError,
     DataParallelTrainer,
     Result,
     RunConfig,
@@ -283,7 +284,7 @@ def test_remote_commit_does_not_overwrite_user_directory(storage: dict[str, Any]
     result.filesystem.create_dir(user_directory)
     with result.filesystem.open_output_stream(f"{user_directory}/model") as stream:
         stream.write(b"x")
-    with pytest.raises(WorkerGroupError, match="checkpoint_000003 exists, but Drawbar did not"):
+    with pytest.raises(ControllerError, match="checkpoint_000003 exists, but Drawbar did not"):
         fit(lambda: save("3"), storage, resume="must")
     with result.filesystem.open_input_stream(f"{user_directory}/model") as stream:
         assert stream.read() == b"x"

@@ -43,7 +43,7 @@ from drawbar.train._storage import remote_journal
 from drawbar.train._storage import retries as retry
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.filesystem import RemotePath, to_pyarrow
-from drawbar.train.testing import FAULT_POINTS, check_run, kill_at
+from drawbar.train.testing import FAULT_POINTS, check_run, kill_at, run_in_threads
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -178,6 +178,40 @@ def test_transient_errors_are_retried_and_logged_once(
         result = fit(two_steps, tmp_path, Faulty(make_fault(error, times=3, name=name)))
     assert content(result.checkpoint) == "1"
     assert len([message for message in caplog.messages if "will be retried" in message]) == 1
+
+
+class Counting(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """The local filesystem, which counts listings."""
+
+    protocol = ("counting",)
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__(auto_mkdir=True)
+        self.num_listings = 0
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        self.num_listings += 1
+        return super().ls(path, detail, **options)
+
+
+def _save_shards() -> None:
+    for step in range(2):
+        with train.checkpoint_dir() as path:
+            (path / f"shard_{train.get_context().get_world_rank()}").touch()
+            train.report({"step": step}, checkpoint=path)
+
+
+def test_listings_of_remote_storage_do_not_grow_with_number_of_ranks(tmp_path: Path) -> None:
+    counts = []
+    for num_workers in (2, 8):
+        storage = Counting()
+        config = RunConfig(
+            name="run", storage_path=str(tmp_path / f"{num_workers}"), storage_filesystem=storage
+        )
+        run_in_threads(_save_shards, num_workers=num_workers, run_config=config)
+        counts.append(storage.num_listings)
+    assert counts[0] == counts[1]
 
 
 def _report_number_of_checkpoints() -> None:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -76,6 +76,7 @@ class CheckpointCommitter:
         self._pending: dict[int, PendingCheckpoint] = {}
         self._ready: asyncio.Queue[PendingCheckpoint] = asyncio.Queue()
         self._committing: set[int] = set()
+        self._reserving: set[asyncio.Task[None]] = set()
         self.transfers = FileTransfers(directory, on_failed)
         self.moved_files = MovedFiles()
         self._background = BackgroundTasks()
@@ -107,14 +108,46 @@ class CheckpointCommitter:
         offers = report_round.offers
         if not offers:
             return
-        # Ranks may report different metrics. Use the metrics of the lowest rank that has files.
-        report = report_round.reports[min(offers)]
         name = offers[min(offers)].checkpoint_name
         # Check before any upload: on an object store, the ranks would write their files into the
         # committed checkpoint before the rename fails.
         if name in self.registry:
             self._on_failed(make_already_committed_error(self._checkpoints.path(name)))
             return
+        pending = self._make_pending(name, report_round, run_id, attempt, world_size)
+        commands: dict[int, PersistFiles] = {}
+        for rank, offer in offers.items():
+            assigned_files = report_round.assigned_files[rank]
+            if offer.is_staged:
+                pending.staged_files[rank] = StagedFiles(Path(offer.directory), assigned_files)
+            # A checkpoint that is stored by a user's upload function involves all ranks, even those
+            # without assigned files: the function may write other files or call a collective.
+            elif assigned_files or offer.is_in_place:
+                pending.awaited_files[rank] = assigned_files
+                commands[rank] = PersistFiles(
+                    report_index=report_round.index,
+                    files=assigned_files,
+                    checkpoint_name=pending.name,
+                )
+        self._pending[report_round.index] = pending
+        # Record the commit as unfinished before the last file is persisted: requests for the list
+        # of checkpoints must wait for it.
+        self._committing.add(report_round.index)
+        if commands and self._directory.remote_path is not None and not pending.in_place:
+            task = asyncio.create_task(self._reserve_and_send(pending, commands, send_command))
+            self._reserving.add(task)
+            task.add_done_callback(self._reserving.discard)
+            return
+        for rank, command in commands.items():
+            send_command(rank, command)
+        self._commit_if_ready(report_round.index)
+
+    def _make_pending(
+        self, name: str, report_round: ReportRound, run_id: str, attempt: int, world_size: int
+    ) -> PendingCheckpoint:
+        offers = report_round.offers
+        # Ranks may report different metrics. Use the metrics of the lowest rank that has files.
+        report = report_round.reports[min(offers)]
         validations = [report_round.reports[rank].validation for rank in offers]
 
         def make_manifest(staged_files: list[StagedFiles]) -> Manifest:
@@ -131,34 +164,30 @@ class CheckpointCommitter:
             )
             return manifest.with_files(file for part in staged_files for file in part.files)
 
-        in_place = any(offer.is_in_place for offer in offers.values())
-        pending = PendingCheckpoint(
+        return PendingCheckpoint(
             report_round.index,
             make_manifest,
             time.monotonic(),
             name,
             self._staging.path / make_shared_name(attempt, report_round.index),
-            in_place,
+            any(offer.is_in_place for offer in offers.values()),
         )
-        for rank, offer in offers.items():
-            assigned_files = report_round.assigned_files[rank]
-            if offer.is_staged:
-                pending.staged_files[rank] = StagedFiles(Path(offer.directory), assigned_files)
-            # A checkpoint that is stored by a user's upload function involves all ranks, even those
-            # without assigned files: the function may write other files or call a collective.
-            elif assigned_files or offer.is_in_place:
-                pending.awaited_files[rank] = assigned_files
-                send_command(
-                    rank,
-                    PersistFiles(
-                        report_index=report_round.index, files=assigned_files, checkpoint_name=name
-                    ),
-                )
-        self._pending[report_round.index] = pending
-        # Record the commit as unfinished before the last file is persisted: requests for the list
-        # of checkpoints must wait for it.
-        self._committing.add(report_round.index)
-        self._commit_if_ready(report_round.index)
+
+    async def _reserve_and_send(
+        self,
+        pending: PendingCheckpoint,
+        commands: Mapping[int, PersistFiles],
+        send_command: Callable[[int, Command], None],
+    ) -> None:
+        """Reserve the directory in remote storage, and let the ranks write to it."""
+        try:
+            await run_in_daemon_thread(self._checkpoints.reserve, pending.name)
+        except OSError as error:
+            self._on_failed(error)
+            return
+        if self._pending.get(pending.index) is pending:  # it has not been dropped in the meantime
+            for rank, command in commands.items():
+                send_command(rank, command)
 
     def on_persisted(self, rank: int, message: FilesPersisted) -> None:
         """Record that a rank has staged its assigned files."""
@@ -253,6 +282,8 @@ class CheckpointCommitter:
         # Requests for the list of checkpoints would wait for the dropped commits forever.
         self._committing.difference_update(self._pending)
         self._pending.clear()
+        if self._reserving:
+            await asyncio.wait(self._reserving)
         # Wait until all received chunks are written: their staging directories are removed below.
         await self.transfers.finish()
         # Finish the other commits. All ranks have persisted their files, so a restart can resume

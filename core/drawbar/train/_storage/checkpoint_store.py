@@ -110,6 +110,14 @@ class CheckpointStore(UploadTarget, ABC):
 
     # -- changes
 
+    def reserve(self, name: str) -> None:
+        """Reserve the directory of a checkpoint before ranks write to it. Must be called once.
+
+        Raises:
+            FileExistsError: A directory of the user has this name.
+            OSError: The storage failed.
+        """
+
     @abstractmethod
     def commit(self, draft: CheckpointDraft) -> Manifest:
         """Commit a checkpoint from the files that the ranks have persisted.

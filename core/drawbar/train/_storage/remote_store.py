@@ -65,12 +65,17 @@ class RemoteCheckpointStore(CheckpointStore):
         """Return False: a commit cannot use any local directory."""
         return False
 
+    def reserve(self, name: str) -> None:
+        """Mark the directory of a checkpoint as uncommitted.
+
+        The marker distinguishes files of a killed process from directories of the user. Only the
+        controller writes it: thousands of ranks that list a directory overload an object store.
+        """
+        _mark_pending(self.run_path / name)
+
     def persist(self, assigned: AssignedFiles) -> StagedFiles:
         """Write files under the name of the checkpoint, where they are ignored until the commit."""
         directory = self.run_path / assigned.checkpoint_name
-        # Before the first file: the marker distinguishes the remains of a killed process from
-        # directories of the user.
-        _mark_pending(directory)
         with warn_if_slow(
             f"writing checkpoint {assigned.checkpoint_name} of {assigned.label} to {self.run_path}"
         ):

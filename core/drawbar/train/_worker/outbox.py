@@ -12,7 +12,7 @@ from drawbar.train._protocol.messages import Message, Report
 REPORT_BATCH_S = 0.25
 """Minimum time between two batches if the second one begins with a report of `report_buffered`."""
 
-MAX_BATCHES_PER_S = 300
+MAX_BATCHES_PER_S = 100
 """Maximum rate of batches of all ranks that only have reports. Each costs the driver about 1 ms."""
 
 MAX_BATCH_INTERVAL_S = 2.0
