@@ -497,9 +497,9 @@ class FilesystemWithExtraName(LocalFileSystem):  # type: ignore[misc]  # fsspec 
         super().__init__(auto_mkdir=True)
         self.more = {"name": name, "type": kind, "size": 1, "mtime": 0.0}
 
-    def find(self, path: str, *args: Any, **options: Any) -> Any:
-        entries = super().find(path, *args, **options)
-        return {**entries, f"{path}/{self.more['name']}": self.more}
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        extra = {**self.more, "name": f"{path}/{self.more['name']}"}
+        return [*super().ls(path, detail, **options), extra]
 
 
 @pytest.mark.parametrize("name", ["..", "../checkpoint_000009", "a/../.."])

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from drawbar.train._storage.contents import check_relative_path
+
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
     from pyarrow.fs import FileInfo, FileSystem
@@ -25,6 +27,7 @@ def iter_fsspec_infos(
     """Iterate over the files and directories below a directory; none if it does not exist.
 
     Raises:
+        CheckpointError: The store lists an entry outside the directory.
         NotADirectoryError: `path` is a file.
         OSError: The store failed.
     """
@@ -40,6 +43,8 @@ def iter_fsspec_infos(
                 if kind == "file":
                     raise NotADirectoryError(f"{directory} is a file")
                 continue  # some stores list the directory itself
+            # Before the entry is listed: a directory such as ".." would never end.
+            check_relative_path(entry_path.strip("/").removeprefix(path.strip("/")).strip("/"))
             is_file = kind == "file"
             yield FileInfo(
                 entry_path,
