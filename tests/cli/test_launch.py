@@ -127,6 +127,7 @@ def test_launch_with_invalid_arguments_prints_one_line(
 def restored_signals() -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE)
     handlers = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
