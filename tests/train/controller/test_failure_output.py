@@ -73,6 +73,7 @@ def test_missing_checkpoint_prints_its_message_once(run_script: RunScript) -> No
     assert ": the same FileNotFoundError (" in done.stderr
 
 
+@pytest.mark.alone  # Ray may print more if the machine is busy
 def test_failure_of_last_attempt_is_printed_only_by_the_exception(run_script: RunScript) -> None:
     done = run_script("die", 2)
     before, _, exception = done.stderr.partition("Traceback (most recent call last):\n  File")
