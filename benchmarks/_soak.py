@@ -1,11 +1,13 @@
 """Run random scenarios of interrupted training, and check the samples that each rank consumed.
 
     python -m benchmarks soak --scenarios 1000 --seed 7
+    python -m benchmarks soak --frames 100000 --seed 7
 
 Each scenario is a training function with data loaders, and a plan of its interruptions
 (`_soak_scenario`). The ranks are threads of this process. One of 50 scenarios runs on Ray workers,
 which die by SIGKILL. The recorded samples (`_soak_run`) must agree with docs/data.md
-(`_soak_oracle`).
+(`_soak_oracle`). `--frames` sends random data to the server of a torchrun group instead
+(`_soak_frames`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import cloudpickle
 import ray
 
 from benchmarks import _soak_loaders, _soak_run, _soak_scenario
+from benchmarks._soak_frames import check_frames
 from benchmarks._soak_oracle import Outcome, find_violations, group_by_epoch
 from benchmarks._soak_run import Part, Pass, read_orders, run_scenario
 from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
@@ -113,10 +116,17 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__)
     parser.add_argument("--scenarios", type=int, default=1000, help="number of scenarios (1000)")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
+    parser.add_argument("--frames", type=int, help="send random frames instead, this number")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="run a single scenario")
     options = parser.parse_args(arguments)
     logging.getLogger("drawbar").setLevel(logging.ERROR)
     print(f"seed {options.seed}", flush=True)
+    if options.frames is not None:
+        begin = time.perf_counter()
+        violations = check_frames(options.frames, options.seed)
+        print(f"{options.frames} frames in {time.perf_counter() - begin:.0f} s")
+        print("\n".join(violations) if violations else "all frames passed")
+        sys.exit(bool(violations))
     failed = run_soak(options.scenarios, options.seed, options.only)
     print(f"{failed} scenarios failed" if failed else "all scenarios passed")
     sys.exit(failed > 0)

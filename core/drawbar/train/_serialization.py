@@ -31,6 +31,10 @@ SharedBuffer = bytes | memoryview | pickle.PickleBuffer
 """Content of a shared array, in this process or in the object store."""
 
 
+SerializedParts = tuple[bytes, tuple[bytes, ...], tuple[str, ...]]
+"""Pickled bytes, shared buffers, and descriptions of references, as plain data."""
+
+
 class MissingReferenceError(LookupError):
     """A serialized object refers to an object of a Ray session that has ended."""
 
@@ -74,6 +78,17 @@ class Serialized:
         objects = [ref for ref in self._references if isinstance(ref, ray.ObjectRef)]
         # Subclasses are references of Ray Client. Their objects are lost when this client ends.
         return sum(type(ref) is not ray.ObjectRef or _is_owned_here(ref) for ref in objects)
+
+    def to_parts(self) -> SerializedParts:
+        """Return the content as plain data. Only Ray can send references, so they are lost."""
+        descriptions = [_describe_reference(reference) for reference in self._references]
+        return self._body, tuple(map(bytes, self._buffers)), tuple(descriptions)
+
+    @staticmethod
+    def from_parts(parts: SerializedParts) -> Serialized:
+        """Reverse `to_parts`."""
+        body, buffers, descriptions = parts
+        return Serialized(body, buffers, map(_MissingReference, descriptions))
 
     def release(self) -> None:
         """Release the references and buffers. The object cannot be deserialized afterwards."""
@@ -214,7 +229,13 @@ def _embed_owned_object(extract_reference: Reducer, reference: object) -> tuple[
 
 
 def _reduce_to_missing(reference: object) -> tuple[object, ...]:
-    return _MissingReference, (f"{type(reference).__name__} {reference!r}",)
+    return _MissingReference, (_describe_reference(reference),)
+
+
+def _describe_reference(reference: object) -> str:
+    if isinstance(reference, _MissingReference):
+        return reference.description
+    return f"{type(reference).__name__} {reference!r}"
 
 
 def _reference_stub(number: int) -> object:

@@ -145,7 +145,7 @@ def _run_call(future: Future[T], action: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
-def wait_to_accept_again(error: OSError, closed: threading.Event) -> None:
+def wait_to_accept_again(error: Exception, closed: threading.Event) -> None:
     """Wait before a listening thread calls `accept()` again, unless its socket is closed.
 
     Without the wait, the thread would use a whole core as long as no file descriptor is free.

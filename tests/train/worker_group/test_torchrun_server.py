@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pickle
 import queue
 import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks._soak_frames import check_frames
 from drawbar.train._protocol.assignment import WorkerInfo
-from drawbar.train._protocol.messages import CollectiveCalled
+from drawbar.train._protocol.codec import ProtocolError
+from drawbar.train._protocol.connection import (
+    PREAMBLE,
+    AuthenticationError,
+    Connection,
+    authenticate_client,
+    authenticate_server,
+)
+from drawbar.train._protocol.messages import CollectiveCalled, RankFinished, WorkerDied
+from drawbar.train._serialization import Serialized
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.addresses import LOOPBACK
+from drawbar.train._worker_group.torchrun_messages import HELLO, PeerHello
 from drawbar.train._worker_group.torchrun_server import (
-    MessageSent,
-    PeerConnection,
-    PeerHello,
-    PeerLost,
+    MAX_HANDSHAKES,
+    MAX_HELLO_BYTES,
+    RankZeroConnection,
     TorchrunServer,
     connect_to_rank_zero,
 )
 from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
+from tests.train.test_unpickling_safety import Bomb
 
 LOCAL_INFO = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
+HELLO_OF_RANK_1 = PeerHello(rank=1, info=LOCAL_INFO)
 COLLECTIVE = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, location="")
+PATIENCE_S = 30.0
 
 
 class Store:
@@ -39,25 +63,238 @@ class Store:
         return self._values.get()
 
 
-def connect(server: TorchrunServer, folder: Path) -> PeerConnection:
-    """Connect one peer to a run."""
-    store = Store()
-    server.publish_address(store, "run", RunDirectory(folder))
-    connection, _ = connect_to_rank_zero(store, "run", PeerHello(1, LOCAL_INFO))
-    assert server.wait_for_peers(30) == 1
-    return connection
+class Run:
+    """A server of a run, and connections to it, which are closed at the end of a test."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self.server = self.start()
+
+    def start(self, count: int = 1, handshake_seconds: float = 60.0) -> TorchrunServer:
+        """Start another server."""
+        self.server = TorchrunServer(count, LOOPBACK, handshake_seconds)
+        store = Store()
+        self.server.publish_address(store, "run", RunDirectory(self._folder))
+        self._stack.callback(self.server.stop_listening)
+        self._address = json.loads(store.get("run"))
+        return self.server
+
+    def join(self) -> RankZeroConnection:
+        """Connect one peer to the run."""
+        store = Store()
+        store.set("run", json.dumps(self._address))
+        connection, _ = connect_to_rank_zero(store, "run", HELLO_OF_RANK_1)
+        assert self.server.wait_for_peers(0) == 1
+        self._stack.callback(connection.close)
+        return connection
+
+    def open_socket(self) -> socket.socket:
+        address = self._address["host"], self._address["port"]
+        return self._stack.enter_context(socket.create_connection(address, PATIENCE_S))
+
+    def authenticate(self, key: bytes | None = None) -> Connection:
+        """Connect with a key, but send no `PeerHello`."""
+        key = bytes.fromhex(self._address["key"]) if key is None else key
+        return authenticate_server(self.open_socket(), key, time.monotonic() + PATIENCE_S)
+
+    def collect_messages(self) -> queue.SimpleQueue[tuple[int, Any]]:
+        received: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self.server.set_handler(lambda rank, message: received.put((rank, message)))
+        return received
 
 
-def test_torchrun_server_buffers_messages_until_handler_is_set(tmp_path: Path) -> None:
-    server = TorchrunServer(1, LOOPBACK)
-    connection = connect(server, tmp_path)
-    connection.send(MessageSent(COLLECTIVE))
-    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    server.set_handler(lambda rank, message: received.put((rank, message)))
-    assert received.get(timeout=30) == (1, MessageSent(COLLECTIVE))
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with contextlib.ExitStack() as stack:
+        yield Run(tmp_path, stack)
+
+
+def check_is_closed(connection: Connection) -> None:
+    """Check that the server has closed a connection."""
+    with pytest.raises((EOFError, ConnectionError)):
+        connection.receive(deadline=time.monotonic() + PATIENCE_S)
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+        with client, server:
+            yield client, server
+
+
+def test_torchrun_server_buffers_messages_until_handler_is_set(run: Run) -> None:
+    connection = run.join()
+    connection.send(COLLECTIVE)
+    received = run.collect_messages()
+    assert received.get(timeout=PATIENCE_S) == (1, COLLECTIVE)
     connection.close()
-    rank, message = received.get(timeout=30)
-    assert (rank, type(message)) == (1, PeerLost)
+    rank, message = received.get(timeout=PATIENCE_S)
+    assert (rank, type(message)) == (1, WorkerDied)
+
+
+def test_torchrun_server_wrong_key_is_rejected_and_right_key_joins(run: Run) -> None:
+    with pytest.raises((EOFError, ConnectionError)):
+        run.authenticate(b"wrong")
+    run.join()
+
+
+def test_torchrun_server_silent_connections_do_not_delay_peers(run: Run) -> None:
+    for _ in range(MAX_HANDSHAKES // 2):
+        run.open_socket()
+    begin = time.monotonic()
+    run.join()
+    assert time.monotonic() - begin < run.server.handshake_seconds / 2
+
+
+def test_torchrun_server_incomplete_handshake_is_closed_after_deadline(run: Run) -> None:
+    run.start(handshake_seconds=0.2)
+    silent, incomplete = run.open_socket(), run.open_socket()
+    incomplete.send(b"x" * 10)
+    for connected in (silent, incomplete):
+        with connected.makefile("rb") as stream:
+            # Reads until the server closes the connection.
+            assert stream.read().startswith(PREAMBLE)
+
+
+def test_torchrun_server_too_many_silent_connections_are_closed_for_peer(run: Run) -> None:
+    run.start(handshake_seconds=0.2)
+    for _ in range(2 * MAX_HANDSHAKES):
+        run.open_socket()
+    run.join()
+
+
+@pytest.mark.parametrize("rank", [0, 2, -1])
+def test_torchrun_server_rank_outside_group_is_rejected(run: Run, rank: int) -> None:
+    connection = run.authenticate()
+    connection.send(HELLO.encode(PeerHello(rank=rank, info=LOCAL_INFO)))
+    check_is_closed(connection)
+
+
+def test_torchrun_server_second_process_of_same_rank_is_rejected(run: Run) -> None:
+    run.start(count=2)
+    first, second = run.join(), run.authenticate()
+    second.send(HELLO.encode(HELLO_OF_RANK_1))
+    check_is_closed(second)
+    first.send(COLLECTIVE)
+    assert run.collect_messages().get(timeout=PATIENCE_S) == (1, COLLECTIVE)
+
+
+def test_torchrun_server_large_hello_is_rejected(run: Run) -> None:
+    connection = run.authenticate()
+    connection.send(b"x" * (MAX_HELLO_BYTES + 1))
+    check_is_closed(connection)
+
+
+def test_torchrun_server_pickle_bomb_is_rejected_and_not_executed(run: Run, tmp_path: Path) -> None:
+    marker = tmp_path / "exploded"
+    bomb = pickle.dumps(Bomb(marker))
+    stranger, peer = run.authenticate(), run.authenticate()
+    stranger.send(bomb)
+    check_is_closed(stranger)
+    peer.send(HELLO.encode(HELLO_OF_RANK_1))
+    peer.receive()
+    peer.send(bomb)
+    _, message = run.collect_messages().get(timeout=PATIENCE_S)
+    assert "no valid message" in message.detail
+    assert not marker.exists()
+
+
+def test_torchrun_server_return_value_is_not_unpickled(run: Run, tmp_path: Path) -> None:
+    marker = tmp_path / "exploded"
+    value = Serialized(pickle.dumps(Bomb(marker)))
+    run.join().send(RankFinished(time=1.0, return_value=value))
+    _, message = run.collect_messages().get(timeout=PATIENCE_S)
+    assert message.return_value.to_parts() == value.to_parts()
+    assert not marker.exists()
+
+
+def test_torchrun_server_random_frames_do_not_affect_peers() -> None:
+    assert check_frames(2000, seed=7) == []
+
+
+def test_connection_keys_differ_both_sides_reject(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    client, server = sockets
+    deadline = time.monotonic() + PATIENCE_S
+    errors: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            authenticate_server(client, b"other", deadline)
+        except (AuthenticationError, EOFError, ConnectionError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    with pytest.raises(AuthenticationError):
+        authenticate_client(server, b"key", deadline)
+    server.close()
+    thread.join(PATIENCE_S)
+    assert errors
+
+
+def test_connection_server_without_key_is_rejected(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    client, server = sockets
+    server.sendall(PREAMBLE + b"n" * 32 + b"p" * 32)
+    with pytest.raises(AuthenticationError, match="address of rank 0"):
+        authenticate_server(client, b"key", time.monotonic() + PATIENCE_S)
+
+
+def test_connection_reflected_proof_is_rejected(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    client, server = sockets
+    server.sendall(PREAMBLE + b"n" * 32)
+    reflect = threading.Thread(target=lambda: server.sendall(server.recv(64)[32:]))
+    reflect.start()
+    with pytest.raises(AuthenticationError):
+        authenticate_server(client, b"key", time.monotonic() + PATIENCE_S)
+    reflect.join(PATIENCE_S)
+
+
+def test_connection_frame_above_limit_is_rejected(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    client, server = sockets
+    client.sendall(struct.pack("!I", 2**32 - 1))
+    with pytest.raises(ProtocolError, match="exceeds the limit"):
+        Connection(server).receive()
+
+
+FORKING_PEER = """
+import os, socket, sys
+from drawbar.train._protocol.connection import Connection
+connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+connection.send(b"report")
+if os.fork() == 0:
+    sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_connection_process_dies_with_live_fork_loses_nothing_and_ends(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    client, server = sockets
+    peer = subprocess.Popen(
+        [sys.executable, "-c", FORKING_PEER, str(client.fileno())],
+        pass_fds=[client.fileno()],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    client.close()
+    connection = Connection(server)
+    deadline = time.monotonic() + PATIENCE_S
+    assert connection.receive(deadline=deadline) == b"report"
+    with pytest.raises(EOFError):
+        connection.receive(deadline=deadline)
+    peer.communicate(timeout=PATIENCE_S)
 
 
 def test_torchrun_server_accepts_again_after_file_descriptors_ran_out(tmp_path: Path) -> None:
@@ -71,6 +308,6 @@ def test_torchrun_server_accepts_again_after_file_descriptors_ran_out(tmp_path: 
             scanner.shutdown(socket.SHUT_RDWR)
             wait_until_accept_failed()
     store.set("run", json.dumps(address))
-    connection, _ = connect_to_rank_zero(store, "run", PeerHello(1, LOCAL_INFO))
-    assert server.wait_for_peers(30) == 1
+    connection, _ = connect_to_rank_zero(store, "run", HELLO_OF_RANK_1)
+    assert server.wait_for_peers(PATIENCE_S) == 1
     connection.close()

@@ -50,8 +50,8 @@ from drawbar.train._protocol.messages import (
     FilesPersisted,
     FunctionFailed,
     FunctionStarted,
+    GroupMessage,
     Heartbeat,
-    Message,
     OutputBytes,
     OutputLine,
     RankFailed,
@@ -126,7 +126,7 @@ class Attempt:
         self._error: Exception | None = None
         self._failure_times: dict[int, float] = {}  # by rank: when its function raised
 
-    def on_messages(self, rank: int, messages: Sequence[Message]) -> None:
+    def on_messages(self, rank: int, messages: Sequence[GroupMessage]) -> None:
         """Handle messages from a rank in order. Errors are raised by `wait()`."""
         for message in messages:
             if self._ended.is_set():
@@ -193,7 +193,7 @@ class Attempt:
             raise self._error
         return True
 
-    def _handle_late_message(self, rank: int, message: Message) -> None:
+    def _handle_late_message(self, rank: int, message: GroupMessage) -> None:
         match message:
             # Printed before the attempt ended, or while the function cleans up. Lines on stderr are
             # omitted: most are libraries' messages about lost peers, and the log contains them. The
@@ -209,7 +209,7 @@ class Attempt:
         else:
             self._emit(BytesWritten(message.data, message.stream))
 
-    def _handle_message(self, rank: int, message: Message) -> None:
+    def _handle_message(self, rank: int, message: GroupMessage) -> None:
         """Handle one message.
 
         Raises:

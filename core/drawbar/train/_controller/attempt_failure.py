@@ -11,7 +11,7 @@ from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._protocol.messages import (
     FunctionFailed,
-    Message,
+    GroupMessage,
     RankFailed,
     RankFinished,
     WorkerDied,
@@ -56,7 +56,7 @@ class AttemptFailure(Exception):
     def __post_init__(self) -> None:
         self._changed = asyncio.Event()
 
-    def on_message(self, rank: int, message: Message) -> None:
+    def on_message(self, rank: int, message: GroupMessage) -> None:
         """Add a message that arrives after the first failure."""
         match message:
             case RankFailed():

@@ -10,7 +10,9 @@ import dataclasses
 import itertools
 import math
 import os
+import pickle
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -28,11 +30,13 @@ from drawbar.train._handle.ended_run import EndedRun
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import RunState
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
+from drawbar.train._protocol.codec import ProtocolError
 from drawbar.train._protocol.commands import InterruptFunction
-from drawbar.train._protocol.messages import Message
-from drawbar.train._serialization import serialize_without_references
+from drawbar.train._protocol.messages import Message, RankFailed
+from drawbar.train._serialization import serialize, serialize_without_references
 from drawbar.train._threads import DaemonThreadPool
 from drawbar.train._worker.actor import TrainLoop, enable_transfers_if_node_local
+from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.stack import capture_stack
 from drawbar.train._worker.worker_env import read_ranks_from_env
@@ -43,18 +47,19 @@ from drawbar.train._worker_group.thread_group import (
     run_train_loop_in_thread,
 )
 from drawbar.train._worker_group.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
-from drawbar.train._worker_group.torchrun_server import (
+from drawbar.train._worker_group.torchrun_messages import (
     CaptureStack,
     EndRun,
     ExecuteFunction,
-    FunctionEnded,
-    HandleCommand,
-    MessageSent,
+    FunctionCancelled,
     PeerCommand,
     PeerHello,
     PeerReply,
+    RunOpened,
     StartAttempt,
     StopRequested,
+)
+from drawbar.train._worker_group.torchrun_server import (
     TorchrunServer,
     connect_to_rank_zero,
     get_peer_address,
@@ -130,9 +135,7 @@ def _start_rank_zero(
         make_console,
         validator,
         use_caller_thread=use_caller_thread,
-        on_end=lambda outcome: server.broadcast(
-            EndRun(outcome.serialize(serialize_without_references))
-        ),
+        on_end=lambda outcome: server.end(EndRun(outcome.serialize(serialize_without_references))),
     )
     return host
 
@@ -206,12 +209,11 @@ class TorchrunRun:
         self._hook_threads = DaemonThreadPool(1, "drawbar-hooks")
         self._ended = threading.Event()
         self._outcome: RunOutcome | None = None
-        hello = PeerHello(
-            ranks.world_rank, make_local_worker_info(ranks, _get_gpu_ids(spec, ranks))
-        )
+        info = make_local_worker_info(ranks, _get_gpu_ids(spec, ranks))
+        hello = PeerHello(rank=ranks.world_rank, info=info)
         try:
             self._connection, self._directory = connect_to_rank_zero(store, key, hello)
-        except (OSError, EOFError) as error:
+        except (ProtocolError, OSError, EOFError) as error:
             raise _make_rank_zero_lost_error(error) from error
         threading.Thread(target=self._receive_loop, name="drawbar-rank-zero", daemon=True).start()
 
@@ -231,7 +233,7 @@ class TorchrunRun:
         try:
             while self._outcome is None:
                 self._handle_command(self._connection.receive())
-        except (OSError, EOFError) as error:
+        except (ProtocolError, OSError, EOFError) as error:
             lost = _make_rank_zero_lost_error(error, self.path)
             self._outcome = RunOutcome(
                 ControllerOutcome(error=lost), RunState(status="failed"), None
@@ -242,41 +244,58 @@ class TorchrunRun:
         self._executor.wake_up()
 
     def _handle_command(self, command: PeerCommand) -> None:
-        session = self._session
         match command:
             case StartAttempt(assignment):
-                self._start_attempt(assignment)
-            case HandleCommand(attempt, command_for_rank):
-                if session is not None and session.assignment.attempt == attempt:
-                    session.handle_command(command_for_rank)
+                self._start_attempt(pickle.loads(assignment))
             case CaptureStack(request_id):
-                self._connection.send(PeerReply(request_id, capture_stack(self._function_thread)))
+                stack = capture_stack(self._function_thread)
+                self._connection.send(PeerReply(request_id=request_id, stack=stack))
             case ExecuteFunction():
                 # In a thread: rank 0 may request the stack of a function that hangs.
-                self._hook_threads.submit(lambda: self._connection.send(command.run()))
+                self._hook_threads.submit(self._execute, command)
             case EndRun(outcome):
                 self._outcome = cloudpickle.loads(outcome)
+            case RunOpened():
+                pass  # only the first command, which `connect_to_rank_zero` handles
+            case _:
+                if self._session is not None:
+                    self._session.handle_command(command)
+
+    def _execute(self, request: ExecuteFunction) -> None:
+        """Call a function for a backend, and send its result or its traceback."""
+        try:
+            function, args, kwargs = request.call.deserialize()
+            value = serialize(function(*args, **kwargs))
+            self._connection.send(PeerReply(request_id=request.request_id, value=value))
+        except Exception:
+            error = traceback.format_exc()
+            self._connection.send(PeerReply(request_id=request.request_id, error=error))
 
     def _start_attempt(self, assignment: WorkerAssignment) -> None:
         env_vars = {**self._env_vars, **_get_device_env_vars(assignment)}
         # Not rank 0's variables: torchrun sets different ones in each process.
         spec = dataclasses.replace(assignment.spec, env_vars=env_vars)
         assignment = dataclasses.replace(assignment, spec=spec)
-        self._session = session = Session(assignment, self._send, self._cache)
+        self._session = session = Session(assignment, self._connection.send, self._cache)
         self._executor.submit(partial(self._run_train_loop, session))
-
-    def _send(self, message: Message) -> None:
-        self._connection.send(MessageSent(message))
 
     def _run_train_loop(self, session: Session) -> None:
         self._function_thread = threading.current_thread()
-        with enable_transfers_if_node_local(session, self._send):
+        with enable_transfers_if_node_local(session, self._connection.send):
             run_train_loop_in_thread(
-                self._payload, session, self._send, self._send_function_ended, is_only_rank=True
+                self._payload,
+                session,
+                self._connection.send,
+                partial(self._send_final_message, session),
+                is_only_rank=True,
             )
 
-    def _send_function_ended(self, last_message: Message | None) -> None:
-        self._connection.send(FunctionEnded(last_message))
+    def _send_final_message(self, session: Session, message: Message | None) -> None:
+        try:
+            self._connection.send(FunctionCancelled() if message is None else message)
+        except ProtocolError as error:  # the return value is too large
+            failure = describe_exception(error, session.assignment, session.report_count)
+            self._connection.send(RankFailed(failure=failure))
 
     # -- called from any thread
 

@@ -1,6 +1,6 @@
 """Commands from the controller to a rank, sent through the actor's control group.
 
-Commands are plain data that can be pickled without user classes.
+Commands are tagged structs, which `codec.py` encodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.node_local_storage import FileReply
 
 
-class PersistFiles(msgspec.Struct, frozen=True, kw_only=True):
+class PersistFiles(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Persist the assigned files of the rank's offer for a checkpoint in the staging area.
 
     Attributes:
@@ -28,41 +28,41 @@ class PersistFiles(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_name: str
 
 
-class CommitCompleted(msgspec.Struct, frozen=True, kw_only=True):
+class CommitCompleted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A checkpoint is committed. `checkpoint_name` is its directory in the run."""
 
     report_index: int
     checkpoint_name: str
 
 
-class CollectiveResult(msgspec.Struct, frozen=True, kw_only=True):
+class CollectiveResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Collective number `sequence` is complete. `payloads` has one entry, or one per rank."""
 
     sequence: int
     payloads: tuple[Serialized | None, ...]
 
 
-class CheckpointListReply(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointListReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Reply with the retained committed checkpoints, oldest first, as (name, metrics, status)."""
 
     request_id: int
     checkpoints: tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]
 
 
-class DiagnosisReply(msgspec.Struct, frozen=True, kw_only=True):
+class DiagnosisReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Reply with a description of where all ranks are. The run directory has their stacks."""
 
     request_id: int
     text: str
 
 
-class FileChunkAck(msgspec.Struct, frozen=True, kw_only=True):
+class FileChunkAck(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Acknowledge that the chunk of this request is written."""
 
     request_id: int
 
 
-class InterruptFunction(msgspec.Struct, frozen=True, kw_only=True):
+class InterruptFunction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the function as soon as possible.
 
     Attributes:

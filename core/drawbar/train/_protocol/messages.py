@@ -1,7 +1,7 @@
 """Messages from a rank to the controller.
 
 Messages arrive in order on one stream, which `Worker.run` yields. The controller replies with
-commands (`commands.py`). Everything in this module can be pickled without user classes.
+commands (`commands.py`). All messages are tagged structs, which `codec.py` encodes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
     should_move: bool = False
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A call of `report()`.
 
     Attributes:
@@ -77,13 +77,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     is_buffered: bool = False
 
 
-class CheckpointWaitStarted(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointWaitStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank is blocked until an earlier asynchronous checkpoint is committed."""
 
     report_index: int
 
 
-class FilesPersisted(msgspec.Struct, frozen=True, kw_only=True):
+class FilesPersisted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank has put its assigned files of a checkpoint into the staging area.
 
     Attributes:
@@ -100,7 +100,7 @@ class FilesPersisted(msgspec.Struct, frozen=True, kw_only=True):
     checksums: dict[str, str] = {}
 
 
-class FileChunk(msgspec.Struct, frozen=True, kw_only=True):
+class FileChunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A chunk of a checkpoint file, from a node with local storage.
 
     The reply is a `FileChunkAck` with the same `request_id`.
@@ -118,7 +118,7 @@ class FileChunk(msgspec.Struct, frozen=True, kw_only=True):
         check_relative_path(self.path)
 
 
-class FileRequest(msgspec.Struct, frozen=True, kw_only=True):
+class FileRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Request for a chunk of a checkpoint file, or, without a path, for the file list.
 
     The reply is a `FileReply` with the same `request_id`.
@@ -134,7 +134,7 @@ class FileRequest(msgspec.Struct, frozen=True, kw_only=True):
         check_relative_path(self.path or self.checkpoint_name)
 
 
-class ShardEpochEnded(msgspec.Struct, frozen=True, kw_only=True):
+class ShardEpochEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank has completed an epoch of a dataset, or has left the iteration early.
 
     Attributes:
@@ -176,7 +176,7 @@ CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "r
 """Kinds of collectives. "requests" returns the `ControllerRequests`, the same for all ranks."""
 
 
-class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
+class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank is blocked in a collective call.
 
     Attributes:
@@ -194,7 +194,7 @@ class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True):
     location: str
 
 
-class CheckpointListRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointListRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Request for the committed checkpoints. The reply is a `CheckpointListReply`.
 
     Attributes:
@@ -211,31 +211,31 @@ class CheckpointListRequest(msgspec.Struct, frozen=True, kw_only=True):
     location: str = ""
 
 
-class CheckpointDiscarded(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank no longer needs a checkpoint."""
 
     checkpoint_name: str
 
 
-class DiagnosisRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DiagnosisRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Request for the locations of all ranks. The reply is a `DiagnosisReply`."""
 
     request_id: int
 
 
-class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True):
+class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The user's function is about to start."""
 
     time: float
 
 
-class FunctionFailed(msgspec.Struct, frozen=True, kw_only=True):
+class FunctionFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The user's function raised an exception. `RankFailed` follows the backend's shutdown."""
 
     time: float
 
 
-class OutputLine(msgspec.Struct, frozen=True, kw_only=True):
+class OutputLine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A line for the driver's console.
 
     Attributes:
@@ -251,22 +251,22 @@ class OutputLine(msgspec.Struct, frozen=True, kw_only=True):
     is_log_record: bool = False
 
 
-class OutputBytes(msgspec.Struct, frozen=True, kw_only=True):
+class OutputBytes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Bytes that a program, which runs in place of a training function, wrote to a stream."""
 
     data: bytes
     stream: Literal["stdout", "stderr"] = "stdout"
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Heartbeat of a rank that has no other message but is active."""
 
 
-class ProcessRetired(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessRetired(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This process must not run another attempt."""
 
 
-class RankFinished(msgspec.Struct, frozen=True, kw_only=True):
+class RankFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The function returned.
 
     Attributes:
@@ -282,17 +282,17 @@ class RankFinished(msgspec.Struct, frozen=True, kw_only=True):
     final_notices: tuple[str, ...] = ()
 
 
-class RankFailed(msgspec.Struct, frozen=True, kw_only=True):
+class RankFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The function or its setup raised an exception."""
 
     failure: WorkerFailure
 
 
-class RankInterrupted(msgspec.Struct, frozen=True, kw_only=True):
+class RankInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The function ended at the controller's request. The process can run another attempt."""
 
 
-class WorkerDied(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerDied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The worker process died; created by the worker group. `detail` is Ray's description."""
 
     detail: str
@@ -320,5 +320,11 @@ Message = (
     | RankFinished
     | RankFailed
     | RankInterrupted
-    | WorkerDied
 )
+"""Messages that a rank sends."""
+
+GroupMessage = Message | WorkerDied
+"""Messages that the controller receives from a worker group."""
+
+FINAL_MESSAGE_TYPES = (RankFinished, RankFailed, RankInterrupted)
+"""Types of the last message of a rank in an attempt."""

@@ -29,7 +29,7 @@ from drawbar.train._storage.sizes import format_exact_size
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles, hold_file_lock
 
 
-class FileReply(msgspec.Struct, frozen=True, kw_only=True):
+class FileReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A chunk of a file, or a list of files."""
 
     request_id: int

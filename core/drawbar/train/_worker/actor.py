@@ -27,6 +27,7 @@ from drawbar.train._config.backend import BackendConfig
 from drawbar.train._protocol.assignment import WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import (
+    FINAL_MESSAGE_TYPES,
     FunctionFailed,
     FunctionStarted,
     Message,
@@ -51,8 +52,6 @@ from drawbar.train._worker.worker_env import make_worker_env, set_env_vars
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-
-_FINAL_MESSAGE_TYPES = (RankFinished, RankFailed, RankInterrupted)
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class Worker:
             # Yield in batches, because Ray's cost per item does not depend on its size.
             batch = outbox.take_batch()
             yield batch
-            if isinstance(batch[-1], _FINAL_MESSAGE_TYPES):
+            if isinstance(batch[-1], FINAL_MESSAGE_TYPES):
                 # The end of the stream signals the controller that this process can run another
                 # attempt. The controller replaces the process if the stream ends too late.
                 self._thread.join()

@@ -22,7 +22,7 @@ import msgspec
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import (
-    Message,
+    GroupMessage,
     RankFailed,
     RankFinished,
     RankInterrupted,
@@ -143,7 +143,7 @@ class SimulatedWorkerGroup:
             self._running.add(world_rank)
             self._to_ranks.add(partial(rank.start, self._function))
 
-    def _send_message(self, on_messages: OnMessages, rank: int, message: Message) -> None:
+    def _send_message(self, on_messages: OnMessages, rank: int, message: GroupMessage) -> None:
         if isinstance(message, WorkerDied):
             self._write_exit_report(rank)
         self._to_controller.add(partial(self._on_message, on_messages, rank, message))
@@ -158,7 +158,7 @@ class SimulatedWorkerGroup:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(report))
 
-    def _on_message(self, on_messages: OnMessages, rank: int, message: Message) -> None:
+    def _on_message(self, on_messages: OnMessages, rank: int, message: GroupMessage) -> None:
         if isinstance(message, _FINAL_MESSAGE_TYPES):
             self._running.discard(rank)
             if not self._running:

@@ -22,7 +22,7 @@ from drawbar.train._protocol.messages import (
     CollectiveCalled,
     FilesPersisted,
     FunctionStarted,
-    Message,
+    GroupMessage,
     RankFailed,
     RankFinished,
     RankInterrupted,
@@ -55,7 +55,7 @@ class SimulatedRank:
         ```
     """
 
-    def __init__(self, assignment: WorkerAssignment, send: Callable[[Message], None]) -> None:
+    def __init__(self, assignment: WorkerAssignment, send: Callable[[GroupMessage], None]) -> None:
         self._assignment = assignment
         self._send = send
         self._next_report = assignment.first_report_index
@@ -184,7 +184,7 @@ class SimulatedRank:
 
     async def _run(self, function: Callable[[SimulatedRank], Awaitable[object]]) -> None:
         self._send(FunctionStarted(time=time.time()))
-        final_message: Message
+        final_message: GroupMessage
         try:
             await function(self)
             final_message = RankFinished(time=time.time())

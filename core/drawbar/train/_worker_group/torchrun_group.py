@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import time
+import pickle
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,25 +19,21 @@ from typing import ParamSpec, TypeVar
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command, InterruptFunction
-from drawbar.train._protocol.messages import WorkerDied
+from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, WorkerDied
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker_group.thread_group import ThreadWorkerGroup
-from drawbar.train._worker_group.torchrun_server import (
+from drawbar.train._worker_group.torchrun_messages import (
     CaptureStack,
     ExecuteFunction,
-    FunctionEnded,
-    HandleCommand,
-    MessageSent,
-    PeerLost,
-    PeerMessage,
+    FunctionCancelled,
     PeerReply,
+    ReceivedMessage,
     StartAttempt,
     StopRequested,
-    TorchrunServer,
-    get_peer_address,
 )
+from drawbar.train._worker_group.torchrun_server import TorchrunServer, get_peer_address
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
 P = ParamSpec("P")
@@ -70,13 +66,12 @@ class TorchrunWorkerGroup:
         self._server = server
         self._stop_run = stop_run
         self._loop = asyncio.get_running_loop()
-        self._attempt = -1
         self._on_messages: OnMessages = lambda rank, messages: None
         self._functions_ended: dict[int, asyncio.Event] = {}  # by rank of a peer
         self._request_ids = itertools.count()
         # Rank and reply, by request ID.
         self._pending_requests: dict[int, tuple[int, Future[PeerReply]]] = {}
-        self._lost_peers: dict[int, str] = {}  # cause, by rank
+        self._lost_peers: dict[int, WorkerDied] = {}
         server.set_handler(self._on_message_from_thread)
 
     @property
@@ -105,7 +100,7 @@ class TorchrunWorkerGroup:
 
     def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt."""
-        self._attempt, self._on_messages = assignments[0].attempt, on_messages
+        self._on_messages = on_messages
         local = [assignment for assignment in assignments if assignment.ranks.world_rank == 0]
         self._local_group.run(local, on_messages)
         for assignment in assignments:
@@ -114,47 +109,49 @@ class TorchrunWorkerGroup:
                 self._functions_ended[rank] = asyncio.Event()
                 # Peers have an environment already.
                 spec = dataclasses.replace(assignment.spec, driver_env=None)
-                self._server.send(rank, StartAttempt(dataclasses.replace(assignment, spec=spec)))
-        for rank, detail in list(self._lost_peers.items()):  # lost after it joined
-            self._on_message(rank, PeerLost(detail))
+                assignment = dataclasses.replace(assignment, spec=spec)
+                self._server.send([rank], StartAttempt(pickle.dumps(assignment)))
+        for rank, death in list(self._lost_peers.items()):  # lost after it joined
+            self._on_message(rank, death)
 
-    def _on_message_from_thread(self, rank: int, message: PeerMessage) -> None:
+    def _on_message_from_thread(self, rank: int, message: ReceivedMessage) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
             self._loop.call_soon_threadsafe(self._on_message, rank, message)
 
-    def _on_message(self, rank: int, peer_message: PeerMessage) -> None:
-        match peer_message:
-            case MessageSent(message):
-                self._on_messages(rank, [message])
-            case FunctionEnded(message):
-                self._functions_ended[rank].set()
-                if message is not None:
-                    self._on_messages(rank, [message])
-            case PeerReply(request_id):
-                self._resolve_request(request_id, peer_message)
-            case StopRequested(save):
+    def _on_message(self, rank: int, message: ReceivedMessage) -> None:
+        match message:
+            case PeerReply():
+                self._resolve_request(message)
+            case StopRequested(save=save):
                 self._stop_run(save)
-            case PeerLost(detail):
-                self._lost_peers[rank] = detail
+            case FunctionCancelled():
+                self._set_function_ended(rank)
+            case WorkerDied():
+                self._lost_peers[rank] = message
                 # Threads are waiting for replies that the peer will never send.
                 for request_id, (requested_rank, _) in list(self._pending_requests.items()):
                     if requested_rank == rank:
-                        self._resolve_request(request_id, PeerReply(request_id, error=detail))
-                if rank in self._functions_ended:
-                    self._functions_ended[rank].set()
-                self._on_messages(rank, [WorkerDied(detail=detail, time=time.time())])
+                        self._fail_request(request_id, message)
+                self._set_function_ended(rank)
+                self._on_messages(rank, [message])
+            case _:
+                if isinstance(message, FINAL_MESSAGE_TYPES):
+                    self._set_function_ended(rank)
+                self._on_messages(rank, [message])
+
+    def _set_function_ended(self, rank: int) -> None:
+        if rank in self._functions_ended:  # not before the first attempt
+            self._functions_ended[rank].set()
 
     def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank."""
-        if rank == 0:
-            self._local_group.send_command(rank, command)
-        else:
-            self._server.send(rank, HandleCommand(self._attempt, command))
+        self.broadcast_command([rank], command)
 
     def broadcast_command(self, ranks: Collection[int], command: Command) -> None:
         """Send a command to several ranks."""
-        for rank in ranks:
-            self.send_command(rank, command)
+        if 0 in ranks:
+            self._local_group.send_command(0, command)
+        self._server.send([rank for rank in ranks if rank > 0], command)
 
     async def end_attempt(
         self,
@@ -188,8 +185,8 @@ class TorchrunWorkerGroup:
             await asyncio.wait(requests, timeout=STACK_SECONDS)
         stacks = await self._local_group.collect_stacks()
         for rank, request in zip(ranks, requests, strict=True):
-            value = request.result().value if request.done() else None
-            stacks[rank] = value if isinstance(value, Stack) else self._detect_stopped_peer(rank)
+            stack = request.result().stack if request.done() else None
+            stacks[rank] = stack or self._detect_stopped_peer(rank)
             request.cancel()
         return stacks
 
@@ -206,14 +203,17 @@ class TorchrunWorkerGroup:
         """Send a request to a peer, from any thread."""
         request_id, reply = next(self._request_ids), Future[PeerReply]()
         self._pending_requests[request_id] = rank, reply
-        self._server.send(rank, make_request(request_id))
+        self._server.send([rank], make_request(request_id))
         # Checked last: a loss from now on resolves the pending requests of the peer.
         if rank in self._lost_peers:
-            self._resolve_request(request_id, PeerReply(request_id, error=self._lost_peers[rank]))
+            self._fail_request(request_id, self._lost_peers[rank])
         return reply
 
-    def _resolve_request(self, request_id: int, reply: PeerReply) -> None:
-        _, pending = self._pending_requests.pop(request_id, (-1, None))
+    def _fail_request(self, request_id: int, death: WorkerDied) -> None:
+        self._resolve_request(PeerReply(request_id=request_id, error=death.detail))
+
+    def _resolve_request(self, reply: PeerReply) -> None:
+        _, pending = self._pending_requests.pop(reply.request_id, (-1, None))
         # The requesting thread may have stopped waiting.
         if pending is not None and pending.set_running_or_notify_cancel():
             pending.set_result(reply)
@@ -250,7 +250,7 @@ class TorchrunWorkerGroup:
         Raises:
             RuntimeError: The function raised an exception on a peer, or a process died.
         """
-        # Serialized once for all peers.
+        # Pickled once for all peers.
         make_request = partial(ExecuteFunction, call=serialize((function, args, kwargs)))
         replies = {
             rank: self._request(rank, make_request) for rank in sorted(self._server.worker_infos)
@@ -269,7 +269,7 @@ class TorchrunWorkerGroup:
 
 def _get_result(rank: int, pending: Future[PeerReply]) -> Serialized:
     reply = pending.result()
-    if isinstance(reply.value, Serialized):
+    if reply.value is not None:
         return reply.value
     raise RuntimeError(f"a hook of the backend failed on rank {rank}: {reply.error}")
 

@@ -1,135 +1,59 @@
 """Connections between rank 0 and the other processes of a torchrun group.
 
-Rank 0 listens on a port and puts its address and a random key into the store of the launcher.
-Messages are unpickled, but only from processes that have proved that they know the key.
+Rank 0 listens on a port and puts its address and a random key into the store of the launcher. Both
+sides of a connection prove that they know the key before they send messages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import pickle
 import secrets
+import socket
 import threading
-import traceback
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from drawbar.train._config.backend import LauncherStore
 from drawbar.train._errors import ControllerError
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.commands import Command
-from drawbar.train._protocol.messages import Message
-from drawbar.train._serialization import Serialized, serialize
+from drawbar.train._protocol.assignment import Ranks, WorkerInfo
+from drawbar.train._protocol.codec import ProtocolError
+from drawbar.train._protocol.connection import (
+    Connection,
+    authenticate_client,
+    authenticate_server,
+)
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._threads import wait_to_accept_again
 from drawbar.train._worker.addresses import LOOPBACK, get_node_address
-from drawbar.train._worker.stack import Stack
+from drawbar.train._worker_group.torchrun_messages import (
+    COMMANDS,
+    HELLO,
+    MESSAGES,
+    PeerCommand,
+    PeerHello,
+    PeerMessage,
+    ReceivedMessage,
+    RunOpened,
+)
 
+HANDSHAKE_SECONDS = 10.0
+"""Time after which rank 0 closes a connection that has not become a peer."""
 
-@dataclass(frozen=True)
-class PeerHello:
-    """First message of a peer."""
+MAX_HANDSHAKES = 64
+"""Maximum number of connections that are not peers yet. Others wait until one is closed."""
 
-    rank: int
-    info: WorkerInfo
+MAX_HELLO_BYTES = 1 << 16
+CONNECT_SECONDS = 60.0
+BACKLOG = 1024
 
-
-@dataclass(frozen=True)
-class RunOpened:
-    """Reply to `PeerHello`: the run is open."""
-
-    directory: RunDirectory
-
-
-@dataclass(frozen=True)
-class StartAttempt:
-    """Command to start an attempt."""
-
-    assignment: WorkerAssignment
-
-
-@dataclass(frozen=True)
-class HandleCommand:
-    """Command for the session of an attempt. Ignored if it is for an earlier attempt."""
-
-    attempt: int
-    command: Command
-
-
-@dataclass(frozen=True)
-class CaptureStack:
-    """Request for the stacks of the threads of this process."""
-
-    request_id: int
-
-
-@dataclass(frozen=True)
-class ExecuteFunction:
-    """Request to call a serialized (function, args, kwargs) for a backend."""
-
-    request_id: int
-    call: Serialized
-
-    def run(self) -> PeerReply:
-        """Call the function and return its result or its traceback."""
-        try:
-            function, args, kwargs = self.call.deserialize()
-            return PeerReply(self.request_id, serialize(function(*args, **kwargs)))
-        except Exception:
-            return PeerReply(self.request_id, error=traceback.format_exc())
-
-
-@dataclass(frozen=True)
-class EndRun:
-    """Command to end the run, with the pickled `RunOutcome`. It is the last one."""
-
-    outcome: bytes
-
-
-@dataclass(frozen=True)
-class MessageSent:
-    """Message of the training function."""
-
-    message: Message
-
-
-@dataclass(frozen=True)
-class FunctionEnded:
-    """End of the training function, with None after a Ctrl-C, which is not a failure."""
-
-    message: Message | None
-
-
-@dataclass(frozen=True)
-class PeerReply:
-    """Reply to a request: a stack, a serialized value, or an error."""
-
-    request_id: int
-    value: Stack | Serialized | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """Request of a peer to stop the run."""
-
-    save: bool
-
-
-@dataclass(frozen=True)
-class PeerLost:
-    """The process of a peer died, or its connection broke. No further messages follow."""
-
-    detail: str
-
-
-PeerMessage = MessageSent | FunctionEnded | PeerReply | StopRequested | PeerLost
-PeerCommand = StartAttempt | HandleCommand | CaptureStack | ExecuteFunction | EndRun
+_logger = logging.getLogger("drawbar.train")
 
 
 class ServerAddress(TypedDict, total=False):
@@ -141,29 +65,28 @@ class ServerAddress(TypedDict, total=False):
     error: str
 
 
-class PeerConnection:
-    """A connection on which any thread sends and one thread receives."""
+class RankZeroConnection:
+    """Connection of a peer to rank 0. Any thread sends, and one thread receives."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._send_lock = threading.Lock()
 
-    def send(self, message: object) -> None:
-        """Send an object. A broken connection is reported where this side receives."""
-        # Outside the lock and `suppress`: an object that cannot be pickled is an error of the
-        # caller.
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        with self._send_lock, contextlib.suppress(OSError):
-            self._connection.send_bytes(data)
-
-    def receive(self) -> Any:
-        """Wait for the next object and return it.
+    def send(self, message: PeerMessage) -> None:
+        """Send a message.
 
         Raises:
-            EOFError: The other side closed the connection.
+            ProtocolError: The message is too large.
+        """
+        self._connection.send(MESSAGES.encode(message))
+
+    def receive(self) -> PeerCommand:
+        """Wait for the next command and return it.
+
+        Raises:
+            EOFError: Rank 0 closed the connection.
             OSError: The connection is broken.
         """
-        return pickle.loads(self._connection.recv_bytes())
+        return COMMANDS.decode(self._connection.receive())
 
     def close(self) -> None:
         """Close this side."""
@@ -174,9 +97,12 @@ class PeerConnection:
 class TorchrunServer:
     """Connections of rank 0 to its peers.
 
+    Each connection has a thread, so a connection that sends nothing does not delay the others.
+
     Args:
         count: Number of peers.
         host: Address to listen on.
+        handshake_seconds: Time after which a connection that has not become a peer is closed.
 
     Attributes:
         worker_infos: Node and process of each peer that has connected, by rank.
@@ -184,19 +110,20 @@ class TorchrunServer:
 
     count: int
     host: str
+    handshake_seconds: float = HANDSHAKE_SECONDS
     worker_infos: dict[int, WorkerInfo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Objects are unpickled, so a process that reaches the port could run code here. The
-        # launcher shares the key only with its own processes.
+        # The launcher shares the key only with its own processes.
         self._key = secrets.token_bytes(32)
-        self._listener = Listener((self.host, 0), authkey=self._key)
-        self._connections: dict[int, PeerConnection] = {}
+        self._listener = _listen_on_free_port(self.host)
+        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._connections: dict[int, Connection] = {}
         self._joined = threading.Condition()
         self._closed = threading.Event()
-        self._handler: Future[Callable[[int, PeerMessage], object]] = Future()
+        self._handler: Future[Callable[[int, ReceivedMessage], object]] = Future()
 
-    def set_handler(self, handler: Callable[[int, PeerMessage], object]) -> None:
+    def set_handler(self, handler: Callable[[int, ReceivedMessage], object]) -> None:
         """Set the handler of messages. It is called in one thread per peer.
 
         Messages that arrived before are handled now.
@@ -213,13 +140,12 @@ class TorchrunServer:
             target=self._accept, args=(directory,), name="drawbar-peers", daemon=True
         )
         accept.start()
-        host, port = self._listener.address
+        host, port = self._listener.getsockname()[:2]
         store.set(key, json.dumps({"host": host, "port": port, "key": self._key.hex()}))
 
     def publish_error(self, store: LauncherStore, key: str, error: Exception) -> None:
         """Publish the error that prevented the run."""
-        self._closed.set()
-        self._listener.close()
+        self.stop_listening()
         store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
     def wait_for_peers(self, timeout: float) -> int:
@@ -228,46 +154,92 @@ class TorchrunServer:
             self._joined.wait_for(lambda: len(self.worker_infos) == self.count, timeout)
             return len(self.worker_infos)
 
-    def send(self, rank: int, command: PeerCommand) -> None:
-        """Send a command to one peer."""
-        self._connections[rank].send(command)
+    def send(self, ranks: Iterable[int], command: PeerCommand) -> None:
+        """Send a command to peers. It is encoded once, and not sent to lost peers."""
+        data = COMMANDS.encode(command)
+        with self._joined:
+            connections = [self._connections[rank] for rank in ranks if rank in self._connections]
+        for connection in connections:
+            connection.send(data)
 
-    def broadcast(self, command: PeerCommand) -> None:
-        """Send a command to all peers that have joined."""
-        for connection in list(self._connections.values()):
-            connection.send(command)
+    def end(self, command: PeerCommand) -> None:
+        """Send the last command to all peers that have joined, and reject the others."""
+        self.stop_listening()
+        with self._joined:
+            ranks = list(self._connections)
+        self.send(ranks, command)
+
+    def stop_listening(self) -> None:
+        """Reject processes that have not joined yet."""
+        self._closed.set()
+        # Without it, a thread in `accept()` would keep the port open.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     def _accept(self, directory: RunDirectory) -> None:
-        with self._listener:
-            while len(self._connections) < self.count and not self._closed.is_set():
-                # The loop must survive port scanners and peers that die while they connect.
-                try:
-                    connection = PeerConnection(self._listener.accept())
-                    hello = connection.receive()
-                except (EOFError, AuthenticationError):
-                    continue
-                except OSError as error:
-                    wait_to_accept_again(error, self._closed)
-                    continue
-                connection.send(RunOpened(directory))
-                self._connections[hello.rank] = connection
-                threading.Thread(target=self._listen, args=(connection, hello), daemon=True).start()
+        opened = COMMANDS.encode(RunOpened(pickle.dumps(directory)))
+        while not self._closed.is_set():
+            self._handshakes.acquire()
+            # The loop must survive port scanners and peers that die while they connect.
+            try:
+                accepted, _ = self._listener.accept()
+                threading.Thread(
+                    target=self._serve, args=(accepted, opened), name="drawbar-peer", daemon=True
+                ).start()
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                self._handshakes.release()
+                wait_to_accept_again(error, self._closed)
 
-    def _listen(self, connection: PeerConnection, hello: PeerHello) -> None:
-        with self._joined:
-            self.worker_infos[hello.rank] = hello.info
-            self._joined.notify_all()
+    def _serve(self, accepted: socket.socket, opened: bytes) -> None:
+        try:
+            connection, rank = self._admit(accepted, opened)
+        except (ProtocolError, EOFError, OSError) as error:
+            _logger.debug("a connection to rank 0 was rejected: %s", error)
+            accepted.close()
+            return
+        finally:
+            self._handshakes.release()
         handler = self._handler.result()
         try:
             while True:
-                handler(hello.rank, connection.receive())
-        except (EOFError, OSError) as error:
-            handler(hello.rank, PeerLost(f"its connection to rank 0 ended: {error or 'closed'}"))
+                handler(rank, MESSAGES.decode(connection.receive()))
+        except (ProtocolError, EOFError, OSError) as error:
+            detail = f"its connection to rank 0 ended: {error or 'closed'}"
+            with self._joined:
+                del self._connections[rank]
+            connection.close()
+            handler(rank, WorkerDied(detail=detail, time=time.time()))
+
+    def _admit(self, accepted: socket.socket, opened: bytes) -> tuple[Connection, int]:
+        """Authenticate a process that has connected, and add it to the peers.
+
+        Raises:
+            ProtocolError: The process is no peer of this run, or has joined already.
+            EOFError: The process closed the connection.
+            OSError: The connection is broken, or the process has not joined in time.
+        """
+        deadline = time.monotonic() + self.handshake_seconds
+        connection = authenticate_client(accepted, self._key, deadline)
+        hello = HELLO.decode(connection.receive(max_bytes=MAX_HELLO_BYTES, deadline=deadline))
+        accepted.settimeout(None)
+        with self._joined:
+            if self._closed.is_set():
+                raise ProtocolError("the run has all its processes, or has ended")
+            if hello.rank in self.worker_infos or not 1 <= hello.rank <= self.count:
+                raise ProtocolError(f"rank {hello.rank} has joined already, or is not in the run")
+            connection.send(opened)
+            self._connections[hello.rank] = connection
+            self.worker_infos[hello.rank] = hello.info
+            self._joined.notify_all()
+            if len(self.worker_infos) == self.count:
+                self.stop_listening()
+        return connection, hello.rank
 
 
 def connect_to_rank_zero(
     store: LauncherStore, key: str, hello: PeerHello
-) -> tuple[PeerConnection, RunDirectory]:
+) -> tuple[RankZeroConnection, RunDirectory]:
     """Connect to rank 0 as soon as it has opened the run.
 
     Args:
@@ -280,19 +252,38 @@ def connect_to_rank_zero(
 
     Raises:
         ControllerError: Rank 0 could not open the run.
+        ProtocolError: The process at the address is not rank 0.
         EOFError: Rank 0 has closed the connection.
         OSError: Rank 0 cannot be reached.
     """
     server_address: ServerAddress = json.loads(store.get(key))
     if "error" in server_address:
         raise ControllerError(f"rank 0 cannot open the run: {server_address['error']}")
-    address = (server_address["host"], server_address["port"])
-    connection = PeerConnection(Client(address, authkey=bytes.fromhex(server_address["key"])))
-    connection.send(hello)
-    opened: RunOpened = connection.receive()
-    return connection, opened.directory
+    deadline = time.monotonic() + CONNECT_SECONDS
+    address = server_address["host"], server_address["port"]
+    connected = socket.create_connection(address, CONNECT_SECONDS)
+    try:
+        connection = authenticate_server(connected, bytes.fromhex(server_address["key"]), deadline)
+        connection.send(HELLO.encode(hello))
+        opened = COMMANDS.decode(connection.receive())
+        if not isinstance(opened, RunOpened):
+            raise ProtocolError(f"expected RunOpened from rank 0, received {opened!r}")
+    except BaseException:
+        connected.close()
+        raise
+    return RankZeroConnection(connection), pickle.loads(opened.directory)
 
 
 def get_peer_address(ranks: Ranks) -> str:
     """Return the address at which the other ranks reach this process."""
     return LOOPBACK if ranks.local_world_size == ranks.world_size else get_node_address()
+
+
+def _listen_on_free_port(host: str) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.bind(address)
+    listener.listen(BACKLOG)
+    return listener

@@ -8,10 +8,10 @@ from typing import Protocol
 from drawbar.train._config.backend import BackendWorkerGroup
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command
-from drawbar.train._protocol.messages import Message
+from drawbar.train._protocol.messages import GroupMessage
 from drawbar.train._worker.stack import Stack
 
-OnMessages = Callable[[int, Sequence[Message]], None]
+OnMessages = Callable[[int, Sequence[GroupMessage]], None]
 OnWaiting = Callable[[int, bool], None]
 """Receives the number of ready workers, and whether the resources of all workers are reserved."""
 

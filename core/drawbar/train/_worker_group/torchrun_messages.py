@@ -1,0 +1,91 @@
+"""Messages between rank 0 and the other processes of a torchrun group.
+
+The messages of a rank and the commands to its session are those of all runs. The structs in this
+module are specific to torchrun. Peers trust rank 0 and unpickle the `bytes` that it sends. Rank 0
+unpickles nothing that it receives, except the results of functions of a backend.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from drawbar.train._protocol.assignment import WorkerInfo
+from drawbar.train._protocol.codec import Codec
+from drawbar.train._protocol.commands import Command
+from drawbar.train._protocol.messages import Message, WorkerDied
+from drawbar.train._serialization import Serialized
+from drawbar.train._worker.stack import Stack
+
+
+class PeerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First message of a peer."""
+
+    rank: int
+    info: WorkerInfo
+
+
+class FunctionCancelled(msgspec.Struct, frozen=True, tag=True):
+    """Ctrl-C ended the training function. It is not a failure and replaces the final message."""
+
+
+class PeerReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reply to a request: a stack, a serialized value, or an error."""
+
+    request_id: int
+    stack: Stack | None = None
+    value: Serialized | None = None
+    error: str = ""
+
+
+class StopRequested(msgspec.Struct, frozen=True, tag=True):
+    """Request of a peer to stop the run."""
+
+    save: bool
+
+
+class RunOpened(msgspec.Struct, frozen=True, tag=True):
+    """Reply to `PeerHello`: the run is open. Has its pickled `RunDirectory`."""
+
+    directory: bytes
+
+
+class StartAttempt(msgspec.Struct, frozen=True, tag=True):
+    """Command to start an attempt, with the pickled `WorkerAssignment`.
+
+    The commands that follow belong to this attempt.
+    """
+
+    assignment: bytes
+
+
+class CaptureStack(msgspec.Struct, frozen=True, tag=True):
+    """Request for the stacks of the threads of this process."""
+
+    request_id: int
+
+
+class ExecuteFunction(msgspec.Struct, frozen=True, tag=True):
+    """Request to call a serialized (function, args, kwargs) for a backend."""
+
+    request_id: int
+    call: Serialized
+
+
+class EndRun(msgspec.Struct, frozen=True, tag=True):
+    """Command to end the run, with the pickled `RunOutcome`. It is the last one."""
+
+    outcome: bytes
+
+
+PeerMessage = Message | FunctionCancelled | PeerReply | StopRequested
+"""Messages of a peer after `PeerHello`."""
+
+ReceivedMessage = PeerMessage | WorkerDied
+"""Messages that rank 0 handles. `WorkerDied` reports that a connection ended; no peer sends it."""
+
+PeerCommand = Command | RunOpened | StartAttempt | CaptureStack | ExecuteFunction | EndRun
+"""Commands of rank 0."""
+
+HELLO = Codec[PeerHello](PeerHello)
+MESSAGES = Codec[PeerMessage](PeerMessage)
+COMMANDS = Codec[PeerCommand](PeerCommand)
