@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from drawbar.train._protocol.assignment import WorkerAssignment
+from drawbar.train._protocol.codec import Codec
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import Message
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._worker.program_main import SESSION_VARIABLE
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
+
+MESSAGES = Codec[Message](Message)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class RankConnection:
         except (OSError, EOFError):
             return False
         if data:
-            self._session.forward(pickle.loads(data))
+            self._session.forward(MESSAGES.decode(data))
         else:
             self._connection.send_bytes(
                 serialize_without_references(SessionInit.from_session(self._session))
@@ -111,7 +114,7 @@ def _connect(descriptor: int) -> Session:
 
     def send(message: Message) -> None:
         with send_lock:
-            connection.send_bytes(serialize_without_references(message))
+            connection.send_bytes(MESSAGES.encode(message))
 
     # An empty message requests the session's state: a script that never reports costs nothing.
     connection.send_bytes(b"")
