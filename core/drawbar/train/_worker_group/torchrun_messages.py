@@ -1,6 +1,6 @@
 """Messages between rank 0 and the other processes of a torchrun group.
 
-The messages of a rank and the commands to its session are those of all runs. The structs in this
+Messages of a rank and commands to its session are the same in all runs. The structs in this
 module are specific to torchrun. Peers trust rank 0 and unpickle the `bytes` that it sends. Rank 0
 unpickles nothing that it receives, except the results of functions of a backend.
 """
