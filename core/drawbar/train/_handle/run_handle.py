@@ -161,11 +161,9 @@ class RunHandle:
 
         Example: `print(run.get_logs(rank=1))`
         """
-        if rank < 0:
-            raise ValueError(f"rank must be >= 0, found {rank}")
-        world_size = max((attempt.world_size for attempt in self.timeline.attempts), default=0)
-        if 0 < world_size <= rank:
-            raise ValueError(f"run {self.name!r} has the ranks 0 to {world_size - 1}, found {rank}")
+        world_size = max((each.world_size for each in self.timeline.attempts), default=0)
+        if rank < 0 or 0 < world_size <= rank:
+            raise ValueError(f"rank must be >= 0 and < {world_size or 'num_workers'}, found {rank}")
         return self._run.read_log(rank)
 
     def diagnose(self) -> str:
