@@ -80,6 +80,19 @@ def test_outbox_sends_buffered_reports_after_interval(
     assert outbox.take_batch() == [report(1, is_buffered=True), report(2, is_buffered=True)]
 
 
+def test_outbox_after_many_urgent_batches_sends_report_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCHES_PER_S", 1 / LONG)
+    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCH_INTERVAL_S", LONG)
+    outbox = Outbox(world_size=BURST_REPORTS)
+    for _ in range(3):
+        outbox.put(BARRIER)
+        assert outbox.take_batch() == [BARRIER]
+    outbox.put(report(0, is_buffered=False))
+    assert outbox.take_batch() == [report(0, is_buffered=False)]
+
+
 def test_outbox_below_maximum_rate_sends_each_report_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

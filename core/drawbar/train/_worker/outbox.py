@@ -55,14 +55,17 @@ class Outbox:
         If all of them can wait, return them when the next batch is due.
         """
         batch = [self._messages.get()]
-        self._has_urgent.wait(max(self._get_due_time(batch[0]) - time.monotonic(), 0))
+        is_urgent = self._has_urgent.wait(max(self._get_due_time(batch[0]) - time.monotonic(), 0))
         # Clear before emptying the queue, so that no urgent message is missed.
         self._has_urgent.clear()
         with contextlib.suppress(queue.Empty):
             while True:
                 batch.append(self._messages.get_nowait())
         self._last_batch_time = time.monotonic()
-        self._next_batch_time = max(self._next_batch_time, self._last_batch_time) + self._interval
+        if not is_urgent:  # urgent messages do not delay later reports
+            self._next_batch_time = (
+                max(self._next_batch_time, self._last_batch_time) + self._interval
+            )
         return batch
 
     def _get_due_time(self, message: Message) -> float:
