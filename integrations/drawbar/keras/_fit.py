@@ -60,7 +60,7 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
                 # The end of the data is then the end of an epoch, which needs no warning.
                 warnings.filterwarnings("ignore", "Your input ran out of data")
             options["callbacks"] = callbacks
-            unnamed = args[len(positional_names) :]  # for a `fit` with `*args`, or too many
+            unnamed = args[len(positional_names) :]  # `fit` has `*args`, or rejects them
             history = fit(x if rest is None else rest, *unnamed, **options)
         if rest is not None:
             rest.skip_batches(0)  # a later `fit` with this data starts at its first batch

@@ -62,7 +62,8 @@ def prepare_data_loader(
 
     Some loaders are not split, or repeat an interrupted epoch from its start:
 
-    - A loader with a distributed sampler keeps this sampler, and repeats the epoch.
+    - A loader with a distributed sampler keeps this sampler, whose `set_epoch` you must call. It
+      repeats the epoch.
     - An `IterableDataset` is not split: use `get_context().get_world_rank()` in its `__iter__`. It
       repeats the epoch. However, if it has `state_dict` and `load_state_dict`, and the loader has
       `num_workers=0`, its state is saved as JSON and it resumes within the epoch.
@@ -181,7 +182,7 @@ def _replace_sampler(loader: DataLoader[object]) -> EpochSampler[object] | None:
     replacements: dict[str, object]
     sampler: EpochSampler[object]
     batches = loader.batch_sampler
-    if batches is not None and loader.batch_size is None:  # custom sampler: assign whole batches
+    if batches is not None and loader.batch_size is None:  # custom batch sampler
         sampler = make_sampler(batches, bool(getattr(batches, "drop_last", False)))
         # Also set `sampler`, which PyTorch ignores here, for `loader.sampler.set_epoch()`.
         replacements = {"batch_sampler": sampler, "sampler": sampler}

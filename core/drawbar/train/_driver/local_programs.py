@@ -50,7 +50,7 @@ def start_program_run(
     """
     num_workers = _count_workers(spec.scaling_config)
     worker = spec.worker_spec
-    # If this process dies, the sentinel kills the programs with this variable.
+    # If this process dies, the sentinel kills the programs, which it finds by this variable.
     env_vars = {**worker.env_vars, **sentinel.start_for_driver()}
     spec = replace(spec, worker_spec=replace(worker, env_vars=env_vars))
     gpu_ids = assign_local_gpus(spec.scaling_config.num_gpus_per_worker, num_workers)
@@ -64,7 +64,7 @@ def start_program_run(
 
 
 def _count_workers(scaling: ScalingConfig) -> int:
-    """Return the number of workers: of an elastic run, as many as fit."""
+    """Return the number of workers. An elastic run has as many as fit on this machine."""
     machine = NodeResources(
         node_id="",
         hostname=os.uname().nodename,

@@ -84,7 +84,7 @@ class StoredReports:
         return self.get_summary(segments[-1]).last if segments else {}
 
     def is_contiguous(self, attempt: int) -> bool:
-        """Return False if a segment before the last one, or a part of it, is missing."""
+        """Return False if a segment before the last one is missing, or an open one has a gap."""
         position = 0
         for segment in self.list_segments(attempt):
             if segment.first != position:

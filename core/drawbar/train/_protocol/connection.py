@@ -55,7 +55,7 @@ class Connection:
         _open_sockets.add(connected)
 
     def send(self, data: bytes) -> None:
-        """Send a frame. A broken connection is reported where this side receives.
+        """Send a frame. If the connection is broken, `receive` raises the error, not this method.
 
         Raises:
             ProtocolError: The frame is too large.

@@ -13,7 +13,7 @@ REPORT_BATCH_S = 0.25
 """Minimum time between two batches if the second one begins with a report of `report_buffered`."""
 
 MAX_BATCHES_PER_S = 100
-"""Maximum rate of batches of all ranks that only have reports. Each costs the driver about 1 ms."""
+"""Maximum rate, over all ranks, of batches with only reports. Each costs the driver about 1 ms."""
 
 MAX_BATCH_INTERVAL_S = 2.0
 """Maximum time that a report waits for others."""
@@ -25,8 +25,9 @@ BURST_REPORTS = 100
 class Outbox:
     """Ordered buffer for the messages of a worker.
 
-    Reports without a checkpoint wait if the ranks report faster than `MAX_BATCHES_PER_S`. Processes
-    may wait for all other messages, so they are sent at once, together with earlier reports.
+    Reports without a checkpoint wait if the ranks report faster than `MAX_BATCHES_PER_S`. All other
+    messages are sent at once, together with earlier reports, because a process may be waiting for
+    them.
 
     Args:
         world_size: Number of ranks, which share the maximum rate.

@@ -78,7 +78,7 @@ class SimulatedRank:
         """Number of the attempt, from 0."""
         return self._assignment.attempt
 
-    # -- calls of the function
+    # -- calls by the function
 
     def report(self, metrics: Mapping[str, object]) -> None:
         """Report metrics without a checkpoint, as `drawbar.train.report` does."""
@@ -166,7 +166,7 @@ class SimulatedRank:
         self._awaited_commands[key] = future
         return future
 
-    # -- calls of the worker group, in the thread of the ranks
+    # -- calls by the worker group, in the thread of the ranks
 
     def start(self, function: Callable[[SimulatedRank], Awaitable[object]]) -> None:
         """Start the function."""
