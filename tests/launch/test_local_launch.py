@@ -18,6 +18,7 @@ from ray._common.utils import get_ray_address_file
 from drawbar import train
 from drawbar.cli._ray_connection import find_local_address
 from drawbar.launch import ScriptTrainer
+from drawbar.train import attach
 from tests.launch.conftest import CORES, Launch, Pipe
 
 
@@ -69,6 +70,39 @@ def test_launch_after_sigkill_of_launcher_leaves_no_process(
         pids = [int(pid) for _ in range(2) for pid in pipe.receive(process)]
         process.kill()
         wait_until_gone(pids)
+
+
+def test_launch_after_sigkill_of_launcher_leaves_no_rank_without_environment(
+    launch: Launch, pipe: Pipe, wait_until_gone: Callable[..., None]
+) -> None:
+    source = f"""
+        import os, sys
+
+        code = 'import os, signal; print(os.getpid(), file=open("{launch.directory}/pipe", "w"))'
+        os.execve(sys.executable, [sys.executable, "-c", code + "; signal.pause()"], {{}})
+        """
+    with launch.start(source) as process:
+        pids = [int(pid) for _ in range(2) for pid in pipe.receive(process)]
+        process.kill()
+        wait_until_gone(pids)
+
+
+def test_launch_with_suspended_and_killed_rank_names_the_signal(launch: Launch, pipe: Pipe) -> None:
+    source = f"""
+        import os, signal
+
+        if os.environ["RANK"] == "1":
+            print(os.getpid(), file=open({str(launch.directory / "pipe")!r}, "w"))
+        signal.pause()
+        """
+    with launch.start(source) as process:
+        (pid,) = map(int, pipe.receive(process))
+        os.kill(pid, signal.SIGSTOP)
+        attach(launch.directory / "run").diagnose()  # a request that the rank does not read
+        os.kill(pid, signal.SIGKILL)
+        done = launch.wait_for_end(process)
+    assert done.code == 137
+    assert "rank 1: program died: killed by SIGKILL" in done.err
 
 
 def test_launch_with_failed_rank_kills_rank_that_ignores_sigterm(
@@ -180,6 +214,8 @@ def test_find_local_address_reads_the_file_that_ray_reads(
         path.parent.mkdir()
         path.write_text("10.0.0.1:6379\n")
         assert find_local_address() == "10.0.0.1:6379"
+        path.write_bytes(b"\xff garbage")
+        assert find_local_address() is None
     else:
         expected = path.read_text().strip() if path.exists() else None
         assert find_local_address() == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -119,9 +120,10 @@ def find_local_address() -> str | None:
     """
     directory = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     try:
-        return Path(directory, "ray", "ray_current_cluster").read_text().strip() or None
+        address = Path(directory, "ray", "ray_current_cluster").read_text(errors="replace").strip()
     except OSError:
         return None
+    return address if re.fullmatch(r"\S+:\d+", address) else None
 
 
 def is_connected_to_ray() -> bool:

@@ -285,6 +285,18 @@ def test_driver_killed_while_writing_reports_loses_none_that_were_shown(
     check_run(run)
 
 
+def test_metrics_with_same_column_name_keep_the_second_value(tmp_path: Path) -> None:
+    def function() -> None:
+        for step in range(3):
+            train.report(
+                {"a/b": f"x{step}", "a": {"b": f"y{step}"}, "rank": "r", "metric/rank": "q"}
+            )
+
+    frame = fit(function, tmp_path).metrics_dataframe
+    assert frame["a/b"].tolist() == ["y0", "y1", "y2"]
+    assert frame["metric/rank"].tolist() == ["q"] * 3
+
+
 def test_metrics_of_active_run_include_open_segment(tmp_path: Path) -> None:
     def function() -> tuple[Any, Any, int]:
         train.report({"step": 0})

@@ -22,11 +22,12 @@ from drawbar.train import (
     FailureConfig,
     Result,
     ResumeError,
+    RunConfig,
     UnsupportedFormatError,
     WorkerGroupError,
 )
 from drawbar.train.runs import find_run
-from drawbar.train.testing import check_run
+from drawbar.train.testing import check_run, run_in_threads
 from tests.train.local_runs import ASYNC, content, fit, save
 from tests.train.report_segments import read_reports, write_reports
 
@@ -282,6 +283,47 @@ def test_resume_after_loss_of_reports_keeps_the_others(
     check_run(run)
     fit(lambda: None, tmp_path, resume="must")
     assert "missing" not in capfd.readouterr().err
+
+
+def test_resume_after_two_losses_keeps_the_reports_between_them(tmp_path: Path) -> None:
+    fit(three_steps, tmp_path)
+    run = tmp_path / "run"
+    write_reports(run, [line for n, line in enumerate(read_reports(run)) if n not in (1, 4)])
+    with pytest.raises(DamagedRunError, match="reports 1 to 1, 4 to 4 are missing"):
+        Result.from_path(run)
+    result = fit(save_once, tmp_path, resume="must")
+    assert result.metrics_dataframe["index"].tolist() == [0, 2, 3, 5, 6]
+    check_run(run)
+
+
+def test_resume_after_loss_of_a_ranks_first_report_records_it(tmp_path: Path) -> None:
+    config = RunConfig(name="run", storage_path=tmp_path)
+    run_in_threads(report_three_times, num_workers=2, run_config=config)
+    run = tmp_path / "run"
+    write_reports(run, read_reports(run)[1:])  # report 0 of rank 0
+    with pytest.raises(DamagedRunError, match="reports 0 to 0 are missing"):
+        Result.from_path(run)
+    run_in_threads(report_three_times, num_workers=2, run_config=config)
+    check_run(run)
+
+
+def report_three_times() -> None:
+    for step in range(3):
+        train.report({"step": step})
+
+
+def test_damaged_summary_of_last_segment_is_repaired_by_resume(tmp_path: Path) -> None:
+    fit(three_steps, tmp_path)
+    (segment,) = (tmp_path / "run" / "reports").iterdir()
+    data = bytearray(segment.read_bytes())
+    data[60] ^= 0xFF
+    segment.write_bytes(data)
+    with pytest.raises(DamagedRunError, match="Move the file out of the run directory"):
+        Result.from_path(tmp_path / "run")
+    fit(save_once, tmp_path, resume="must")
+    assert Result.from_path(tmp_path / "run").metrics_dataframe["index"].tolist() == [6]
+    assert (tmp_path / "run" / "broken" / segment.name).exists()
+    check_run(tmp_path / "run")
 
 
 def test_damaged_line_of_reports_raises_and_is_kept_in_broken(

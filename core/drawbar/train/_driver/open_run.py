@@ -30,7 +30,11 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.report_log import ReportLog, repair_segments
-from drawbar.train._history.report_ranges import find_missing_reports, get_checkpoint_indices
+from drawbar.train._history.report_ranges import (
+    describe_missing,
+    find_missing_reports,
+    get_checkpoint_indices,
+)
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._history.timeline import RunState
@@ -132,7 +136,7 @@ class _ExistingRun:
         intact: Manifests of the intact checkpoints, oldest first.
         damaged: Names of newer checkpoints that are damaged or missing.
         warning: How the run is resumed, if that needs attention.
-        lost: Reports that are missing, or None.
+        lost: Reports that are missing.
     """
 
     events: list[JournaledEvent]
@@ -140,7 +144,7 @@ class _ExistingRun:
     intact: list[Manifest]
     damaged: Collection[str]
     warning: str
-    lost: ReportsLost | None
+    lost: list[ReportsLost]
 
     @property
     def run_starts(self) -> list[RunStarted]:
@@ -173,12 +177,12 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
         other_damage = [part for part in damage if part not in altered]
         state, damage = RunDirectoryState.DAMAGED, [*other_damage, *altered.values()]
     reports = StoredReports(directory.run_files, strict=False)
-    lost = find_missing_reports(events, reports, intact) if events else None
+    lost = find_missing_reports(events, reports, intact) if events else []
     damage += [f"its reports: {description}" for description in reports.damage.values()]
-    if lost is not None:
-        before = f" from before {lost.checkpoint}" if lost.checkpoint else ""
-        damage.append(f"its reports {lost.first} to {lost.until - 1}{before}, which are missing")
-    if lost is not None or reports.damage:
+    if lost:
+        before = f" from before {lost[0].checkpoint}" if lost[0].checkpoint else ""
+        damage.append(f"its {describe_missing(lost)}{before}, which are missing")
+    if lost or reports.damage:
         state = RunDirectoryState.DAMAGED
     latest = intact[-1].name if intact else None
     decision = decide_resume(
@@ -229,8 +233,8 @@ def _journal_run_start(
         function=spec.function,
     )
     deleted = [CheckpointDeleted(time=now, name=name) for name in existing.damaged]
-    lost = [] if existing.lost is None else [existing.lost]
-    events: list[JournaledEvent] = [start, *lost, *deleted, *_find_unjournaled_commits(existing)]
+    commits = _find_unjournaled_commits(existing)
+    events: list[JournaledEvent] = [start, *existing.lost, *deleted, *commits]
     for event in events:
         journal.append(event)
     return events

@@ -67,7 +67,8 @@ class _Column:
                 self._convert_to_list()
         if self._values is not None:
             self._values += [math.nan] * (start - self.num_rows)
-            self._values += values
+            # Two metrics may have the same column name. The values of the second one are kept.
+            self._values[start : start + len(values)] = values
         self.num_rows = start + len(values)
 
     def _set_type(self, types: set[type], num_rows: int) -> None:

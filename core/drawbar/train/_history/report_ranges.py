@@ -27,6 +27,8 @@ from drawbar.train._storage.manifest import Manifest
 Range = tuple[float, float]
 """Report numbers from the first one to before the second one."""
 
+MAX_DESCRIBED_RANGES = 5
+
 
 @dataclass
 class AttemptReports:
@@ -140,7 +142,7 @@ def list_committed_names(events: Iterable[JournaledEvent]) -> set[str]:
 
 def find_missing_reports(
     events: Sequence[JournaledEvent], reports: StoredReports, manifests: Iterable[Manifest]
-) -> ReportsLost | None:
+) -> list[ReportsLost]:
     """Find reports of the history that are missing in the segments.
 
     Reports are missing if later reports, the end of the attempt, or a checkpoint that was committed
@@ -148,7 +150,7 @@ def find_missing_reports(
     written to the journal after that. If the driver is killed between two of these steps, no report
     is missing.
 
-    Segments are listed, but their reports are not read unless some are missing.
+    Of an attempt without an open segment, only the last summary is read unless reports are missing.
 
     Args:
         events: Events of the journal.
@@ -156,7 +158,7 @@ def find_missing_reports(
         manifests: Committed checkpoints.
 
     Returns:
-        The range of missing reports; None if no report is missing.
+        The ranges of missing reports, in order.
     """
     attempts = list_attempt_reports(events)
     by_number = {attempt.attempt: attempt for attempt in attempts}
@@ -179,14 +181,28 @@ def find_missing_reports(
         if ranges := _find_missing_in_attempt(attempt, reports):
             missing += ranges
             checkpoint = checkpoint or attempt.checkpoint
-    if not missing:
-        return None
-    return ReportsLost(
-        time=time.time(),
-        first=min(int(first) for first, _ in missing),
-        until=max(int(end) for _, end in missing),
-        checkpoint=checkpoint,
-    )
+    return [
+        ReportsLost(time=time.time(), first=int(first), until=int(end), checkpoint=checkpoint)
+        for first, end in _merge(missing)
+    ]
+
+
+def describe_missing(missing: Sequence[ReportsLost]) -> str:
+    """Return a description such as `reports 3 to 5, 9 to 9`."""
+    ranges = [f"{lost.first} to {lost.until - 1}" for lost in missing[:MAX_DESCRIBED_RANGES]]
+    num_more = len(missing) - len(ranges)
+    return f"reports {', '.join(ranges)}" + (f", and {num_more} more ranges" if num_more else "")
+
+
+def _merge(ranges: Iterable[Range]) -> list[Range]:
+    """Return the union of ranges as disjoint ranges, in order."""
+    merged: list[Range] = []
+    for first, end in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((first, end))
+    return merged
 
 
 def _find_missing_in_attempt(attempt: AttemptReports, reports: StoredReports) -> list[Range]:
@@ -218,11 +234,15 @@ def _find_missing_in_attempt(attempt: AttemptReports, reports: StoredReports) ->
 
 def _is_complete(attempt: AttemptReports, reports: StoredReports) -> bool:
     """Return True if the names and the last summary show that no report is missing."""
+    segments = reports.list_segments(attempt.attempt)
+    last = reports.get_last(attempt.attempt)
+    # An open segment can lack lines, and a damaged one all of them.
+    if segments and (segments[-1].end is None or segments[-1].path in reports.damage):
+        return False
     if not reports.is_contiguous(attempt.attempt):
         return False
     if attempt.num_reports is not None:
         return reports.count_reports(attempt.attempt) == attempt.num_reports
-    last = reports.get_last(attempt.attempt)
     return attempt.checkpoint_end <= attempt.first or all(
         rank in last and last[rank].indices[0] >= attempt.checkpoint_end - 1
         for rank in range(attempt.num_workers)

@@ -13,6 +13,7 @@ from drawbar.train._history.journal import decode_events, make_journal_lost_erro
 from drawbar.train._history.report_blocks import ReportBlock
 from drawbar.train._history.report_ranges import (
     AttemptReports,
+    describe_missing,
     find_missing_reports,
     get_validation_metrics,
     list_attempt_reports,
@@ -96,14 +97,14 @@ class RunHistory:
         journaled = {event.name for event in self.events if isinstance(event, CheckpointCommitted)}
         unknown = [name for name in checkpoint_names if name not in journaled]
         manifests = directory.checkpoints.list_committed(unknown) if unknown else []
-        if lost := find_missing_reports(self.events, self.reports, manifests):
+        if missing := find_missing_reports(self.events, self.reports, manifests):
             reason = (
-                f"although {lost.checkpoint} was committed after them"
-                if lost.checkpoint
+                f"although {missing[0].checkpoint} was committed after them"
+                if missing[0].checkpoint
                 else "although the run has recorded later ones"
             )
             raise DamagedRunError(
-                f"In {directory.uri}, reports {lost.first} to {lost.until - 1} are missing, "
+                f"In {directory.uri}, {describe_missing(missing)} are missing, "
                 f'{reason}. The checkpoints are not affected; fit() with resume="auto" resumes '
                 "from the newest intact one and records in the journal which reports are missing."
             )

@@ -13,7 +13,11 @@ from drawbar.train._history.cleanup import UnusedFile, find_unused_files
 from drawbar.train._history.events import JournaledEvent, RunEnded, RunStarted
 from drawbar.train._history.html import extract_curves
 from drawbar.train._history.journal import decode_readable_events
-from drawbar.train._history.report_ranges import find_missing_reports, list_committed_names
+from drawbar.train._history.report_ranges import (
+    describe_missing,
+    find_missing_reports,
+    list_committed_names,
+)
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState, Timeline
@@ -255,12 +259,13 @@ class RunRecord:
             yield INDEX_FILE, errors.pop(INDEX_FILE)
         # While a run is active, checkpoints may be newer than the events that were read.
         is_over = self.status in (*FINAL_STATUSES, INTERRUPTED)
-        lost = None
+        missing = []
         if is_over and self._events:
-            lost = find_missing_reports(self._events, self._history.reports, manifests)
-        if lost is not None:
-            reason = f", which are older than {lost.checkpoint}," if lost.checkpoint else ""
-            yield REPORTS_DIRECTORY, f"reports {lost.first} to {lost.until - 1}{reason} are missing"
+            missing = find_missing_reports(self._events, self._history.reports, manifests)
+        if missing:
+            checkpoint = missing[0].checkpoint
+            reason = f", which are older than {checkpoint}," if checkpoint else ""
+            yield REPORTS_DIRECTORY, f"{describe_missing(missing)}{reason} are missing"
         yield from sorted(self._history.reports.check_all().items())
         damaged = self._directory.checkpoints.list_damaged()
         names = (

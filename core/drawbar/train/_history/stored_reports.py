@@ -84,16 +84,11 @@ class StoredReports:
         return self.get_summary(segments[-1]).last if segments else {}
 
     def is_contiguous(self, attempt: int) -> bool:
-        """Return False if a segment before the last one is missing, or an open one has a gap."""
+        """Return False if a segment before the last one is missing."""
         position = 0
         for segment in self.list_segments(attempt):
             if segment.first != position:
                 return False
-            if segment.end is None:
-                summary = self.get_summary(segment)
-                # A lost line leaves a gap in the numbers of a rank.
-                if any(len(ranges) > 1 for ranges in summary.ranges.values()):
-                    return False
             position = self._get_end(segment)
         return True
 
@@ -207,7 +202,7 @@ class StoredReports:
         self.damage.setdefault(segment.path, description)
         if self._strict:
             raise DamagedRunError(
-                f'{description}. The checkpoints are not affected; fit() with resume="auto" moves '
-                "the damaged file to the directory broken, and resumes from the newest intact "
-                "checkpoint."
+                f"{description}. The checkpoints are not affected. Move the file out of the run "
+                'directory; fit() with resume="auto" then records which reports are missing, and '
+                "resumes from the newest intact checkpoint."
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import stat
@@ -86,8 +85,9 @@ def append_lines(file: IO[bytes], lines: bytes) -> None:
     """
     end = file.seek(0, os.SEEK_END)
     try:
-        if file.write(lines) != len(lines):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = 0
+        while written < len(lines):  # after a short write, the next one raises the error
+            written += file.write(lines[written:])
     except OSError as error:
         file.truncate(end)  # a torn line must not stay between others
         raise add_context(

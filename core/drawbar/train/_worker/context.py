@@ -60,7 +60,8 @@ def report(
 
     Without a checkpoint, this function never blocks or waits for other ranks. The metrics of every
     rank are kept. If all ranks together report more than 100 times per second, reports without a
-    checkpoint are sent in batches, up to 2 s later. The last batch is lost if the process is killed.
+    checkpoint are sent in batches, up to 2 s later. The last batch is lost if the process is
+    killed.
 
     The k-th reports of all ranks form one round, and each round produces at most one checkpoint,
     with the files of all ranks that report one. If several ranks report the same file, the file of

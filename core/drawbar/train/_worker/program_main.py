@@ -13,6 +13,7 @@ without the frames of this file, and is sent over a socket.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -29,6 +30,7 @@ from types import FrameType, ModuleType, TracebackType
 SESSION_VARIABLE = "DRAWBAR_SESSION"
 """Process that may report for its rank, and its socket descriptor: `<pid>:<fd>`."""
 
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _SIGINT_EXIT_CODE = 130  # shell's exit code after Ctrl-C
 
 
@@ -46,6 +48,7 @@ def main(control: int, session: int, arguments: Sequence[str]) -> None:
         os.set_inheritable(descriptor, False)
     os.environ[SESSION_VARIABLE] = f"{os.getpid()}:{session}"
     _reset_signals()
+    _end_with_parent()
     faulthandler.enable()
     # Python writes whole blocks to pipes and files. The last block would be lost in a crash.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a text stream
@@ -105,6 +108,15 @@ def _create_main_module() -> dict[str, object]:
     names = vars(sys.modules["__main__"])
     names["__builtins__"] = __builtins__
     return names
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends.
+
+    The sentinel finds processes by their environment, which a script can change.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has prctl
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _reset_signals() -> None:

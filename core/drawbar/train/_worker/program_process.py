@@ -259,7 +259,10 @@ class ProgramProcess:
         return True
 
     def _on_control_data(self) -> bool:
-        data = self._control.recv(_READ_BYTES)
+        try:
+            data = self._control.recv(_READ_BYTES)
+        except ConnectionResetError:  # killed before it has read a request
+            return False
         self._unparsed += data
         if b"\n" not in data:
             return bool(data)
