@@ -5,6 +5,7 @@ import pydoc
 import tempfile
 
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 WINDOW = 64
@@ -45,6 +46,8 @@ def main(steps):
         result = trainer.train()
     if trainer.is_world_process_zero():
         print(f"loss {result.training_loss:.8f}")
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads can otherwise abort the process at its exit
 
 
 if __name__ == "__main__":

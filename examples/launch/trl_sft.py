@@ -6,6 +6,7 @@ import tempfile
 
 import datasets
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
@@ -57,6 +58,8 @@ def main(steps):
         result = trainer.train()
     if trainer.is_world_process_zero():
         print(f"loss {result.training_loss:.8f}")
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads can otherwise abort the process at its exit
 
 
 if __name__ == "__main__":
