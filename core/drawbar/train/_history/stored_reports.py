@@ -200,9 +200,16 @@ class StoredReports:
 
     def _on_damage(self, segment: Segment, description: str) -> None:
         self.damage.setdefault(segment.path, description)
-        if self._strict:
-            raise DamagedRunError(
-                f"{description}. The checkpoints are not affected. Move the file out of the run "
-                'directory; fit() with resume="auto" then records which reports are missing, and '
-                "resumes from the newest intact checkpoint."
+        if not self._strict:
+            return
+        if segment.end is None:
+            remedy = (
+                'fit() with resume="auto" moves it to the directory broken, keeps its readable '
+                "lines, and resumes from the newest intact checkpoint."
             )
+        else:
+            remedy = (
+                'Move the file out of the run directory; fit() with resume="auto" then records '
+                "which reports are missing, and resumes from the newest intact checkpoint."
+            )
+        raise DamagedRunError(f"{description}. The checkpoints are not affected. {remedy}")
