@@ -53,7 +53,7 @@ class _Bomb:
         return Path.touch, (self._path,)
 
 
-class _Store:
+class Store:
     """Store of a launcher with one process."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _Attack:
         self._server = TorchrunServer(1 << 30, LOOPBACK)
         self._received: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
         self._server.set_handler(lambda rank, message: self._received.put((rank, message)))
-        store = _Store()
+        store = Store()
         self._server.publish_address(store, "run", RunDirectory(folder))
         published = store.get("run")
         self._address = json.loads(published)

@@ -162,13 +162,13 @@ class ClusterSize:
         max_cpus_per_node: CPUs of the node with most CPUs.
         max_gpus_per_node: GPUs of the node with most GPUs.
         gpus: GPUs of all nodes.
-        can_oversubscribe: Whether there may be more processes than CPUs.
+        uses_ray: Whether Ray starts the processes. If not, there may be more of them than CPUs.
     """
 
     max_cpus_per_node: int
     max_gpus_per_node: int
     gpus: int
-    can_oversubscribe: bool = False
+    uses_ray: bool = True
 
     @classmethod
     def current(cls) -> ClusterSize:
@@ -186,7 +186,7 @@ class ClusterSize:
     def of_this_machine(cls) -> ClusterSize:
         """Return the size of this machine."""
         gpus = len(get_visible_gpu_ids())
-        return cls(len(os.sched_getaffinity(0)), gpus, gpus, can_oversubscribe=True)
+        return cls(len(os.sched_getaffinity(0)), gpus, gpus, uses_ray=False)
 
 
 MINIMAL_CLUSTER = ClusterSize(max_cpus_per_node=1, max_gpus_per_node=1, gpus=1)

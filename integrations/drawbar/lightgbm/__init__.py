@@ -1,7 +1,7 @@
 """LightGBM training on Ray, with or without a training function.
 
-The names correspond to those of `drawbar.xgboost`. Three more are for tasks that XGBoost handles
-itself: `get_network_params`, `GlobalEvaluation`, and `normalize_pandas_for_lightgbm`.
+The names correspond to the names in `drawbar.xgboost`. Three more are for tasks that XGBoost
+handles itself: `get_network_params`, `GlobalEvaluation`, and `normalize_pandas_for_lightgbm`.
 """
 
 from drawbar._boosting import allreduce_metric

@@ -307,7 +307,7 @@ def test_remote_checkpoint_is_read_copied_and_verified(
 
 
 def test_remote_checkpoint_stores_compressed_file_unchanged(storage: dict[str, Any]) -> None:
-    """PyArrow compresses a file with this ending unless it is told not to."""
+    """By default, PyArrow compresses a file with this ending."""
     data = gzip.compress(b"rows")
 
     def function() -> None:

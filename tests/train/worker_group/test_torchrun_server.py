@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks._soak_frames import check_frames
+from benchmarks._soak_frames import Store, check_frames
 from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._protocol.codec import ProtocolError
 from drawbar.train._protocol.connection import (
@@ -48,19 +48,6 @@ LOCAL_INFO = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid
 HELLO_OF_RANK_1 = PeerHello(rank=1, info=LOCAL_INFO)
 COLLECTIVE = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, location="")
 PATIENCE_S = 30.0
-
-
-class Store:
-    """Store of a launcher with one process."""
-
-    def __init__(self) -> None:
-        self._values: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def set(self, key: str, value: str) -> None:
-        self._values.put(value)
-
-    def get(self, key: str) -> Any:
-        return self._values.get()
 
 
 class Run:

@@ -56,9 +56,10 @@ class RunAssignmentPlanner:
         if self._datasets is not None:
             nodes = [worker.node_id for worker in sort_by_rank(workers, ranks)]
             shards = self._datasets.make_shards(nodes, positions)
+        specs = self._make_worker_specs(workers)
         return [
             WorkerAssignment(
-                spec=self._make_worker_spec(worker, workers),
+                spec=specs[worker.node_id],
                 run_id=self._run.run_id,
                 run_directory=self._run.directory,
                 attempt=start.attempt,
@@ -85,16 +86,17 @@ class RunAssignmentPlanner:
             start.resume_checkpoint.removeprefix(f"{run_path}/")
         )
 
-    def _make_worker_spec(self, worker: WorkerInfo, workers: Sequence[WorkerInfo]) -> WorkerSpec:
-        """Return the spec of the workers, with the devices that those on this node share."""
+    def _make_worker_specs(self, workers: Sequence[WorkerInfo]) -> dict[str, WorkerSpec]:
+        """Return the spec of the workers by node, with the devices that they share there."""
         spec = replace(self._spec.worker_spec, metadata=self.metadata)
+        by_node: dict[str, list[WorkerInfo]] = {}
+        for worker in workers:
+            by_node.setdefault(worker.node_id, []).append(worker)
         should_share = self._spec.backend_config.backend_cls.share_cuda_visible_devices
-        if not should_share or not worker.gpu_ids:
-            return spec
-        devices = format_visible_devices(
-            [other for other in workers if other.node_id == worker.node_id]
-        )
-        return replace(spec, env_vars={**spec.env_vars, "CUDA_VISIBLE_DEVICES": devices})
+        return {
+            node: _share_devices(spec, neighbors) if should_share else spec
+            for node, neighbors in by_node.items()
+        }
 
     def close(self) -> None:
         """Shut down the streams of the latest attempt's shards."""
@@ -115,3 +117,10 @@ class RunAssignmentPlanner:
     def get_draining_nodes(self) -> dict[str, int]:
         """Return the nodes that will be removed soon."""
         return get_draining_nodes() if self._is_on_ray else {}
+
+
+def _share_devices(spec: WorkerSpec, workers: Sequence[WorkerInfo]) -> WorkerSpec:
+    devices = format_visible_devices(workers)
+    if not devices:
+        return spec
+    return replace(spec, env_vars={**spec.env_vars, "CUDA_VISIBLE_DEVICES": devices})

@@ -58,7 +58,9 @@ def check_run(
     directory = open_run_directory(path, storage_filesystem)
     history = RunHistory.read(directory)
     events = history.events
-    _check_reports(events, _read_reports(history))
+    reports = _read_reports(history)
+    _check_events(events, reports)
+    _check_numbers(events, reports)
     _check_history(history)
     for name in _list_checkpoint_names(events):
         _check_checkpoint(directory, name)
@@ -78,9 +80,10 @@ def _read_reports(history: RunHistory) -> dict[int, dict[int, list[int]]]:
     return reports
 
 
-def _check_reports(
+def _check_events(
     events: Sequence[JournaledEvent], reports: dict[int, dict[int, list[int]]]
 ) -> None:
+    """Check the order of attempts and checkpoints, and that reports precede their checkpoint."""
     attempt, first, workers = -1, 0, 0
     existing: dict[str, int] = {}
     lost = {attempt.attempt: attempt.lost for attempt in list_attempt_reports(events)}
@@ -112,6 +115,13 @@ def _check_reports(
                 existing.pop(event.name, None)
             case _:
                 pass
+
+
+def _check_numbers(
+    events: Sequence[JournaledEvent], reports: dict[int, dict[int, list[int]]]
+) -> None:
+    """Check that the reports of each rank have no gap or duplicate in an attempt."""
+    lost = {attempt.attempt: attempt.lost for attempt in list_attempt_reports(events)}
     firsts = {
         event.attempt: event.first_report_index
         for event in events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from drawbar.train._history.report_ranges import (
 from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._history.timeline import RunState
 from drawbar.train._metrics import Metrics, flatten
+from drawbar.train._storage.report_files import Segment
 from drawbar.train._storage.run_directory import RunDirectory
 
 REPORT_COLUMNS = ("rank", "index", "attempt", "time")
@@ -143,26 +145,27 @@ class RunHistory:
     def last_metrics(self) -> Metrics | None:
         """Metrics of the last report of the lowest rank, with the validation metrics."""
         lowest = self.lowest_rank
-        for attempt in reversed(self._attempts):
+        for attempt in reversed(self._current_attempts):
             if (block := self._find_last(attempt, lowest)) is not None:
-                return {**block.get_metrics(-1), **self._validated.get(block.indices[-1], {})}
+                return {
+                    **block.get_metrics(-1),
+                    **self.validation_metrics.get(block.indices[-1], {}),
+                }
         return None
 
     @cached_property
     def lowest_rank(self) -> int:
         """Lowest rank that has reported; 0 without reports."""
         lowest: int | None = None
-        for attempt in reversed(self._attempts):
+        for attempt in reversed(self._current_attempts):
             if lowest == 0:
                 break
-            if attempt.ranges and (last := self.reports.get_last(attempt.attempt)):
+            if last := self.reports.get_last(attempt.attempt):
                 lowest = min(last) if lowest is None else min(lowest, *last)
         return lowest or 0
 
     def _find_last(self, attempt: AttemptReports, rank: int) -> ReportBlock | None:
         """Return a block that ends with the last report of a rank in an attempt."""
-        if not attempt.ranges:
-            return None
         last = self.reports.get_last(attempt.attempt).get(rank)
         if last is None:
             return None
@@ -185,23 +188,22 @@ class RunHistory:
         return list_attempt_reports(self.events)
 
     @cached_property
-    def _validated(self) -> dict[int, Metrics]:
-        return get_validation_metrics(self.events)
+    def _current_attempts(self) -> list[AttemptReports]:
+        """Attempts of which reports are part of the history."""
+        return [attempt for attempt in self._attempts if attempt.ranges]
 
-    @property
+    @cached_property
     def validation_metrics(self) -> dict[int, Metrics]:
         """Validation metrics of checkpoints by report number, for the report of the lowest rank.
 
         If they were added to all ranks, a sum over all reports would include them repeatedly.
         """
-        return self._validated
+        return get_validation_metrics(self.events)
 
     def count_stored(self) -> int:
         """Return the number of reports in the segments from which the history is read."""
         return sum(
-            self.reports.count_reports(attempt.attempt)
-            for attempt in self._attempts
-            if attempt.ranges
+            self.reports.count_reports(attempt.attempt) for attempt in self._current_attempts
         )
 
     def iter_blocks(self, rank: int | None = None) -> Iterator[tuple[int, ReportBlock]]:
@@ -210,9 +212,7 @@ class RunHistory:
         Args:
             rank: Rank whose reports are read. Default: all ranks.
         """
-        for attempt in self._attempts:
-            if not attempt.ranges:
-                continue
+        for attempt in self._current_attempts:
             segments = self.reports.list_segments(attempt.attempt)
             for blocks in self.reports.read_blocks(segments, rank):
                 for block in blocks:
@@ -225,9 +225,7 @@ class RunHistory:
         if self.count_stored() <= SAMPLED_REPORTS:
             yield from (block for _, block in self.iter_blocks(rank))
             return
-        for attempt in self._attempts:
-            if not attempt.ranges:
-                continue
+        for attempt in self._current_attempts:
             for segment in self.reports.list_segments(attempt.attempt):
                 if segment.end is None:
                     (blocks,) = self.reports.read_blocks([segment], rank)
@@ -243,34 +241,33 @@ class RunHistory:
         The reports of a few segments are in memory at the same time: as many as one rank is behind
         another one.
         """
-        validated = dict(self._validated)
-        for attempt in self._attempts:
-            if not attempt.ranges:
-                continue
+        validated = dict(self.validation_metrics)
+        for attempt in self._current_attempts:
             segments = self.reports.list_segments(attempt.attempt)
+            lowest_after = self._get_lowest_after(segments)
             rows: list[Metrics] = []
             for number, blocks in enumerate(self.reports.read_blocks(segments)):
                 for block in blocks:
                     for selected in attempt.select(block):
                         rows += _make_rows(attempt.attempt, selected)
                 rows.sort(key=lambda row: (row["index"], row["rank"]))
-                # Later segments have only reports from this one on.
-                following = min(
-                    (
-                        first
-                        for segment in segments[number + 1 :]
-                        for ranges in self.reports.get_summary(segment).ranges.values()
-                        for first, _ in ranges
-                    ),
-                    default=None,
-                )
-                count = len(rows) if following is None else _count_below(rows, following)
+                count = _count_below(rows, lowest_after[number])
                 for row in rows[:count]:
                     yield _add_metrics(row, validated.pop(row["index"], {}))
                 del rows[:count]
 
+    def _get_lowest_after(self, segments: Sequence[Segment]) -> list[float]:
+        """Return for each segment the lowest report number in the segments after it."""
+        lowest = [math.inf]
+        for segment in reversed(segments[1:]):
+            ranges = self.reports.get_summary(segment).ranges.values()
+            firsts = (first for rank_ranges in ranges for first, _ in rank_ranges)
+            lowest.append(min(firsts, default=math.inf))
+            lowest[-1] = min(lowest[-2:])
+        return lowest[::-1]
 
-def _count_below(rows: Sequence[Metrics], index: int) -> int:
+
+def _count_below(rows: Sequence[Metrics], index: float) -> int:
     return next((n for n, row in enumerate(rows) if row["index"] >= index), len(rows))
 
 

@@ -195,11 +195,8 @@ class Session:
         if checkpoint is None and validation is False:
             self.report_metrics(metrics)
             return
-        to_validate = resolve_validation(
-            validation,
-            self.assignment.spec.default_validation,
-            has_checkpoint=checkpoint is not None,
-        )
+        default = self.assignment.spec.default_validation
+        to_validate = resolve_validation(validation, default, has_checkpoint=checkpoint is not None)
         assert checkpoint is not None  # resolve_validation rejects a validation without one
         values = normalize(metrics)
         check_upload_mode(mode)
@@ -239,10 +236,10 @@ class Session:
                 )
             )
         # Without the lock: other threads may report while this one waits for its commit.
-        complete = (
-            self.uploads.persist_and_wait if is_blocking else self.uploads.async_commits.submit
-        )
-        complete(index, offer)
+        if is_blocking:
+            self.uploads.persist_and_wait(index, offer)
+        else:
+            self.uploads.async_commits.submit(index, offer)
 
     def _should_move(self, checkpoint: Checkpoint, mode: CheckpointUploadMode) -> bool:
         """Return whether to move the directory if the user does not specify it."""

@@ -15,32 +15,28 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import msgspec
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import (
+    FINAL_MESSAGE_TYPES,
     GroupMessage,
-    RankFailed,
-    RankFinished,
-    RankInterrupted,
     WorkerDied,
 )
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker_group.exit_status import ExitReport
 from drawbar.train._worker_group.simulated_rank import SimulatedRank
-from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from drawbar.train._worker_group.worker_group import (
+    InProcessExecution,
+    OnMessages,
+    OnWaiting,
+)
 
 RANKS_PER_NODE = 8
 STOP_SECONDS = 1.0
-
-_FINAL_MESSAGE_TYPES = (RankFinished, RankFailed, RankInterrupted, WorkerDied)
 
 
 class CallQueue:
@@ -74,7 +70,7 @@ class CallQueue:
                 self._calls.popleft()()
 
 
-class SimulatedWorkerGroup:
+class SimulatedWorkerGroup(InProcessExecution):
     """Workers as coroutines of one thread.
 
     Args:
@@ -159,7 +155,7 @@ class SimulatedWorkerGroup:
         path.write_bytes(msgspec.json.encode(report))
 
     def _on_message(self, on_messages: OnMessages, rank: int, message: GroupMessage) -> None:
-        if isinstance(message, _FINAL_MESSAGE_TYPES):
+        if isinstance(message, (*FINAL_MESSAGE_TYPES, WorkerDied)):
             self._running.discard(rank)
             if not self._running:
                 self._all_ended.set()
@@ -209,16 +205,3 @@ class SimulatedWorkerGroup:
     def kill(self) -> None:
         """End the thread, and with it all ranks."""
         self._to_ranks.add(self._stop_requested.set)
-
-    def execute_single_async(
-        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Call a function in this thread and return its result."""
-        return function(*args, **kwargs)
-
-    def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a function once per rank in this thread and return the results."""
-        return [function(*args, **kwargs) for _ in range(self._num_workers)]
-
-    execute_single = execute_single_async
-    execute = execute_async

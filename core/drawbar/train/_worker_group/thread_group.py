@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import ParamSpec, TypeVar
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command, InterruptFunction
@@ -29,10 +28,11 @@ from drawbar.train._worker.output import capture_output
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.stack import Stack, capture_stack
 from drawbar.train._worker.worker_env import preserve_environment
-from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from drawbar.train._worker_group.worker_group import (
+    InProcessExecution,
+    OnMessages,
+    OnWaiting,
+)
 
 STOP_SECONDS = 1.0
 KILL_SECONDS = 5.0
@@ -41,7 +41,7 @@ KILL_SECONDS = 5.0
 SubmitCall = Callable[[Callable[[], None]], None]
 
 
-class ThreadWorkerGroup:
+class ThreadWorkerGroup(InProcessExecution):
     """Workers as threads of this process.
 
     Args:
@@ -193,19 +193,6 @@ class ThreadWorkerGroup:
             program = self._sessions[rank].program
             if program is not None:
                 program.kill()
-
-    def execute_single_async(
-        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Call a function in this thread and return its result."""
-        return function(*args, **kwargs)
-
-    def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a function once per rank in this thread and return the results."""
-        return [function(*args, **kwargs) for _ in range(self._num_workers)]
-
-    execute_single = execute_single_async
-    execute = execute_async
 
 
 def run_train_loop_in_thread(

@@ -165,11 +165,8 @@ class TorchrunWorkerGroup:
         running = {
             rank: ended for rank, ended in self._functions_ended.items() if not ended.is_set()
         }
-        for rank in running:
-            self.send_command(
-                rank,
-                InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
-            )
+        interrupt = InterruptFunction(reason="the attempt is over", is_user_request=is_user_request)
+        self.broadcast_command(running, interrupt)
         local_end = self._local_group.end_attempt(
             grace=grace, should_keep=should_keep, should_replace=should_replace
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence, Sized
+from typing import ParamSpec, Protocol, TypeVar
 
 from drawbar.train._config.backend import BackendWorkerGroup
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import GroupMessage
 from drawbar.train._worker.stack import Stack
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 OnMessages = Callable[[int, Sequence[GroupMessage]], None]
 OnWaiting = Callable[[int, bool], None]
@@ -100,3 +103,20 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack trace of every rank; None for a rank that does not reply."""
         ...
+
+
+class InProcessExecution(Sized):
+    """Methods for backends of a group whose ranks are all in this process."""
+
+    def execute_single_async(
+        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call a function in this thread and return its result."""
+        return function(*args, **kwargs)
+
+    def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call a function once per rank in this thread and return the results."""
+        return [function(*args, **kwargs) for _ in range(len(self))]
+
+    execute_single = execute_single_async
+    execute = execute_async

@@ -182,13 +182,12 @@ def launch(
         )
         # Report wrong options before Ray starts, which takes seconds.
         make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
-        was_connected = is_connected_to_ray()
-        has_connected = not was_connected and connect_ray(
+        has_connected = not is_connected_to_ray() and connect_ray(
             address, standalone=standalone, cpus=requested.cpus, must_outlive_process=detach
         )
-        use_ray = was_connected or has_connected
-        size = ClusterSize.current() if use_ray else ClusterSize.of_this_machine()
-        trainer = make_trainer(scaling_config=requested.to_scaling_config(size), use_ray=use_ray)
+        size = ClusterSize.current() if is_connected_to_ray() else ClusterSize.of_this_machine()
+        config = requested.to_scaling_config(size)
+        trainer = make_trainer(scaling_config=config, use_ray=size.uses_ray)
         if detach:
             print(trainer.start().name)
             return
@@ -258,7 +257,7 @@ class _RequestedWorkers:
             )
         max_workers = workers if isinstance(workers, int) else workers[1]
         cpus = self.cpus_per_worker
-        if cpus is None and cluster.can_oversubscribe:
+        if cpus is None and not cluster.uses_ray:
             cpus = _share_cpus(cluster.max_cpus_per_node, num_local_cpus(self.cpus))
         return ScalingConfig(
             num_workers=workers,
