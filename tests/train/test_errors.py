@@ -31,7 +31,7 @@ from drawbar.train import (
     WorkerGroupError,
     _errors,
 )
-from drawbar.train._errors import FailureKind, sort_root_cause_first
+from drawbar.train._worker_failure import FailureKind, sort_root_cause_first
 from tests.train.local_runs import fit
 
 FAILURE = WorkerFailure(

@@ -56,7 +56,6 @@ from drawbar.train._errors import (
     UnsupportedFormatError,
     UserAbort,
     WorkerError,
-    WorkerFailure,
     WorkerGroupError,
 )
 from drawbar.train._history.ledger import DataLedger, DatasetEpoch
@@ -78,6 +77,7 @@ from drawbar.train._worker.context import (
 )
 from drawbar.train._worker.train_context import TrainContext
 from drawbar.train._worker.upload_mode import CheckpointUploadMode
+from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:  # provided by __getattr__ at run time

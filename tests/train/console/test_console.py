@@ -18,9 +18,9 @@ import pytest
 
 from drawbar.train._console.console import Console
 from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
-from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import BytesWritten, LinePrinted, Notice, RunEnded, WorkersFailed
 from drawbar.train._protocol.messages import OutputLine
+from drawbar.train._worker_failure import WorkerFailure
 from tests.train.event_factories import attempt_started, committed, reported, workers_started
 
 FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")

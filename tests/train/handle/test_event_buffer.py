@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from drawbar.train._config.preemption_info import PreemptionInfo
-from drawbar.train._errors import WorkerFailure
 from drawbar.train._handle.event_buffer import MAX_EVENTS, EventBuffer, EventPosition
 from drawbar.train._history.events import (
     CheckpointValidated,
@@ -23,6 +22,7 @@ from drawbar.train._history.events import (
 from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
+from drawbar.train._worker_failure import WorkerFailure
 from tests.train.event_factories import attempt_started, committed, reported, workers_started
 
 START = EventPosition(0, 0)

@@ -28,7 +28,8 @@ from drawbar.train._storage.contents import (
     list_files,
 )
 from drawbar.train._storage.files import remove_tree, write_atomically
-from drawbar.train._storage.filesystem import RemotePath, resolve_path
+from drawbar.train._storage.filesystem import resolve_path
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import (
     AssignedFiles,

@@ -42,7 +42,8 @@ from drawbar.train._history import report_log
 from drawbar.train._storage import remote_journal
 from drawbar.train._storage import retries as retry
 from drawbar.train._storage.contents import FileEntry
-from drawbar.train._storage.filesystem import RemotePath, to_pyarrow
+from drawbar.train._storage.filesystem import to_pyarrow
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train.testing import FAULT_POINTS, check_run, kill_at, run_in_threads
 
 if TYPE_CHECKING:

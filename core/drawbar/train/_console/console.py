@@ -23,7 +23,6 @@ from drawbar.train._console.displays import (
     format_metrics,
 )
 from drawbar.train._console.notebook import NotebookDisplay
-from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import (
     AttemptEnded,
     AttemptStarted,
@@ -45,6 +44,7 @@ from drawbar.train._history.events import (
 from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.sizes import format_size
+from drawbar.train._worker_failure import WorkerFailure
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._controller.validations import ValidationScheduler
-from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
     AttemptEndCause,
@@ -63,6 +62,7 @@ from drawbar.train._protocol.messages import (
 )
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import Manifest
+from drawbar.train._worker_failure import WorkerFailure
 
 
 class Attempt:

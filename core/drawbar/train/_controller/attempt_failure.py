@@ -7,7 +7,6 @@ import contextlib
 import re
 from dataclasses import dataclass, field
 
-from drawbar.train._errors import WorkerFailure
 from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._protocol.messages import (
     FunctionFailed,
@@ -16,6 +15,7 @@ from drawbar.train._protocol.messages import (
     RankFinished,
     WorkerDied,
 )
+from drawbar.train._worker_failure import WorkerFailure
 
 PEER_DEATH_WAIT_S = 2.0
 """Time to wait for the death of a rank after a peer has reported a lost connection."""

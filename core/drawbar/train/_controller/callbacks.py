@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
 from drawbar.train._config.run_config import RunContext, UserCallback
-from drawbar.train._errors import WorkerFailure, load_exceptions
+from drawbar.train._errors import load_exceptions
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
     Event,
@@ -18,6 +18,7 @@ from drawbar.train._history.events import (
     WorkersFailed,
 )
 from drawbar.train._threads import DaemonThreadPool
+from drawbar.train._worker_failure import WorkerFailure
 
 DRAIN_NOTICE_S = 5.0
 """Time that the end of a run waits for callbacks before it emits a notice."""

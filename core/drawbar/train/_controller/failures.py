@@ -16,13 +16,13 @@ from drawbar.train._errors import (
     InsufficientResourcesError,
     PreemptionError,
     TrainingFailedError,
-    WorkerFailure,
     WorkerGroupError,
 )
 from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train._worker_group.exit_status import (
     describe_exit,
     startup_verdict,

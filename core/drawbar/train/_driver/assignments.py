@@ -10,7 +10,7 @@ from drawbar.train._driver.datasets import RunDatasets
 from drawbar.train._history.events import AttemptStarted
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo, WorkerSpec
 from drawbar.train._storage.checkpoint import Checkpoint, add_preprocessor
-from drawbar.train._storage.filesystem import RemotePath
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._worker_group.capacity import (
     describe_missing_resources,
     describe_starting_workers,

@@ -15,13 +15,13 @@ import msgspec
 
 from drawbar.train._config.function_identity import FunctionIdentity
 from drawbar.train._config.preemption_info import PreemptionInfo
-from drawbar.train._errors import WorkerFailure
 from drawbar.train._metrics import Metrics
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._protocol.messages import OutputLine, ShardEpochEnded
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
+from drawbar.train._worker_failure import WorkerFailure
 
 AttemptEndCause = Literal[
     "worker", "hang", "preemption", "resize", "startup", "configuration", "divergence", "storage"

@@ -11,8 +11,9 @@ from pathlib import Path
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._history.run_record import RunRecord
 from drawbar.train._storage.contents import is_directory
-from drawbar.train._storage.filesystem import AnyFileSystem, RemotePath, resolve_path
+from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import make_run_directory
 
 _MAX_SUGGESTIONS = 3

@@ -24,8 +24,9 @@ from drawbar.train._history.timeline import RunState, Timeline
 from drawbar.train._metrics import Metrics, describe_available
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore
-from drawbar.train._storage.filesystem import AnyFileSystem, RemotePath, make_local_filesystem
+from drawbar.train._storage.filesystem import AnyFileSystem, make_local_filesystem
 from drawbar.train._storage.manifest import Manifest
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
 
 if TYPE_CHECKING:

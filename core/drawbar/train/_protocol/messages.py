@@ -13,12 +13,12 @@ import msgspec
 
 from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._config.preemption_info import PreemptionInfo
-from drawbar.train._errors import WorkerFailure
 from drawbar.train._metrics import Metrics
 from drawbar.train._row_positions import UnevenRows
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.contents import FileEntry, check_relative_path
 from drawbar.train._storage.manifest import Validation
+from drawbar.train._worker_failure import WorkerFailure
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,10 @@ from drawbar.train._storage.download_cache import keep_copy, use_cached_copy
 from drawbar.train._storage.files import copy_files, write_atomically
 from drawbar.train._storage.filesystem import (
     AnyFileSystem,
-    RemotePath,
-    is_same_filesystem,
     make_local_filesystem,
     resolve_path,
 )
+from drawbar.train._storage.filesystem_identity import is_same_filesystem
 from drawbar.train._storage.manifest import (
     Manifest,
     check_file_sizes,
@@ -38,6 +37,7 @@ from drawbar.train._storage.manifest import (
     read_file_or_none,
     read_manifest,
 )
+from drawbar.train._storage.remote_path import RemotePath
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem

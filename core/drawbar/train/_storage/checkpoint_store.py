@@ -12,7 +12,7 @@ from drawbar.train._errors import CheckpointError, DamagedRunError
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import is_external
 from drawbar.train._storage.external_checkpoints import INDEX_FILE, list_names
-from drawbar.train._storage.filesystem import RemotePath, resolve_path
+from drawbar.train._storage.filesystem import resolve_path
 from drawbar.train._storage.manifest import (
     Manifest,
     assign_directory_names,
@@ -20,6 +20,7 @@ from drawbar.train._storage.manifest import (
     make_already_committed_error,
     read_manifest,
 )
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
 
 

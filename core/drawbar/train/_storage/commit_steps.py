@@ -10,13 +10,13 @@ from drawbar.train._storage import fault_points
 from drawbar.train._storage.checkpoint_store import CheckpointDraft
 from drawbar.train._storage.contents import CHECKSUMS_FILE, MANIFEST_FILE, METADATA_FILE, list_files
 from drawbar.train._storage.files import fsync_path
-from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._storage.manifest import (
     Manifest,
     check_file_sizes,
     list_user_files,
     write_manifest,
 )
+from drawbar.train._storage.remote_path import RemotePath
 
 
 def commit_in_place(path: Path | RemotePath, draft: CheckpointDraft) -> Manifest:

@@ -16,8 +16,8 @@ import msgspec
 from drawbar.train._errors import DamagedRunError
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.files import NOT_A_FILE_ERRNOS, write_atomically
-from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._storage.manifest import DECODE_ERRORS, read_file_or_none
+from drawbar.train._storage.remote_path import RemotePath
 
 INDEX_FILE = "places.json"
 

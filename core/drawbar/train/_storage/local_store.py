@@ -32,7 +32,6 @@ from drawbar.train._storage.contents import (
 )
 from drawbar.train._storage.external_checkpoints import add_name, remove_name
 from drawbar.train._storage.files import fsync_path, remove_tree, write_atomically
-from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._storage.journal_file import JOURNAL_FILE, parse_committed_names
 from drawbar.train._storage.manifest import (
     Manifest,
@@ -40,6 +39,7 @@ from drawbar.train._storage.manifest import (
     read_file_or_none,
     read_manifest,
 )
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles, StagingArea, merge_staged
 
 

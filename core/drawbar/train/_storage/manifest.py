@@ -29,7 +29,7 @@ from drawbar.train._storage.files import (
     read_regular_file,
     write_atomically,
 )
-from drawbar.train._storage.filesystem import RemotePath
+from drawbar.train._storage.remote_path import RemotePath
 
 
 class ReportedCheckpointStatus(Enum):

@@ -9,8 +9,8 @@ upload does not grow with the age of the run.
 
 from __future__ import annotations
 
-from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._storage.journal_file import JOURNAL_FILE
+from drawbar.train._storage.remote_path import RemotePath
 
 PARTS_DIRECTORY = "journal.parts"
 PART_BYTES = 64 * 1024

@@ -31,8 +31,9 @@ from drawbar.train._storage.contents import (
 )
 from drawbar.train._storage.external_checkpoints import add_name, remove_name
 from drawbar.train._storage.files import write_atomically
-from drawbar.train._storage.filesystem import RemotePath, is_same_filesystem
+from drawbar.train._storage.filesystem_identity import is_same_filesystem
 from drawbar.train._storage.manifest import Manifest
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.retries import warn_if_slow
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
 

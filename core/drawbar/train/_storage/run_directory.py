@@ -30,14 +30,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawbar.train._storage.checkpoint_store import CheckpointStore
-from drawbar.train._storage.filesystem import (
-    AnyFileSystem,
-    RemotePath,
-    describe_endpoint,
-    resolve_path,
-)
+from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
+from drawbar.train._storage.filesystem_identity import describe_endpoint
 from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.local_store import LocalCheckpointStore
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.remote_store import RemoteCheckpointStore
 from drawbar.train._storage.run_files import TRAINER_FILE, RemoteRunFiles, RunFiles
 from drawbar.train._storage.staging import StagingArea

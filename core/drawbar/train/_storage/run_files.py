@@ -19,7 +19,6 @@ from pathlib import Path
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.external_checkpoints import INDEX_FILE
 from drawbar.train._storage.files import read_regular_file, remove_tree, write_atomically
-from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._storage.journal_file import (
     JOURNAL_FILE,
     JournalFile,
@@ -29,6 +28,7 @@ from drawbar.train._storage.journal_file import (
 )
 from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.remote_journal import PARTS_DIRECTORY, RemoteJournal
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY, list_superseded, parse_segments
 from drawbar.train._storage.retries import is_transient
 

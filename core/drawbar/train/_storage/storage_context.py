@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import list_files
-from drawbar.train._storage.filesystem import RemotePath, make_local_filesystem
+from drawbar.train._storage.filesystem import make_local_filesystem
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train._storage.contents import MANIFEST_FILE, DirectoryContents, FileEntry
-from drawbar.train._storage.filesystem import RemotePath
 from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.manifest import read_manifest
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.run_files import RUN_FILE_NAMES, TRAINER_FILE
 
