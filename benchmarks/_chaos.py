@@ -220,8 +220,9 @@ class Chaos:
         assert is_gone, f"alive {GONE_SECONDS:g} s later: {self._remains()}"
 
     def _remains(self) -> list[str]:
-        from ray._private.state import actors
         from ray.util import placement_group_table
+
+        from drawbar.train._ray_compat import list_actors
 
         processes = [f"process {each.pid}" for each in self._workers()]
         children = [f"child {pid}" for pid in numbers(self._folder / "children") if _lives(pid)]
@@ -230,7 +231,9 @@ class Chaos:
             for name, group in placement_group_table().items()
             if group["state"] != "REMOVED"
         ]
-        living = [f"actor {name}" for name, each in actors().items() if each["State"] != "DEAD"]
+        living = [
+            f"actor {name}" for name, each in list_actors().items() if each["State"] != "DEAD"
+        ]
         return [*processes, *children, *groups, *living]
 
     def _workers(self) -> list[Any]:

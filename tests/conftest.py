@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from drawbar.train import RunConfig
-from tests.ray_start import wait_for_started_nodes
+from tests._ray_compat import wait_for_started_nodes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray._common.utils import get_ray_address_file
 
 from drawbar import train
 from drawbar.cli._ray_connection import find_local_address
 from drawbar.launch import ScriptTrainer
 from drawbar.train import attach
+from tests._ray_compat import get_ray_address_file
 from tests.launch.conftest import CORES, Launch, Pipe
 
 
@@ -208,7 +208,7 @@ def test_find_local_address_reads_the_file_that_ray_reads(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value.format(path=tmp_path))
-    path = Path(get_ray_address_file(None))
+    path = get_ray_address_file()
     if variables:
         assert find_local_address() is None
         path.parent.mkdir()

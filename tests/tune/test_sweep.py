@@ -7,20 +7,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
 from ray import tune
-from ray._private.state import actors
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search.optuna import OptunaSearch
 from ray.util import placement_group_table
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig
+from drawbar.train._ray_compat import list_actors
 from drawbar.tune import TuneReportCallback, as_placement_group_factory
 
 if TYPE_CHECKING:
@@ -86,24 +86,26 @@ def list_orphans(ray_cluster: None) -> Callable[[], list[str]]:
 
     Other tests' may be there too: Ray Data keeps some for as long as Ray runs.
     """
-    before = {*actors(), *placement_group_table()}
+    before = {*list_actors(), *placement_group_table()}
 
     def find() -> list[str]:
-        kinds = {key: each["ActorClassName"] for key, each in actors().items() if _is_there(each)}
+        kinds = {
+            key: each["ActorClassName"] for key, each in list_actors().items() if _is_there(each)
+        }
         kinds |= {key: "group" for key, each in placement_group_table().items() if _is_there(each)}
         return [kind for key, kind in kinds.items() if key not in before]
 
     return find
 
 
-def _is_there(row: dict[str, Any]) -> bool:
+def _is_there(row: Mapping[str, Any]) -> bool:
     return row.get("State", row.get("state")) not in ("DEAD", "REMOVED")
 
 
 def test_halving_with_resources_for_half_of_trials_finishes(
     tmp_path: Path, list_orphans: Callable[[], list[str]]
 ) -> None:
-    before = len(actors())
+    before = len(list_actors())
     grid = sweep(
         trainer(steps=4).as_trainable(),
         tmp_path,
@@ -111,7 +113,7 @@ def test_halving_with_resources_for_half_of_trials_finishes(
         scheduler=ASHAScheduler(max_t=4, grace_period=2, reduction_factor=2),
     )
     assert list_orphans() == []
-    assert len(actors()) - before == 4 * (1 + 2)  # each trial, and its workers
+    assert len(list_actors()) - before == 4 * (1 + 2)  # each trial, and its workers
     assert sorted(each.metrics["training_iteration"] for each in grid)[-1] == 4
     assert sum(each.metrics["training_iteration"] == 2 for each in grid) >= 2
     best = grid[0]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from ray import tune
-from ray.train._internal.checkpoint_manager import _CheckpointManager
 
 from drawbar.torch import TorchTrainer
 from drawbar.train import (
@@ -30,6 +29,7 @@ from drawbar.tune._trial import (
     validate_param_space,
 )
 from drawbar.xgboost import XGBoostTrainer
+from tests._ray_compat import make_tune_checkpoint_manager
 
 EARLIER, NEWEST, OTHER = "a/run_1/checkpoint_000002", "a/run_1/checkpoint_000003", "b/run_0/c"
 
@@ -157,7 +157,7 @@ def test_placement_group_factory_bundles_fit_workers(
 
 def test_tune_checkpoint_registered_twice_is_not_deleted(tmp_path: Path) -> None:
     """As when a trial is paused: Tune's own results would have `num_to_keep=1` delete it."""
-    manager = _CheckpointManager(tune.CheckpointConfig(num_to_keep=1))
+    manager = make_tune_checkpoint_manager(tune.CheckpointConfig(num_to_keep=1))
     newest = tmp_path / "checkpoint_1"
     for name in ("checkpoint_0", "checkpoint_1", "checkpoint_1"):
         (tmp_path / name).mkdir(exist_ok=True)

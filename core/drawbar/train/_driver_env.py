@@ -15,12 +15,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from drawbar.train._ray_compat import current_data_context
 from drawbar.train._serialization import Serialized, serialize, serialize_without_references
-
-if TYPE_CHECKING:
-    from ray.data import DataContext
 
 _EXCLUDED_LOGGERS = ("ray", "drawbar")
 _STREAM_DESCRIPTORS = {"stdout": 1, "stderr": 2}
@@ -64,7 +62,7 @@ class DriverEnvironment:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Recreate the environment in this process. On exit, restore arguments and logging."""
+        """Recreate the environment in this process. On exit, restore arguments and contexts."""
         with contextlib.suppress(OSError):
             os.chdir(self.working_directory)
         # Append: modules of the worker's runtime environment take precedence over the driver's.
@@ -73,9 +71,10 @@ class DriverEnvironment:
         for name, source in self.notebook_cells.items():  # for source lines in tracebacks
             linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
         try:
-            if self.data_context is not None:
-                _set_data_context(self.data_context.deserialize())
-            with self.logging_setup.apply():
+            with contextlib.ExitStack() as undo:
+                if self.data_context is not None:
+                    undo.enter_context(current_data_context(self.data_context.deserialize()))
+                undo.enter_context(self.logging_setup.apply())
                 yield
         finally:
             sys.argv = argv
@@ -241,18 +240,13 @@ def _capture_data_context() -> Serialized | None:
 
     With None, workers need not import Ray Data.
     """
-    # A process that has not imported Ray Data has not changed the context.
-    context = getattr(sys.modules.get("ray.data.context"), "_default_context", None)
-    if context is None:
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray Data warns about its own defaults.
-        default = type(context)()
-    is_default = serialize_without_references(context) == serialize_without_references(default)
-    return None if is_default else serialize(context)
-
-
-def _set_data_context(context: DataContext) -> None:
+    if "ray.data.context" not in sys.modules:
+        return None  # A process that has not imported Ray Data has not changed the context.
     from ray.data import DataContext
 
-    DataContext._set_current(context)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray Data warns about its own defaults.
+        context = DataContext.get_current()
+        default = DataContext()
+    is_default = serialize_without_references(context) == serialize_without_references(default)
+    return None if is_default else serialize(context)

@@ -21,6 +21,8 @@ from typing import Any, cast
 
 import cloudpickle
 
+from drawbar.train._ray_compat import is_owned_by_this_process
+
 MIN_SHARED_BYTES = 1 << 20
 """Minimum size of arrays that are stored in the object store, once per node and read-only."""
 
@@ -77,7 +79,9 @@ class Serialized:
 
         objects = [ref for ref in self._references if isinstance(ref, ray.ObjectRef)]
         # Subclasses are references of Ray Client. Their objects are lost when this client ends.
-        return sum(type(ref) is not ray.ObjectRef or _is_owned_here(ref) for ref in objects)
+        return sum(
+            type(ref) is not ray.ObjectRef or is_owned_by_this_process(ref) for ref in objects
+        )
 
     def to_parts(self) -> SerializedParts:
         """Return the content as plain data. Only Ray can send references, so they are lost."""
@@ -222,7 +226,7 @@ def _extract_reference(references: list[object], reference: object) -> tuple[obj
 def _embed_owned_object(extract_reference: Reducer, reference: object) -> tuple[object, ...]:
     import ray
 
-    if not _is_owned_here(reference):
+    if not is_owned_by_this_process(reference):
         return extract_reference(reference)
     # The process that deserializes this calls `ray.put` and owns the new object.
     return ray.put, (ray.get(cast("ray.ObjectRef[object]", reference)),)
@@ -241,14 +245,3 @@ def _describe_reference(reference: object) -> str:
 def _reference_stub(number: int) -> object:
     """Represent a reference in the pickled bytes; `_Unpickler` inserts the reference."""
     raise AssertionError(number)
-
-
-def _is_owned_here(reference: object) -> bool:
-    """Return whether this process owns an object, which is then lost when this process ends."""
-    import ray
-
-    worker: Any = ray._private.worker.global_worker
-    owner: bytes = worker.core_worker.get_owner_address(reference)
-    # Ray has no public function for this. The address is a serialized protobuf message. One of its
-    # fields is the ID of the worker process.
-    return bytes.fromhex(ray.get_runtime_context().get_worker_id()) in owner

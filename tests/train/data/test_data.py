@@ -322,12 +322,14 @@ def test_split_coordinator_of_partially_read_shard_ends_with_the_run(
     def function() -> Any:
         shard: Any = train.get_dataset_shard("train")
         next(iter(shard.iter_rows()))
-        return ray.get(shard._coord_actor.__ray_call__.remote(lambda _: os.getpid()))
+        (coordinator,) = shard.split_coordinators
+        return ray.get(coordinator.__ray_call__.remote(lambda _: os.getpid()))
 
     dataset = ray.data.range(100_000, override_num_blocks=50).map(lambda row: row)
     pid = fit(function, run_config, {"train": dataset}).return_values[0]
     wait_until_gone([pid])
-    node: Any = ray._private.worker._global_node
-    logs = list(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
+    context = ray.get_runtime_context()
+    directory = Path(context.get_temp_dir(), context.get_session_name(), "logs")
+    logs = list(directory.glob(f"worker-*-{pid}.err"))
     assert logs
     assert not any("***" in each.read_text() for each in logs)

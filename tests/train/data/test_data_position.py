@@ -136,8 +136,9 @@ def pid_of(actor: Any) -> int:
 
 def has_aborted(pid: int) -> bool:
     """Return whether a Ray process logged an abort before it ended."""
-    node: Any = ray._private.worker.global_worker.node
-    (log,) = Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err")
+    context = ray.get_runtime_context()
+    directory = Path(context.get_temp_dir(), context.get_session_name(), "logs")
+    (log,) = directory.glob(f"worker-*-{pid}.err")
     return "SIGABRT" in log.read_text()
 
 

@@ -31,14 +31,14 @@ from drawbar.train import (
     ScalingConfig,
 )
 from drawbar.train._worker.worker_env import count_available_cores
-from tests import ray_start
-from tests.ray_start import wait_for_started_nodes
+from tests import _ray_compat
+from tests._ray_compat import wait_for_started_nodes
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-cloudpickle.register_pickle_by_value(ray_start)
+cloudpickle.register_pickle_by_value(_ray_compat)
 
 NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}  # Ray's default depends on earlier clusters
 RANK_VARIABLES = {

@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.ray_start import wait_for_started_nodes
+from tests._ray_compat import wait_for_started_nodes
 
 DriversFixture = Callable[..., Any]
 SHOWN = "shown: "
@@ -215,14 +217,10 @@ def test_drained_node_is_left_after_checkpoint(shown: dict[str, Any]) -> None:
 
 def drain(node_id: str) -> None:
     """Start a drain of the node with a deadline in ten minutes."""
-    import time
-
     import ray
-    from ray.core.generated import autoscaler_pb2
 
-    generated: Any = autoscaler_pb2
-    client: Any = ray._private.worker.global_worker
-    reason = generated.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    deadline = int((time.time() + 600) * 1000)
-    accepted, reason_rejected = client.gcs_client.drain_node(node_id, reason, "a test", deadline)
-    assert accepted, reason_rejected
+    ray_command = Path(sys.executable).with_name("ray")
+    address = ray.get_runtime_context().gcs_address
+    options = f"--address {address} --node-id {node_id} --reason DRAIN_NODE_REASON_PREEMPTION "
+    options += "--reason-message test --deadline-remaining-seconds 600"
+    subprocess.run([ray_command, "drain-node", *options.split()], check=True, capture_output=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from drawbar.train._config.data_config import DataConfig
 from drawbar.train._data.local_shuffle import shuffled_rows, take_rows
 from drawbar.train._data.shuffling import shuffle_dataset
+from drawbar.train._ray_compat import count_block_rows
 from drawbar.train._row_positions import (
     NumberedRows,
     RowPosition,
@@ -236,21 +237,11 @@ class MaterializedSplits:
         self._datasets[name] = materialized
         blocks = _get_arrow_blocks(materialized)
         if blocks:
-            self._blocks[name] = blocks, _count_block_rows(materialized)
+            self._blocks[name] = blocks, count_block_rows(materialized)
 
 
 def _return_unchanged(table: pa.Table) -> pa.Table:
     return table
-
-
-def _count_block_rows(dataset: Dataset) -> list[int]:
-    """Return the number of rows of each block of a materialized dataset."""
-    entries = [entry for bundle in dataset.iter_internal_ref_bundles() for entry in bundle.blocks]
-    # Before Ray 2.60, an entry was a pair of reference and metadata.
-    metadata: list[Any] = [
-        entry[1] if isinstance(entry, tuple) else entry.metadata for entry in entries
-    ]
-    return [block.num_rows for block in metadata]
 
 
 def check_has_rows(name: str, rows: int, num_workers: int) -> None:

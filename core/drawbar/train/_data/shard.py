@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._protocol.messages import ShardEpochEnded
+from drawbar.train._ray_compat import get_split_coordinator
 from drawbar.train._row_positions import LocalShuffle, RowPosition, UnevenRows, encode_reads
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class DatasetShard:
     def split_coordinators(self) -> list[Any]:
         """Ray Data's actors that distribute the rows, if the dataset is split by streaming."""
         sources = (self._source, self._unread_source)
-        actors = [getattr(source, "_coord_actor", None) for source in sources]
+        actors = [get_split_coordinator(source) for source in sources]
         return [actor for actor in actors if actor is not None]
 
     def encode_position(self) -> dict[str, object]:

@@ -25,6 +25,7 @@ from drawbar.train._data.tables import (
     shard_table,
     to_arrow_table,
 )
+from drawbar.train._ray_compat import get_base_dataset, is_data_iterator
 from drawbar.train._row_positions import RowPosition, split_rows
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ def _check_custom_shards(name: str, config: DataConfig, rows: Sequence[int | Non
 
 def _count_iterator_rows(iterator: object) -> int | None:
     """Return the number of rows of an iterator, None if its dataset is not materialized."""
-    dataset = getattr(iterator, "_base_dataset", None)
+    dataset = get_base_dataset(iterator)
     return None if dataset is None else count_rows_or_none(dataset)
 
 
@@ -306,7 +307,7 @@ def list_streamed_shards(shards: Sequence[Mapping[str, DatasetShard]]) -> list[s
         name
         for by_name in shards
         for name, shard in by_name.items()
-        if hasattr(shard, "_base_dataset") and _count_iterator_rows(shard) is None
+        if is_data_iterator(shard) and _count_iterator_rows(shard) is None
     }
     return sorted(names)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.train._config.data_config import DataConfig, with_options
 from drawbar.train._data.shard import DatasetShard, ShardSpec
+from drawbar.train._ray_compat import set_execution_index
 from drawbar.train._row_positions import RowPosition, RowsRead, split_unread
 from drawbar.train._threads import DaemonThreadPool
 
@@ -92,7 +93,7 @@ def _limit_resources(dataset: Dataset, remaining_resources: Mapping[str, float])
 def _set_execution_index(dataset: Dataset, times: int) -> Dataset:
     """Return a copy with the given number of executions, which seeds Ray Data's file shuffling."""
     counted: Dataset = with_options(dataset, dataset.context.execution_options)
-    counted.context._execution_idx = times
+    set_execution_index(counted.context, times)
     return counted
 
 

@@ -9,6 +9,7 @@ from drawbar.train._controller.run import OpenRun
 from drawbar.train._driver.datasets import RunDatasets
 from drawbar.train._history.events import AttemptStarted
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo, WorkerSpec
+from drawbar.train._ray_compat import get_draining_nodes
 from drawbar.train._storage.checkpoint import Checkpoint, add_preprocessor
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._worker_group.capacity import (
@@ -16,7 +17,6 @@ from drawbar.train._worker_group.capacity import (
     describe_starting_workers,
 )
 from drawbar.train._worker_group.cluster import (
-    get_draining_nodes,
     is_connected_to_ray,
     list_node_resources,
 )

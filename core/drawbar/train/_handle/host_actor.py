@@ -24,11 +24,11 @@ from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._handle.event_buffer import EventBuffer, EventPosition
 from drawbar.train._history.events import Event
 from drawbar.train._history.timeline import RunState
+from drawbar.train._ray_compat import is_worker_process_dead
 from drawbar.train._serialization import Serialized, serialize, serialize_without_references
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.run_files import OUTCOME_FILE
 from drawbar.train._worker.worker_env import get_runtime_env_vars
-from drawbar.train._worker_group.cluster import is_process_dead
 
 POLL_SECONDS = 1.0
 CLIENT_TIMEOUT_S = 10.0
@@ -198,7 +198,7 @@ class HostActor:
     def _is_orphaned(self) -> bool:
         """Return whether the driver died before it started the run."""
         is_waiting = not self._started.is_set() and not self._start_lock.locked()
-        return is_waiting and is_process_dead(self._driver_id)
+        return is_waiting and is_worker_process_dead(self._driver_id)
 
     def _stop_without_clients(self) -> None:
         self._clients.wait_until_empty()

@@ -28,8 +28,9 @@ from drawbar.train._handle.event_buffer import EventPosition
 from drawbar.train._handle.host_actor import POLL_SECONDS, EventBatch, HostActor, HostedRunInfo
 from drawbar.train._history.events import Notice
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
+from drawbar.train._ray_compat import get_actor_id, get_actor_info
 from drawbar.train._serialization import serialize
-from drawbar.train._worker_group.cluster import get_actor_info, get_ray_worker_id
+from drawbar.train._worker_group.cluster import get_ray_worker_id
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -73,7 +74,7 @@ class HostActorRun:
         self._is_closed = False
         self.is_detached = info.is_detached
         self._thread = threading.Thread(target=self._poll_loop, name="drawbar-follow", daemon=True)
-        self._id = _get_actor_id(actor)
+        self._id = get_actor_id(actor)
         _runs_by_actor_id[self._id] = self
         self._thread.start()
         atexit.register(self._stop_at_exit)
@@ -351,7 +352,7 @@ def attach_to_host_actor(name: str, path: str | None = None) -> HostActorRun | N
         return None
     with _attach_lock:
         # One view for all handles of this process, so that output is shown only once.
-        return _runs_by_actor_id.get(_get_actor_id(actor)) or HostActorRun(
+        return _runs_by_actor_id.get(get_actor_id(actor)) or HostActorRun(
             actor, info, should_replay=False
         )
 
@@ -382,13 +383,9 @@ def _describe_unresponsive(actor: HostHandle, name: str) -> str:
 
 def _format_actor_address(actor: HostHandle) -> str:
     """Return the process ID and node of an actor, according to Ray."""
-    info = get_actor_info(_get_actor_id(actor))
+    info = get_actor_info(get_actor_id(actor))
     address = info.get("Address", {}).get("IPAddress") or "unknown"
     return f"pid {info.get('Pid') or 'unknown'} on node {address}"
-
-
-def _get_actor_id(actor: HostHandle) -> str:
-    return str(actor._actor_id.hex())
 
 
 def _unwrap_cause(error: RayTaskError) -> BaseException:

@@ -1,7 +1,4 @@
-"""Connect to Ray and query its nodes, actors, and autoscaler.
-
-Ray has no public API for about half of this. All uses of `ray._private` are in this module.
-"""
+"""Connect to Ray and query its nodes and its autoscaler."""
 
 from __future__ import annotations
 
@@ -14,14 +11,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypedDict
 
+from drawbar.train import _ray_compat
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._errors import InsufficientResourcesError
-from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._worker_group.capacity import (
     NodeResources,
     check_cpus_for_datasets,
@@ -30,12 +26,6 @@ from drawbar.train._worker_group.capacity import (
     count_fitting_bundles,
     format_resources,
 )
-
-_SUPPRESSED_MESSAGES = (
-    "Token authentication is ",
-    "SIGTERM handler is not set because current thread",
-)
-_SUPPRESSED_LOGGERS = ("authentication.authentication_token_setup", "worker")
 
 _PLACEMENT_RELEASE_S = 3.0  # wait for ended Tune trials to release their placement groups
 
@@ -65,56 +55,9 @@ def connect_to_ray() -> None:
             # processes and a longer start. An existing cluster keeps its own setting.
             dashboard = False if starts_local_ray else None
             start = partial(ray.init, logging_level=logging.WARNING, include_dashboard=dashboard)
-            with _suppress_startup_messages() if starts_local_ray else contextlib.nullcontext():
+            suppress = _ray_compat.suppress_startup_messages
+            with suppress() if starts_local_ray else contextlib.nullcontext():
                 _run_in_permanent_thread(start)
-
-
-_DEATH = re.compile(
-    r"A worker died or was killed .*Node ID: (?P<node>\w+).*Worker PID: (?P<pid>\d+)", re.DOTALL
-)
-_suppressed_workers: set[tuple[str, str]] = set()  # node ID and process ID
-
-
-def suppress_death_messages(workers: Iterable[WorkerInfo]) -> None:
-    """Suppress the message that Ray prints in this process when one of these workers dies.
-
-    Drawbar reports the death with its cause. Ray has no setting to suppress the message for single
-    workers, so this wraps the function of Ray that prints it.
-    """
-    from ray._private import worker as ray_worker
-
-    print_lines: Any = getattr(ray_worker, "print_to_stdstream", None)
-    if print_lines is not None and not _suppressed_workers:
-
-        def print_unless_suppressed(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            is_from_raylet = data.get("pid") == "raylet"
-            if not (is_from_raylet and all(map(_is_suppressed_death, data["lines"]))):
-                print_lines(data, *args, **kwargs)
-
-        ray_worker.print_to_stdstream = print_unless_suppressed
-    _suppressed_workers.update((worker.node_id, str(worker.pid)) for worker in workers)
-
-
-def _is_suppressed_death(line: str) -> bool:
-    death = _DEATH.match(line)
-    return death is not None and (death["node"], death["pid"]) in _suppressed_workers
-
-
-@contextlib.contextmanager
-def _suppress_startup_messages() -> Iterator[None]:
-    """Suppress messages that Ray logs at every start and that need no action."""
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_SUPPRESSED_MESSAGES)
-
-    loggers = [logging.getLogger(f"ray._private.{name}") for name in _SUPPRESSED_LOGGERS]
-    for logger in loggers:
-        logger.addFilter(is_wanted)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_wanted)
 
 
 def _run_in_permanent_thread(start_ray: Callable[[], object]) -> None:
@@ -150,9 +93,7 @@ def is_ray_client() -> bool:
 
 def has_started_ray() -> bool:
     """Return whether this process has started the Ray that it is connected to."""
-    from ray._private.worker import _global_node
-
-    return _global_node is not None and not is_ray_client() and bool(_global_node.is_head())
+    return not is_ray_client() and _ray_compat.is_head_of_local_ray()
 
 
 def try_connect_to_ray() -> str:
@@ -167,7 +108,7 @@ def try_connect_to_ray() -> str:
         if not ray.is_initialized():
             try:
                 # Not `connect_to_ray()`: looking for a run must not start a Ray cluster.
-                with _suppress_startup_messages():
+                with _ray_compat.suppress_startup_messages():
                     ray.init(address="auto", logging_level=logging.WARNING)
             except Exception as error:  # Ray raises plain exceptions too
                 return f"no Ray cluster could be joined: {error}"
@@ -233,23 +174,6 @@ def _count_reserved_cpus() -> float:
     return float(sum(bundle.get("CPU", 0.0) for bundle in bundles))
 
 
-class ActorInfo(TypedDict, total=False):
-    """The part of Ray's record of an actor that is used here."""
-
-    Address: dict[str, str]
-    Pid: int
-
-
-def get_actor_info(actor_id: str) -> ActorInfo:
-    """Return Ray's record of an actor, without a call to its process."""
-    info: ActorInfo = {}
-    with contextlib.suppress(Exception):  # a private API, which another Ray version may lack
-        from ray._private.state import actors
-
-        info = actors(actor_id=actor_id)
-    return info
-
-
 def get_ray_worker_id() -> str:
     """Return Ray's ID of this process: a driver, or the process of an actor or a task.
 
@@ -261,26 +185,6 @@ def get_ray_worker_id() -> str:
     with contextlib.suppress(AttributeError):
         return str(ray.get_runtime_context().get_worker_id())
     return ""
-
-
-def is_process_dead(worker_id: str) -> bool:
-    """Return whether the process with this ID or its node has died, according to Ray."""
-    import ray
-
-    with contextlib.suppress(Exception):  # a private API, which another Ray version may lack
-        from ray._private.state import state
-        from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]  # Protobuf makes it
-
-        accessor = state._connect_and_get_accessor()
-        record = accessor.get_worker_info(ray.WorkerID.from_hex(worker_id))
-        worker = WorkerTableData.FromString(record)
-        # If a process dies with its node, Ray does not record the end of the process.
-        worker_node = worker.worker_address.node_id.hex()
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
-        return not worker.is_alive or not any(
-            node["NodeID"] == worker_node and node["Alive"] for node in nodes
-        )
-    return False
 
 
 def get_remaining_resources(reserved: Mapping[str, float]) -> dict[str, float]:
@@ -314,10 +218,8 @@ def check_validation_fits(resources: Mapping[str, float]) -> None:
 def list_node_resources() -> list[NodeResources]:
     """Return the live nodes of the connected cluster. Not available in a Ray Client."""
     import ray
-    from ray._private.state import available_resources_per_node
 
-    # `ray.available_resources()` adds up all nodes, but a bundle must fit on a single one.
-    available = available_resources_per_node()  # type: ignore[no-untyped-call]  # Ray has no types here
+    available = _ray_compat.get_available_resources()
     return [
         NodeResources(
             node_id=node["NodeID"],
@@ -331,18 +233,6 @@ def list_node_resources() -> list[NodeResources]:
     ]
 
 
-def get_draining_nodes() -> dict[str, int]:
-    """Return the draining nodes of the connected cluster, by ID.
-
-    Values are deadlines in milliseconds since the epoch, 0 if unknown. Ray has no public API for
-    this.
-    """
-    from ray._private.state import state
-
-    draining: dict[str, int] = state.get_draining_nodes()
-    return draining
-
-
 def is_node_available(node_id: str) -> bool:
     """Return whether a node is alive and not draining.
 
@@ -354,7 +244,7 @@ def is_node_available(node_id: str) -> bool:
 
     nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]  # Ray has no types here
     node = nodes.get(node_id)
-    if node is None or not node["Alive"] or node_id in get_draining_nodes():
+    if node is None or not node["Alive"] or node_id in _ray_compat.get_draining_nodes():
         return False
     address = (node["NodeManagerAddress"], node["NodeManagerPort"])
     try:
@@ -367,24 +257,17 @@ def is_node_available(node_id: str) -> bool:
 def can_autoscale() -> bool:
     """Return whether the connected cluster has an autoscaler that could add nodes.
 
-    Ray has no public API for this. It is true in one of these cases:
+    It is true in one of these cases:
 
     - The configuration of the cluster has a node group that may grow.
     - Autoscaler v2 runs, and a node has the label of the node group to which v2 assigned it.
     - The status of autoscaler v1 lists node types that v1 can launch.
     """
-    from ray._private.state import state
-    from ray.experimental.internal_kv import _internal_kv_get
-
-    config = state.get_cluster_config()
-    if config is not None and any(
-        group.max_count == -1 or group.max_count > group.min_count
-        for group in config.node_group_configs
-    ):
+    if _ray_compat.has_growing_node_group():
         return True
-    if _internal_kv_get(b"__autoscaler_v2_enabled", namespace=b"__autoscaler") == b"1":
+    if _ray_compat.is_autoscaler_v2_enabled():
         return any("ray.io/node-group" in node.labels for node in list_node_resources())
-    return has_launchable_node_types(_internal_kv_get(b"__autoscaling_status") or b"{}")
+    return has_launchable_node_types(_ray_compat.get_autoscaler_status())
 
 
 def has_launchable_node_types(status: bytes) -> bool:

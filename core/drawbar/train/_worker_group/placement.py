@@ -23,9 +23,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._ray_compat import is_worker_process_dead
 from drawbar.train._threads import DaemonThreadPool
 from drawbar.train._worker_group.capacity import count_fitting_bundles
-from drawbar.train._worker_group.cluster import get_ray_worker_id, is_process_dead
+from drawbar.train._worker_group.cluster import get_ray_worker_id
 
 _RELEASE_TIMEOUT_S = 1.0
 _GROUP_NAME_PREFIX = "drawbar-"  # followed by the worker ID of the host and a unique suffix
@@ -109,7 +110,7 @@ def remove_orphaned_groups() -> None:
     for entry in placement_group_table().values():
         if not entry["name"].startswith(_GROUP_NAME_PREFIX) or entry["state"] == "REMOVED":
             continue
-        if is_process_dead(entry["name"].removeprefix(_GROUP_NAME_PREFIX).partition("-")[0]):
+        if is_worker_process_dead(entry["name"].removeprefix(_GROUP_NAME_PREFIX).partition("-")[0]):
             group = ray.PlacementGroupID.from_hex(entry["placement_group_id"])
             remove_placement_group(PlacementGroup(group))
 

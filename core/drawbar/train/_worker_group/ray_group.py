@@ -20,12 +20,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import CollectiveResult, Command, InterruptFunction
 from drawbar.train._protocol.messages import Message, ProcessRetired, RankFailed, WorkerDied
+from drawbar.train._ray_compat import suppress_death_messages
 from drawbar.train._serialization import MIN_SHARED_BYTES, Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
-from drawbar.train._worker_group.cluster import is_node_available, suppress_death_messages
+from drawbar.train._worker_group.cluster import is_node_available
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
 P = ParamSpec("P")
@@ -59,7 +60,7 @@ class RayWorkerGroup:
     async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
         """Create all missing processes at once and wait until enough of them are ready."""
         workers = await self._pool.start(on_waiting)
-        suppress_death_messages(workers)
+        suppress_death_messages((worker.node_id, worker.pid) for worker in workers)
         return workers
 
     @property

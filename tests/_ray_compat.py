@@ -1,9 +1,10 @@
-"""Start Ray on a busy machine."""
+"""Private APIs of Ray that tests need, read in Ray 2.60. No other test uses them."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -31,3 +32,18 @@ def wait_for_started_nodes() -> None:
                 time.sleep(0.1)  # Ray has no event for it
 
     services.get_node = get_registered_node
+
+
+def get_ray_address_file() -> Path:
+    """Return the file in which `ray start` stores the address of the cluster of this machine."""
+    from ray._common.utils import get_ray_address_file
+
+    return Path(get_ray_address_file(None))
+
+
+def make_tune_checkpoint_manager(config: object) -> Any:
+    """Return the object with which Tune deletes checkpoints of a trial."""
+    from ray.train._internal.checkpoint_manager import _CheckpointManager
+
+    manager: Any = _CheckpointManager
+    return manager(config)
