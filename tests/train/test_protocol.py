@@ -13,7 +13,16 @@ import pytest
 from benchmarks._random_messages import describe, draw
 from drawbar.train._protocol.codec import Codec, ProtocolError
 from drawbar.train._protocol.commands import Command
-from drawbar.train._protocol.messages import FileChunk, Message, OutputLine, Report, WorkerDied
+from drawbar.train._protocol.messages import (
+    MESSAGE_BATCHES,
+    FileChunk,
+    Message,
+    OutputLine,
+    RankFinished,
+    Report,
+    WorkerDied,
+)
+from drawbar.train._serialization import MIN_SHARED_BYTES, Serialized, serialize
 from drawbar.train._worker_group.torchrun_messages import (
     COMMANDS,
     HELLO,
@@ -74,6 +83,35 @@ def test_codec_path_outside_checkpoint_is_rejected() -> None:
     data = MESSAGES.encode(chunk)
     with pytest.raises(ProtocolError, match="not a valid path"):
         MESSAGES.decode(data.replace(b"x/y", b"../"))
+
+
+def test_codec_attachments_are_sent_beside_message_and_decoded_unchanged() -> None:
+    reference, body, buffer = object(), bytes(MIN_SHARED_BYTES), b"buffer"
+    payload = Serialized(body, [buffer], [reference])
+    batch: list[Message] = [make_report(2**64), RankFinished(time=0.0, return_value=payload)]
+    value: Any = MESSAGE_BATCHES.encode_for_ray(batch)
+    assert len(value[0]) < 1000
+    decoded: Any = MESSAGE_BATCHES.decode_from_ray(value)[1]
+    received: list[Any] = []
+    decoded.return_value.to_parts(received)
+    assert [bytes(received[0]), bytes(received[1])] == [body, buffer]
+    assert received[2] is reference
+
+
+def test_codec_message_without_attachments_is_sent_as_bytes() -> None:
+    batch: list[Message] = [RankFinished(time=0.0, return_value=serialize([1]))]
+    data = MESSAGE_BATCHES.encode_for_ray(batch)
+    assert isinstance(data, bytes)
+    assert describe(MESSAGE_BATCHES.decode_from_ray(data)) == describe(batch)
+
+
+def test_codec_missing_attachment_raises_protocol_error() -> None:
+    message = RankFinished(time=0.0, return_value=Serialized(b"", [b"x"]))
+    value: Any = MESSAGES.encode_for_ray(message)
+    with pytest.raises(ProtocolError):
+        MESSAGES.decode(value[0])
+    with pytest.raises(ProtocolError):
+        MESSAGES.decode_from_ray((value[0], []))
 
 
 def test_codec_command_and_message_have_different_types() -> None:

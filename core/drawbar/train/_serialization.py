@@ -33,8 +33,11 @@ SharedBuffer = bytes | memoryview | pickle.PickleBuffer
 """Content of a shared array, in this process or in the object store."""
 
 
-SerializedParts = tuple[bytes, tuple[bytes, ...], tuple[str, ...]]
-"""Pickled bytes, shared buffers, and descriptions of references, as plain data."""
+SerializedParts = tuple[bytes | int, tuple[bytes | int, ...], tuple[str | int, ...]]
+"""Pickled bytes, shared buffers, and descriptions of references, as plain data.
+
+An integer is the index of an attachment, which is sent beside this data.
+"""
 
 
 class MissingReferenceError(LookupError):
@@ -83,16 +86,43 @@ class Serialized:
             type(ref) is not ray.ObjectRef or is_owned_by_this_process(ref) for ref in objects
         )
 
-    def to_parts(self) -> SerializedParts:
-        """Return the content as plain data. Only Ray can send references, so they are lost."""
-        descriptions = [_describe_reference(reference) for reference in self._references]
-        return self._body, tuple(map(bytes, self._buffers)), tuple(descriptions)
+    def to_parts(self, attachments: list[object] | None = None) -> SerializedParts:
+        """Return the content as plain data.
+
+        Args:
+            attachments: List to which references and large buffers are added, which Ray can send
+                beside the data. Default: references are replaced by their descriptions.
+        """
+        if attachments is None:
+            descriptions = [_describe_reference(reference) for reference in self._references]
+            return self._body, tuple(map(bytes, self._buffers)), tuple(descriptions)
+        body: bytes | int = self._body
+        if len(self._body) >= MIN_SHARED_BYTES:
+            body = _attach(attachments, pickle.PickleBuffer(self._body))
+        buffers = [_attach(attachments, pickle.PickleBuffer(buffer)) for buffer in self._buffers]
+        references = [_attach(attachments, reference) for reference in self._references]
+        return body, tuple(buffers), tuple(references)
 
     @staticmethod
-    def from_parts(parts: SerializedParts) -> Serialized:
-        """Reverse `to_parts`."""
-        body, buffers, descriptions = parts
-        return Serialized(body, buffers, map(_MissingReference, descriptions))
+    def from_parts(parts: SerializedParts, attachments: Sequence[Any] = ()) -> Serialized:
+        """Reverse `to_parts`.
+
+        Args:
+            parts: Result of `to_parts`.
+            attachments: Attachments that were sent beside it.
+
+        Raises:
+            IndexError: An attachment is missing.
+        """
+        body, buffers, references = parts
+        return Serialized(
+            bytes(attachments[body]) if isinstance(body, int) else body,
+            [attachments[item] if isinstance(item, int) else item for item in buffers],
+            [
+                attachments[item] if isinstance(item, int) else _MissingReference(item)
+                for item in references
+            ],
+        )
 
     def release(self) -> None:
         """Release the references and buffers. The object cannot be deserialized afterwards."""
@@ -189,6 +219,12 @@ class _Unpickler(pickle.Unpickler):
                 f"{reference.description} was lost when its Ray session ended"
             )
         return reference
+
+
+def _attach(attachments: list[object], value: object) -> int:
+    """Add a value to the attachments and return its index."""
+    attachments.append(value)
+    return len(attachments) - 1
 
 
 def _is_ray_imported() -> bool:

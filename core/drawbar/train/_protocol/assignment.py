@@ -1,6 +1,6 @@
 """Specification, rank, and assignment of a worker.
 
-Everything in this module can be pickled without user classes.
+The controller pickles assignments, and the ranks unpickle them, because they contain user objects.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from drawbar.train._driver_env import DriverEnvironment
+from drawbar.train._protocol.codec import Codec
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Validation
 from drawbar.train._storage.run_directory import RunDirectory
@@ -58,6 +59,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str
     pid: int
     gpu_ids: tuple[str, ...] = ()
+
+
+WORKER_INFO = Codec[WorkerInfo](WorkerInfo)
 
 
 class Ranks(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,11 @@
-"""Commands from the controller to a rank, sent through the actor's control group.
-
-Commands are tagged structs, which `codec.py` encodes.
-"""
+"""Commands from the controller to a rank, as tagged structs, which `codec.py` encodes."""
 
 from __future__ import annotations
 
 import msgspec
 
 from drawbar.train._metrics import Metrics
+from drawbar.train._protocol.codec import Codec
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
@@ -85,3 +83,5 @@ Command = (
     | FileReply
     | InterruptFunction
 )
+
+COMMANDS = Codec[Command](Command)

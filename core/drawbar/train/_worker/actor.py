@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from drawbar.train._config.backend import BackendConfig
-from drawbar.train._protocol.assignment import WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.commands import Command
+from drawbar.train._protocol.assignment import WORKER_INFO, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.codec import RayValue
+from drawbar.train._protocol.commands import COMMANDS
 from drawbar.train._protocol.messages import (
     FINAL_MESSAGE_TYPES,
+    MESSAGE_BATCHES,
     FunctionFailed,
     FunctionStarted,
     Message,
@@ -47,7 +49,7 @@ from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.outbox import Outbox
 from drawbar.train._worker.output import capture_output
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
-from drawbar.train._worker.stack import Stack, capture_stack
+from drawbar.train._worker.stack import STACK, capture_stack
 from drawbar.train._worker.worker_env import make_worker_env, set_env_vars
 
 if TYPE_CHECKING:
@@ -95,21 +97,22 @@ class Worker:
         # library's thread instead, so dump all threads.
         faulthandler.enable(2, all_threads=True)
 
-    def initialize(self, process_setup: Callable[[], object] | None) -> WorkerInfo:
-        """Run the backend's process setup and return the worker's node and GPUs."""
+    def initialize(self, process_setup: Callable[[], object] | None) -> bytes:
+        """Run the backend's process setup and return the encoded `WorkerInfo`."""
         if process_setup is not None:
             self._sentinel.join()  # it reports the exit status if the setup crashes
             process_setup()
         import ray
 
         context = ray.get_runtime_context()
-        return WorkerInfo(
+        info = WorkerInfo(
             node_id=context.get_node_id(),
             node_ip=get_node_address(),
             hostname=os.uname().nodename,
             pid=os.getpid(),
             gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
         )
+        return WORKER_INFO.encode(info)
 
     def execute(self, call: Serialized) -> object:
         """Run a serialized (function, args, kwargs) for a backend and return its result."""
@@ -118,8 +121,8 @@ class Worker:
 
     def run(
         self, assignment: WorkerAssignment, train_loop: Sequence[ObjectRef[Serialized]]
-    ) -> Iterator[list[Message]]:
-        """Run the training function and yield its messages in batches.
+    ) -> Iterator[RayValue]:
+        """Run the training function and yield its messages in encoded batches.
 
         Args:
             assignment: Rank, checkpoint, and datasets for this attempt.
@@ -138,7 +141,7 @@ class Worker:
         while True:
             # Yield in batches, because Ray's cost per item does not depend on its size.
             batch = outbox.take_batch()
-            yield batch
+            yield MESSAGE_BATCHES.encode_for_ray(batch)
             if isinstance(batch[-1], FINAL_MESSAGE_TYPES):
                 # The end of the stream signals the controller that this process can run another
                 # attempt. The controller replaces the process if the stream ends too late.
@@ -146,15 +149,16 @@ class Worker:
                 session.uploads.async_commits.join()
                 return
 
-    def handle_command(self, attempt: int, command: Command) -> None:
+    def handle_command(self, attempt: int, command: RayValue) -> None:
         """Handle a command (control group). Commands for an attempt that has ended are ignored."""
         if self._session is not None and self._session.assignment.attempt == attempt:
-            self._session.handle_command(command)
+            self._session.handle_command(COMMANDS.decode_from_ray(command))
 
-    def capture_stack(self) -> Stack:
-        """Return the stack of the training function or its program (control group)."""
+    def capture_stack(self) -> bytes:
+        """Return the encoded stack of the training function or its program (control group)."""
         program = self._session.program if self._session is not None else None
-        return capture_stack(self._thread) if program is None else program.capture_stack()
+        stack = capture_stack(self._thread) if program is None else program.capture_stack()
+        return STACK.encode(stack)
 
     def shut_down(self) -> None:
         """Run exit handlers and clean up the node; the caller kills the process afterwards."""

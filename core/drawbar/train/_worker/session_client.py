@@ -18,14 +18,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from drawbar.train._protocol.assignment import WorkerAssignment
-from drawbar.train._protocol.codec import Codec
 from drawbar.train._protocol.commands import Command, InterruptFunction
-from drawbar.train._protocol.messages import Message
+from drawbar.train._protocol.messages import MESSAGES, Message
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._worker.program_main import SESSION_VARIABLE
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
-
-MESSAGES = Codec[Message](Message)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from drawbar.train._protocol.codec import Codec
 from drawbar.train._worker.user_frames import find_user_frames
 
 
@@ -51,6 +52,9 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
         if user_frame == innermost:
             return str(innermost)
         return f"{user_frame}, inside {innermost.function} ({_shorten_path(innermost.file)})"
+
+
+STACK = Codec[Stack](Stack)
 
 
 def capture_stack(thread: threading.Thread | None) -> Stack:

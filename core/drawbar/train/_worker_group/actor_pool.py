@@ -14,10 +14,9 @@ from typing import Any, Protocol, TypeVar
 import ray
 
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._protocol.assignment import WorkerInfo
-from drawbar.train._protocol.messages import Message
+from drawbar.train._protocol.assignment import WORKER_INFO, WorkerInfo
+from drawbar.train._protocol.codec import RayValue
 from drawbar.train._worker.actor import Worker
-from drawbar.train._worker.stack import Stack
 from drawbar.train._worker_group.placement import Placement, remove_orphaned_groups
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
@@ -56,11 +55,11 @@ class RemoteStream(Protocol[T_co]):
 class WorkerHandle(Protocol):
     """Handle of an actor that runs a `Worker`."""
 
-    initialize: RemoteMethod[WorkerInfo]
-    run: RemoteStream[list[Message]]
+    initialize: RemoteMethod[bytes]
+    run: RemoteStream[RayValue]
     execute: RemoteMethod[object]
     handle_command: RemoteMethod[None]
-    capture_stack: RemoteMethod[Stack]
+    capture_stack: RemoteMethod[bytes]
     shut_down: RemoteMethod[None]
 
 
@@ -193,7 +192,8 @@ class ActorPool:
             options["runtime_env"] = self._runtime_env
         actor = self._actor_class.options(**options).remote(self._run_path)
         # Called before the actor is ready: Ray queues the call, and its result shows readiness.
-        info = asyncio.ensure_future(await_reference(actor.initialize.remote(self._process_setup)))
+        reference = actor.initialize.remote(self._process_setup)
+        info = asyncio.ensure_future(_receive_worker_info(reference))
         self.slots[slot] = ActorSlot(actor, info)
 
     def _kill_actor(self, slot: int) -> None:
@@ -219,6 +219,10 @@ class ActorPool:
             # Last: Ray kills the actors in a removed group, which would be reported as deaths.
             self._placement.release()
             self._placement = None
+
+
+async def _receive_worker_info(reference: Awaitable[bytes]) -> WorkerInfo:
+    return WORKER_INFO.decode(await reference)
 
 
 async def await_reference(reference: Awaitable[T]) -> T:

@@ -18,12 +18,23 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.commands import CollectiveResult, Command, InterruptFunction
-from drawbar.train._protocol.messages import Message, ProcessRetired, RankFailed, WorkerDied
+from drawbar.train._protocol.codec import ProtocolError, RayValue
+from drawbar.train._protocol.commands import (
+    COMMANDS,
+    CollectiveResult,
+    Command,
+    InterruptFunction,
+)
+from drawbar.train._protocol.messages import (
+    MESSAGE_BATCHES,
+    ProcessRetired,
+    RankFailed,
+    WorkerDied,
+)
 from drawbar.train._ray_compat import suppress_death_messages
 from drawbar.train._serialization import MIN_SHARED_BYTES, Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
-from drawbar.train._worker.stack import Stack, detect_stopped_process
+from drawbar.train._worker.stack import STACK, Stack, detect_stopped_process
 from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
 from drawbar.train._worker_group.cluster import is_node_available
@@ -95,19 +106,19 @@ class RayWorkerGroup:
         self,
         rank: int,
         slot: ActorSlot,
-        stream: AsyncIterator[Awaitable[list[Message]]],
+        stream: AsyncIterator[Awaitable[RayValue]],
         on_messages: OnMessages,
     ) -> None:
         try:
             async for reference in stream:
-                messages = await reference
+                messages = MESSAGE_BATCHES.decode_from_ray(await reference)
                 # Recorded before the attempt handles the messages: it may end with one of them, and
                 # then decides whether to keep the process.
                 slot.is_retired |= any(isinstance(message, ProcessRetired) for message in messages)
                 on_messages(rank, messages)
         # Exceptions of the function are messages. This is an error in Drawbar's code in the worker,
-        # or a message that cannot be unpickled here, so the process cannot be used further.
-        except RayTaskError as error:
+        # or a message that cannot be encoded or decoded, so the process cannot be used further.
+        except (RayTaskError, ProtocolError) as error:
             slot.is_marked_dead = True
             on_messages(rank, [RankFailed(failure=describe_worker_error(rank, error))])
         except RayError as error:
@@ -121,20 +132,21 @@ class RayWorkerGroup:
 
         If the process is dead, its message stream reports the death.
         """
-        self._send(rank, command)
+        self._send(rank, COMMANDS.encode_for_ray(command))
 
     def broadcast_command(self, ranks: Collection[int], command: Command) -> None:
         """Send a command to several ranks, as `send_command` does for one."""
         is_large = isinstance(command, CollectiveResult) and (
             sum(payload.size for payload in command.payloads if payload) >= MIN_SHARED_BYTES
         )
-        # Ray serializes the object once, and each node fetches it once. It replaces the reference
-        # by the object before it calls the method.
-        argument = ray.put(command) if is_large else command
+        encoded = COMMANDS.encode_for_ray(command)
+        # Each node fetches a stored object once. Ray replaces the reference by the object before it
+        # calls the method.
+        argument = ray.put(encoded) if is_large else encoded
         for rank in ranks:
             self._send(rank, argument)
 
-    def _send(self, rank: int, command: Command | ray.ObjectRef[Command]) -> None:
+    def _send(self, rank: int, command: RayValue | ray.ObjectRef[RayValue]) -> None:
         slot = self._ranks[rank]
         control = slot.actor.handle_command.options(concurrency_group="control")
         delivery = asyncio.ensure_future(await_reference(control.remote(self._attempt, command)))
@@ -251,7 +263,7 @@ async def _request_stack(slot: ActorSlot) -> Stack | None:
     # With a short timeout: a C call that holds the GIL keeps even the control thread from replying.
     reference = slot.actor.capture_stack.options(concurrency_group="control").remote()
     try:
-        return await asyncio.wait_for(await_reference(reference), STACK_SECONDS)
+        return STACK.decode(await asyncio.wait_for(await_reference(reference), STACK_SECONDS))
     except RayError:
         return None
     except TimeoutError:
@@ -280,13 +292,14 @@ def _make_worker_died(error: RayError, node_id: str) -> WorkerDied:
     return WorkerDied(detail=str(error), time=time.time(), is_preempted=preempted)
 
 
-def describe_worker_error(rank: int, error: RayTaskError) -> WorkerFailure:
-    """Describe an error in Drawbar's own code in a worker."""
+def describe_worker_error(rank: int, error: RayTaskError | ProtocolError) -> WorkerFailure:
+    """Describe an error in Drawbar's own code in a worker, or in its messages."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
     return WorkerFailure(
         rank=rank,
         kind="exception",
-        type_name=type(error.cause).__name__,
-        message=str(error.cause),
+        type_name=type(cause).__name__,
+        message=str(cause),
         traceback=str(error),  # Ray puts the remote traceback there
         time=time.time(),
     )
