@@ -94,7 +94,7 @@ class FitTracer:
 
 def train_func() -> tuple[list[str], list[str]]:
     """Report once and return the files up to this function, and the files that `report()` uses."""
-    start_files = list_files(sys._getframe(1), start=("run", "_run_and_send_outcome", "job"))
+    start_files = list_files(sys._getframe(1), start=("run", "job"))
     report_files: list[str] = []
 
     def on_call(frame: FrameType, event: str, _: object) -> None:

@@ -38,7 +38,7 @@ from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.filesystem import AnyFileSystem
 from drawbar.train._storage.run_directory import open_run_directory
 from drawbar.train._storage.run_files import TRAINER_FILE
-from drawbar.train._worker.actor import TrainLoop
+from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.cluster import connect_to_ray, is_ray_client
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import inherit_directory_mode, write_atomically
 from drawbar.train._threads import run_in_daemon_thread
-from drawbar.train._worker.actor import TrainLoop
+from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.cluster import is_connected_to_ray
 from drawbar.train._worker_group.ranks import get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup

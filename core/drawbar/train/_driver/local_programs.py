@@ -14,7 +14,7 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._history.event_stream import Watcher
 from drawbar.train._worker import sentinel
-from drawbar.train._worker.actor import TrainLoop
+from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker.worker_env import get_visible_gpu_ids
 from drawbar.train._worker_group.capacity import (
     NodeResources,

@@ -25,7 +25,7 @@ from drawbar.train._errors import DamagedRunError
 from drawbar.train._protocol.assignment import WorkerSpec
 from drawbar.train._serialization import Serialized, serialize, serialize_without_references
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._worker.actor import TrainLoop
+from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.validators import ValidationTask
 
 

@@ -35,17 +35,13 @@ from drawbar.train._protocol.commands import InterruptFunction
 from drawbar.train._protocol.messages import Message, RankFailed
 from drawbar.train._serialization import serialize, serialize_without_references
 from drawbar.train._threads import DaemonThreadPool
-from drawbar.train._worker.actor import TrainLoop, enable_transfers_if_node_local
 from drawbar.train._worker.failure import describe_exception
+from drawbar.train._worker.rank_runner import RankRunner, execute, use_caller_process
 from drawbar.train._worker.session import Session
-from drawbar.train._worker.stack import capture_stack
+from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker.worker_env import read_ranks_from_env
 from drawbar.train._worker_group.ranks import get_local_gpu_ids
-from drawbar.train._worker_group.thread_group import (
-    SubmitCall,
-    ThreadWorkerGroup,
-    run_train_loop_in_thread,
-)
+from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
 from drawbar.train._worker_group.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
 from drawbar.train._worker_group.torchrun_messages import (
     CaptureStack,
@@ -201,12 +197,11 @@ class TorchrunRun:
     ) -> None:
         self._payload = payload
         self._env_vars = spec.worker_spec.env_vars
-        self._cache: dict[object, object] = {}
-        self._session: Session | None = None
-        self._function_thread: threading.Thread | None = None
+        self._runner = RankRunner()
         self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
-        # A hook that hangs must not keep the run from ending.
+        # A hook or a program that hangs must not keep the run from ending.
         self._hook_threads = DaemonThreadPool(1, "drawbar-hooks")
+        self._stack_threads = DaemonThreadPool(1, "drawbar-stacks")
         self._ended = threading.Event()
         self._outcome: RunOutcome | None = None
         info = make_local_worker_info(ranks, _get_gpu_ids(spec, ranks))
@@ -238,8 +233,7 @@ class TorchrunRun:
             self._outcome = RunOutcome(
                 ControllerOutcome(error=lost), RunState(status="failed"), None
             )
-            if self._session is not None:
-                self._session.handle_command(InterruptFunction(reason=str(lost)))
+            self._runner.handle_command(InterruptFunction(reason=str(lost)))
         self._ended.set()
         self._executor.wake_up()
 
@@ -248,8 +242,7 @@ class TorchrunRun:
             case StartAttempt(assignment):
                 self._start_attempt(pickle.loads(assignment))
             case CaptureStack(request_id):
-                stack = capture_stack(self._function_thread)
-                self._connection.send(PeerReply(request_id=request_id, stack=stack))
+                self._stack_threads.submit(self._send_stack, request_id)
             case ExecuteFunction():
                 # In a thread: rank 0 may request the stack of a function that hangs.
                 self._hook_threads.submit(self._execute, command)
@@ -258,14 +251,16 @@ class TorchrunRun:
             case RunOpened():
                 pass  # only the first command, which `connect_to_rank_zero` handles
             case _:
-                if self._session is not None:
-                    self._session.handle_command(command)
+                self._runner.handle_command(command)
+
+    def _send_stack(self, request_id: int) -> None:
+        stack = self._runner.capture_stack()
+        self._connection.send(PeerReply(request_id=request_id, stack=stack))
 
     def _execute(self, request: ExecuteFunction) -> None:
         """Call a function for a backend, and send its result or its traceback."""
         try:
-            function, args, kwargs = request.call.deserialize()
-            value = serialize(function(*args, **kwargs))
+            value = serialize(execute(request.call))
             self._connection.send(PeerReply(request_id=request.request_id, value=value))
         except Exception:
             error = traceback.format_exc()
@@ -276,19 +271,19 @@ class TorchrunRun:
         # Not rank 0's variables: torchrun sets different ones in each process.
         spec = dataclasses.replace(assignment.spec, env_vars=env_vars)
         assignment = dataclasses.replace(assignment, spec=spec)
-        self._session = session = Session(assignment, self._connection.send, self._cache)
-        self._executor.submit(partial(self._run_train_loop, session))
-
-    def _run_train_loop(self, session: Session) -> None:
-        self._function_thread = threading.current_thread()
-        with enable_transfers_if_node_local(session, self._connection.send):
-            run_train_loop_in_thread(
-                self._payload,
+        send = self._connection.send
+        session = self._runner.start_attempt(assignment, send)
+        self._executor.submit(
+            partial(
+                self._runner.run,
                 session,
-                self._connection.send,
+                self._payload,
+                send,
                 partial(self._send_final_message, session),
-                is_only_rank=True,
+                environment=use_caller_process(session, send),
+                is_process_wide=True,
             )
+        )
 
     def _send_final_message(self, session: Session, message: Message | None) -> None:
         try:

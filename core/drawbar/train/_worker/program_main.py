@@ -166,18 +166,29 @@ def _is_runner_frame(frame: FrameType) -> bool:
 def _serve_stack_requests(connection: socket.socket) -> None:
     """Send the stacks of this process for each request."""
     for _ in connection.makefile("rb"):
-        _send(connection, {"stack": _collect_stacks()})
+        lines, text = collect_stacks(threading.main_thread().ident)
+        _send(connection, {"stack": {"lines": lines, "text": text}})
 
 
-def _collect_stacks() -> dict[str, object]:
+def collect_stacks(main_ident: int | None) -> tuple[list[tuple[str, int, str]], str]:
+    """Return the stacks of this process.
+
+    Args:
+        main_ident: Identifier of the thread that runs the user's code, if it runs.
+
+    Returns:
+        Frames of that thread as (file, line, function), and the stacks of all threads as text, that
+        thread first.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts, main = [], []
-    for ident, frame in sys._current_frames().items():
+    texts, lines = [], []
+    frames = sys._current_frames()
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != main_ident):
         stack = traceback.extract_stack(frame)
-        if ident == threading.main_thread().ident:
-            main = [(entry.filename, entry.lineno, entry.name) for entry in stack]
+        if ident == main_ident:
+            lines = [(entry.filename, entry.lineno or 0, entry.name) for entry in stack]
         texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(stack.format()))
-    return {"lines": main, "text": "\n".join(texts)}
+    return lines, "\n".join(texts)
 
 
 def _send(connection: socket.socket, message: dict[str, object]) -> None:

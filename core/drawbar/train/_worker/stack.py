@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import traceback
 from pathlib import Path
 
 import msgspec
 
 from drawbar.train._protocol.codec import Codec
+from drawbar.train._worker.program_main import collect_stacks
 from drawbar.train._worker.user_frames import find_user_frames
 
 
@@ -54,22 +53,13 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
         return f"{user_frame}, inside {innermost.function} ({_shorten_path(innermost.file)})"
 
 
-STACK = Codec[Stack](Stack)
+STACK = Codec[Stack | None](Stack | None)
 
 
 def capture_stack(thread: threading.Thread | None) -> Stack:
     """Return the stacks of this process. `thread` is the thread of the training function."""
-    frames = sys._current_frames()
-    names = {other.ident: other.name for other in threading.enumerate()}
-    texts = []
-    training: tuple[Frame, ...] = ()
-    training_ident = None if thread is None else thread.ident
-    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != training_ident):
-        summary = traceback.extract_stack(frame)
-        if ident == training_ident:
-            training = tuple(Frame(f.filename, f.lineno or 0, f.name) for f in summary)
-        texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(summary.format()))
-    return Stack(frames=training, text="\n".join(texts))
+    lines, text = collect_stacks(None if thread is None else thread.ident)
+    return Stack(frames=tuple(Frame(*line) for line in lines), text=text)
 
 
 def detect_stopped_process(pid: int) -> Stack | None:

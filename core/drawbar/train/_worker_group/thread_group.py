@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import dataclasses
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command, InterruptFunction
-from drawbar.train._protocol.messages import Message, RankFailed, RankInterrupted
+from drawbar.train._protocol.messages import Message
 from drawbar.train._threads import run_in_daemon_thread
-from drawbar.train._worker.actor import TrainLoop, run_train_loop
-from drawbar.train._worker.failure import describe_exception
-from drawbar.train._worker.interrupt import AttemptInterrupted
-from drawbar.train._worker.output import capture_output
-from drawbar.train._worker.session import Session
-from drawbar.train._worker.stack import Stack, capture_stack
-from drawbar.train._worker.worker_env import preserve_environment
+from drawbar.train._worker.rank_runner import RankRunner, use_caller_process
+from drawbar.train._worker.stack import Stack
+from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.worker_group import (
     InProcessExecution,
     OnMessages,
@@ -62,10 +57,8 @@ class ThreadWorkerGroup(InProcessExecution):
         self._num_workers = num_workers
         self._submit_call = submit_call
         self._gpu_ids = gpu_ids or [()] * num_workers
-        self._sessions: dict[int, Session] = {}
+        self._runners = [RankRunner() for _ in range(num_workers)]
         self._functions_ended: dict[int, asyncio.Event] = {}
-        self._threads: dict[int, threading.Thread] = {}
-        self._caches: list[dict[object, object]] = [{} for _ in range(num_workers)]
 
     @property
     def num_idle_workers(self) -> int:
@@ -77,10 +70,11 @@ class ThreadWorkerGroup(InProcessExecution):
 
     async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
         """Return the workers after the uploads of the previous attempt have ended."""
-        for session in self._sessions.values():
+        for runner in self._runners:
             # No process dies with the attempt, so an upload that is still writing would put its old
             # bytes into a checkpoint of the same name in the new attempt.
-            await run_in_daemon_thread(session.uploads.async_commits.join)
+            if runner.session is not None:
+                await run_in_daemon_thread(runner.session.uploads.async_commits.join)
         hostname = os.uname().nodename
         return [
             WorkerInfo(
@@ -103,30 +97,26 @@ class ThreadWorkerGroup(InProcessExecution):
             rank = assignment.ranks.world_rank
             ended = self._functions_ended[rank] = asyncio.Event()
             send = partial(_send_from_thread, loop, on_messages, rank)
-            session = self._sessions[rank] = Session(assignment, send, self._caches[rank])
-            on_end = partial(_finish_from_thread, loop, on_messages, rank, ended)
-            call = partial(self._run_rank, rank, session, send, on_end)
+            runner = self._runners[rank]
+            session = runner.start_attempt(assignment, send)
+            is_only_rank = self._submit_call is not None
+            call = partial(
+                runner.run,
+                session,
+                self._payload,
+                send,
+                partial(_finish_from_thread, loop, on_messages, rank, ended),
+                environment=use_caller_process(session, send) if is_only_rank else nullcontext(),
+                is_process_wide=is_only_rank,
+            )
             if self._submit_call is not None:
                 self._submit_call(call)
             else:
                 threading.Thread(target=call, name=f"rank-{rank}", daemon=True).start()
 
-    def _run_rank(
-        self,
-        rank: int,
-        session: Session,
-        send: Callable[[Message], None],
-        on_end: Callable[[Message | None], None],
-    ) -> None:
-        # The thread is known only here: `submit_call` runs this in the thread that called `fit()`.
-        self._threads[rank] = threading.current_thread()
-        run_train_loop_in_thread(
-            self._payload, session, send, on_end, is_only_rank=self._submit_call is not None
-        )
-
     def send_command(self, rank: int, command: Command) -> None:
         """Send a command to a rank."""
-        self._sessions[rank].handle_command(command)
+        self._runners[rank].handle_command(command)
 
     def broadcast_command(self, ranks: Collection[int], command: Command) -> None:
         """Send a command to several ranks."""
@@ -152,7 +142,7 @@ class ThreadWorkerGroup(InProcessExecution):
             )
         await self._wait_until_ended(grace)
         self.kill()
-        if any(self._sessions[rank].program is not None for rank in self._list_running()):
+        if any(self._runners[rank].program is not None for rank in self._list_running()):
             await self._wait_until_ended(KILL_SECONDS)
 
     def _list_running(self) -> list[int]:
@@ -165,20 +155,14 @@ class ThreadWorkerGroup(InProcessExecution):
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack of every rank's thread or program; None if a program does not reply."""
-        ranks = list(self._threads)
         # In threads, because a program may take a second to reply.
         stacks = await asyncio.gather(
-            *[run_in_daemon_thread(self._capture_stack, rank) for rank in ranks]
+            *[
+                run_in_daemon_thread(self._runners[rank].capture_stack)
+                for rank in self._functions_ended
+            ]
         )
-        return dict(zip(ranks, stacks, strict=True))
-
-    def _capture_stack(self, rank: int) -> Stack | None:
-        program = self._sessions[rank].program
-        if program is None:
-            return capture_stack(self._threads[rank])
-        with contextlib.suppress(OSError):  # TimeoutError is one too
-            return program.capture_stack()
-        return None
+        return dict(zip(self._functions_ended, stacks, strict=True))
 
     def relocate_on_next_start(self) -> None:
         """Do nothing: threads cannot be placed elsewhere."""
@@ -190,53 +174,9 @@ class ThreadWorkerGroup(InProcessExecution):
     def kill(self) -> None:
         """Kill the programs of running functions. Threads cannot be killed."""
         for rank in self._list_running():
-            program = self._sessions[rank].program
+            program = self._runners[rank].program
             if program is not None:
                 program.kill()
-
-
-def run_train_loop_in_thread(
-    payload: TrainLoop,
-    session: Session,
-    send: Callable[[Message], None],
-    on_end: Callable[[Message | None], None],
-    *,
-    is_only_rank: bool,
-) -> None:
-    """Run the training function in this thread and report how it ended.
-
-    Args:
-        payload: The training function and its config.
-        session: Session of the rank.
-        send: Sends messages of the rank.
-        on_end: Receives the last message of the rank, or None after a Ctrl-C, which is raised here.
-        is_only_rank: Whether no other rank is in this process, so that its environment, working
-            directory, and streams belong to the rank.
-    """
-    last_message: Message | None = RankInterrupted()
-    try:
-        with preserve_environment() if is_only_rank else contextlib.nullcontext():
-            log = session.directory.get_log_path(session.assignment.ranks.world_rank)
-            with (
-                capture_output(log, None, errors_only=False, redirect_fds=False)
-                if is_only_rank
-                else contextlib.nullcontext()
-            ):
-                config = copy.deepcopy(payload.config)  # worker processes have copies too
-                train_loop = dataclasses.replace(payload, config=config)
-                last_message = run_train_loop(
-                    session, train_loop, send, is_process_wide=is_only_rank
-                )
-    except AttemptInterrupted:
-        pass  # a second interruption, during the handling of the first
-    except KeyboardInterrupt:
-        last_message = None  # Ctrl-C is not a failure: the caller stops the run
-        raise
-    except BaseException as error:
-        failure = describe_exception(error, session.assignment, session.report_count)
-        last_message = RankFailed(failure=failure)
-    finally:
-        on_end(last_message)
 
 
 def _send_from_thread(

@@ -1,0 +1,145 @@
+"""Run the training function of a rank, and make its final message.
+
+This module imports Ray in functions, because ranks also run in processes without Ray.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from drawbar.train._config.backend import BackendConfig
+from drawbar.train._protocol.messages import (
+    FunctionFailed,
+    FunctionStarted,
+    Message,
+    RankFailed,
+    RankFinished,
+    RankInterrupted,
+)
+from drawbar.train._serialization import Serialized, serialize
+from drawbar.train._worker.active_session import use_session
+from drawbar.train._worker.failure import describe_exception
+from drawbar.train._worker.interrupt import AttemptInterrupted
+from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
+from drawbar.train._worker.worker_env import make_worker_env, set_env_vars
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+
+@dataclass(frozen=True)
+class TrainLoop:
+    """Training function, its config, and its backend.
+
+    The driver serializes it once for all worker processes.
+    """
+
+    function: Callable[..., object]
+    takes_config: bool
+    config: object
+    backend_config: BackendConfig
+
+    def run(self) -> object:
+        """Call the training function and return its result."""
+        if not self.takes_config:
+            return self.function()
+        return self.function({} if self.config is None else self.config)
+
+
+def run_train_loop(
+    session: Session,
+    train_loop: ObjectRef[Serialized] | TrainLoop,
+    send: Callable[[Message], None],
+    *,
+    is_process_wide: bool,
+) -> RankFinished | RankFailed | RankInterrupted:
+    """Run the training function and return its final message.
+
+    Args:
+        session: Session of this rank.
+        train_loop: What to run. In a worker process, a reference to the serialized object.
+        send: Callback that sends messages to the controller.
+        is_process_wide: Whether no other rank runs in this process, so the session applies to all
+            threads and environment variables can be set.
+
+    Raises:
+        KeyboardInterrupt: The user pressed Ctrl-C, and this is the main thread.
+    """
+    raised_at: float | None = None
+    try:
+        session.interrupt_scope.begin()
+        with use_session(session, is_process_wide=is_process_wide):
+            # Threads share the environment, so ranks in threads of one process do not change it.
+            if is_process_wide:
+                set_env_vars(make_worker_env(session.assignment))
+            loop = _make_copy(train_loop)
+            with loop.backend_config.train_func_context():
+                send(FunctionStarted(time=time.time()))
+                session.thread_guard.reset_reporting_thread()
+                try:
+                    value = loop.run()
+                except AttemptInterrupted:
+                    raise
+                except BaseException:
+                    raised_at = time.time()  # other ranks fail once the backend's context ends
+                    send(FunctionFailed(time=raised_at))
+                    raise
+                session.thread_guard.reset_reporting_thread()
+                # Inside the backend's context: ranks that still train must not lose this peer
+                # while its last checkpoint is in flight.
+                session.uploads.async_commits.flush()
+        session.interrupt_scope.end()
+        # The owner of objects in the return value is a worker process that ends before they are
+        # read, so transfer the ownership.
+        finished = _make_finished(
+            value, should_transfer_ownership=not isinstance(train_loop, TrainLoop)
+        )
+        return msgspec.structs.replace(finished, final_notices=tuple(session.final_notices))
+    except AttemptInterrupted:
+        session.interrupt_scope.end()
+        # Do not wait for checkpoints in flight: the controller drops files not yet persisted.
+        session.close(0.0)
+        return RankInterrupted()
+    except BaseException as error:
+        try:  # noqa: SIM105  # suppress() itself could be interrupted
+            session.interrupt_scope.end()
+        except AttemptInterrupted:
+            pass  # too late: the function has already failed
+        if isinstance(error, KeyboardInterrupt) and is_main_thread():
+            raise  # Ctrl-C in the user's process, with num_workers=0
+        num_reports = session.report_count
+        failure = describe_exception(error, session.assignment, num_reports, raised_at)
+        session.close(FAILURE_FLUSH_S)
+        return RankFailed(failure=failure)
+
+
+def _make_copy(train_loop: ObjectRef[Serialized] | TrainLoop) -> TrainLoop:
+    """Return a copy for this rank, whose config the function may change."""
+    if isinstance(train_loop, TrainLoop):
+        return dataclasses.replace(train_loop, config=copy.deepcopy(train_loop.config))
+    import ray
+
+    loop: TrainLoop = ray.get(train_loop).deserialize()
+    return loop
+
+
+def is_main_thread() -> bool:
+    """Return whether the calling thread is the main thread, in which Ctrl-C arrives."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def _make_finished(value: object, *, should_transfer_ownership: bool) -> RankFinished:
+    try:
+        serialized = serialize(value, should_transfer_ownership=should_transfer_ownership)
+        return RankFinished(time=time.time(), return_value=serialized)
+    except Exception as error:
+        reason = f"Cannot pickle the return value ({type(value).__qualname__}): {error}"
+        return RankFinished(time=time.time(), serialization_error=reason)
