@@ -1,7 +1,7 @@
-"""Frames over a socket, between two processes that prove that they know the same key.
+"""Frames over a socket: a TCP connection, or a pair that a child process has inherited.
 
-A frame is its length in 4 bytes, followed by its content. The handshake has a fixed size and
-precedes the frames:
+A frame is its length in 4 bytes, followed by its content. Over TCP, both processes prove that they
+know the same key. The handshake has a fixed size and precedes the frames:
 
     server -> client    PREAMBLE, nonce of the server
     client -> server    nonce of the client, proof of the client
@@ -53,6 +53,10 @@ class Connection:
         self._socket = connected
         self._send_lock = threading.Lock()
         _open_sockets.add(connected)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, which is readable when a frame has arrived."""
+        return self._socket.fileno()
 
     def send(self, data: bytes) -> None:
         """Send a frame. If the connection is broken, `receive` raises the error, not this method.

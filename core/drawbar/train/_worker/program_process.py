@@ -143,7 +143,7 @@ class ProgramProcess:
         self._log = open(self._log_path, "ab", buffering=0)  # noqa: SIM115  # until close()
         self._control, self._child_control = socket.socketpair()
         session_socket, self._child_session = socket.socketpair()
-        self._rank_connection = RankConnection(session, session_socket.detach())
+        self._rank_connection = RankConnection(session, session_socket)
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._ended_at: float | None = None

@@ -12,13 +12,14 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import socket
 import sys
 import threading
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 from drawbar.train._protocol.assignment import WorkerAssignment
-from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.commands import COMMANDS, Command, InterruptFunction
+from drawbar.train._protocol.connection import Connection
 from drawbar.train._protocol.messages import MESSAGES, Message
 from drawbar.train._serialization import serialize_without_references
 from drawbar.train._worker.program_main import SESSION_VARIABLE
@@ -48,12 +49,12 @@ class RankConnection:
 
     Args:
         session: Session of the worker process.
-        descriptor: Descriptor of the session socket.
+        connected: Socket of the session, which this object closes.
     """
 
-    def __init__(self, session: Session, descriptor: int) -> None:
+    def __init__(self, session: Session, connected: socket.socket) -> None:
         self._session = session
-        self._connection = Connection(descriptor)
+        self._connection = Connection(connected)
         self._is_open = False
 
     def fileno(self) -> int:
@@ -63,15 +64,15 @@ class RankConnection:
     def receive(self) -> bool:
         """Handle the next message of the program and return whether the connection is open."""
         try:
-            data = self._connection.recv_bytes()
+            data = self._connection.receive()
         except (OSError, EOFError):
             return False
         if data:
             self._session.forward(MESSAGES.decode(data))
         else:
-            self._connection.send_bytes(
-                serialize_without_references(SessionInit.from_session(self._session))
-            )
+            # Pickled, because it contains user objects. The program trusts this process.
+            session_init = SessionInit.from_session(self._session)
+            self._connection.send(serialize_without_references(session_init))
             self._is_open = True
         return True
 
@@ -79,8 +80,7 @@ class RankConnection:
         """Send a command to the program, if it has opened a session."""
         # An interrupt is sent as a signal instead.
         if self._is_open and not isinstance(command, InterruptFunction):
-            with contextlib.suppress(OSError):
-                self._connection.send_bytes(serialize_without_references(command))
+            self._connection.send(COMMANDS.encode(command))
 
     def close(self) -> None:
         """Close the connection."""
@@ -107,15 +107,14 @@ def get_program_session() -> Session | None:
 
 
 def _connect(descriptor: int) -> Session:
-    connection, send_lock = Connection(descriptor), threading.Lock()
+    connection = Connection(socket.socket(fileno=descriptor))
 
     def send(message: Message) -> None:
-        with send_lock:
-            connection.send_bytes(MESSAGES.encode(message))
+        connection.send(MESSAGES.encode(message))
 
     # An empty message requests the session's state: a script that never reports costs nothing.
-    connection.send_bytes(b"")
-    session_init: SessionInit = pickle.loads(connection.recv_bytes())
+    connection.send(b"")
+    session_init: SessionInit = pickle.loads(connection.receive())
     session = Session(session_init.assignment, send, {})
     session.collectives.set_call_count(session_init.num_collective_calls)
     if session_init.is_storage_node_local:
@@ -124,7 +123,7 @@ def _connect(descriptor: int) -> Session:
     def receive_commands() -> None:
         with contextlib.suppress(OSError, EOFError):
             while True:
-                session.handle_command(pickle.loads(connection.recv_bytes()))
+                session.handle_command(COMMANDS.decode(connection.receive()))
 
     threading.Thread(target=receive_commands, name="drawbar-commands", daemon=True).start()
     # A script may end while its last checkpoints are still in flight.
