@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -210,7 +210,8 @@ def measure_ray(num_workers: int, reports_per_second: float, seconds: float) -> 
         waiter = threading.Thread(target=run.wait)
         waiter.start()
         while waiter.is_alive():
-            samples.append((time.time(), time.process_time(), read_controller_cpu()))
+            with suppress(StopIteration):  # the controller's thread ends before the waiter
+                samples.append((time.time(), time.process_time(), read_controller_cpu()))
             waiter.join(SAMPLE_SECONDS)
         times = run.wait().metrics_dataframe["time"]
     first, last = (_find_sample(samples, time) for time in (times.min(), times.max()))

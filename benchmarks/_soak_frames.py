@@ -89,7 +89,7 @@ class _Attack:
         published = store.get("run")
         self._address = json.loads(published)
         store.set("run", published)
-        self._peer, _ = connect_to_rank_zero(store, "run", PeerHello(rank=1, info=INFO))
+        self._peer, _ = connect_to_rank_zero(store, "run", 1, INFO)
         self._peer_threads = set(threading.enumerate()) - self._other_threads
         self._ranks = itertools.count(2)
         self._kinds: list[Callable[[], None]] = [
@@ -188,8 +188,8 @@ class _Attack:
 
     def _send_invalid_hello(self) -> None:
         with self._connect() as connected:
-            hello = HELLO.encode(PeerHello(rank=-next(self._ranks), info=INFO))
-            self._authenticate(connected).send(self._draw_invalid(hello))
+            hello = PeerHello(rank=-next(self._ranks), info=INFO, direction="commands")
+            self._authenticate(connected).send(self._draw_invalid(HELLO.encode(hello)))
             self._wait_for_close(connected)
 
     def _send_large_frame(self) -> None:
@@ -200,12 +200,15 @@ class _Attack:
             self._wait_for_close(connected)
 
     def _send_invalid_message(self) -> None:
-        with self._connect() as connected:
-            connection = self._authenticate(connected)
-            connection.send(HELLO.encode(PeerHello(rank=next(self._ranks), info=INFO)))
-            connection.receive()
+        rank = next(self._ranks)
+        with self._connect() as connected, self._connect() as connected_for_commands:
+            commands = self._authenticate(connected_for_commands)
+            messages = self._authenticate(connected)
+            commands.send(HELLO.encode(PeerHello(rank=rank, info=INFO, direction="commands")))
+            messages.send(HELLO.encode(PeerHello(rank=rank, info=INFO, direction="messages")))
+            commands.receive()
             message = MESSAGES.encode(draw(self._rng, PeerMessage))
-            connection.send(self._draw_invalid(message))
+            messages.send(self._draw_invalid(message))
             self._wait_for_close(connected)
 
 

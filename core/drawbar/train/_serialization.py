@@ -36,7 +36,7 @@ SharedBuffer = bytes | memoryview | pickle.PickleBuffer
 SerializedParts = tuple[bytes | int, tuple[bytes | int, ...], tuple[str | int, ...]]
 """Pickled bytes, shared buffers, and descriptions of references, as plain data.
 
-An integer is the index of an attachment, which is sent beside this data.
+An integer is the index of an attachment, which is sent separately.
 """
 
 
@@ -91,7 +91,7 @@ class Serialized:
 
         Args:
             attachments: List to which references and large buffers are added, which Ray can send
-                beside the data. Default: references are replaced by their descriptions.
+                next to the data. Default: references are replaced by their descriptions.
         """
         if attachments is None:
             descriptions = [_describe_reference(reference) for reference in self._references]
@@ -109,7 +109,7 @@ class Serialized:
 
         Args:
             parts: Result of `to_parts`.
-            attachments: Attachments that were sent beside it.
+            attachments: Attachments that were sent with it.
 
         Raises:
             IndexError: An attachment is missing.

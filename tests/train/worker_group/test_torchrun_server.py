@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from benchmarks._soak_frames import Store, check_frames
 from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._protocol.codec import ProtocolError
+from drawbar.train._protocol.commands import FileChunkAck
 from drawbar.train._protocol.connection import (
     PREAMBLE,
     AuthenticationError,
@@ -45,7 +47,7 @@ from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descr
 from tests.train.test_unpickling_safety import Bomb
 
 LOCAL_INFO = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
-HELLO_OF_RANK_1 = PeerHello(rank=1, info=LOCAL_INFO)
+HELLO_OF_RANK_1 = PeerHello(rank=1, info=LOCAL_INFO, direction="commands")
 COLLECTIVE = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, location="")
 PATIENCE_S = 30.0
 
@@ -67,11 +69,16 @@ class Run:
         self._address = json.loads(store.get("run"))
         return self.server
 
+    @property
+    def address(self) -> str:
+        """Entry of the server in the store."""
+        return json.dumps(self._address)
+
     def join(self) -> RankZeroConnection:
         """Connect one peer to the run."""
         store = Store()
-        store.set("run", json.dumps(self._address))
-        connection, _ = connect_to_rank_zero(store, "run", HELLO_OF_RANK_1)
+        store.set("run", self.address)
+        connection, _ = connect_to_rank_zero(store, "run", 1, LOCAL_INFO)
         assert self.server.wait_for_peers(0) == 1
         self._stack.callback(connection.close)
         return connection
@@ -156,7 +163,7 @@ def test_torchrun_server_too_many_silent_connections_are_closed_for_peer(run: Ru
 @pytest.mark.parametrize("rank", [0, 2, -1])
 def test_torchrun_server_rank_outside_group_is_rejected(run: Run, rank: int) -> None:
     connection = run.authenticate()
-    connection.send(HELLO.encode(PeerHello(rank=rank, info=LOCAL_INFO)))
+    connection.send(HELLO.encode(PeerHello(rank=rank, info=LOCAL_INFO, direction="commands")))
     check_is_closed(connection)
 
 
@@ -169,6 +176,59 @@ def test_torchrun_server_second_process_of_same_rank_is_rejected(run: Run) -> No
     assert run.collect_messages().get(timeout=PATIENCE_S) == (1, COLLECTIVE)
 
 
+def test_torchrun_server_messages_without_connection_for_commands_are_rejected(run: Run) -> None:
+    run.start(handshake_seconds=0.2)
+    connection = run.authenticate()
+    connection.send(HELLO.encode(structs.replace(HELLO_OF_RANK_1, direction="messages")))
+    check_is_closed(connection)
+
+
+def test_torchrun_server_peer_that_died_before_it_joined_is_replaced(run: Run) -> None:
+    first = run.authenticate()
+    first.send(HELLO.encode(HELLO_OF_RANK_1))
+    connection = run.join()
+    check_is_closed(first)
+    connection.send(COLLECTIVE)
+    assert run.collect_messages().get(timeout=PATIENCE_S) == (1, COLLECTIVE)
+
+
+REPORTING_PEER = """
+import os, sys
+from drawbar.train._protocol.messages import Report
+from tests.train.worker_group.test_torchrun_server import LOCAL_INFO, Store, connect_to_rank_zero
+store = Store()
+store.set("run", sys.argv[1])
+connection, _ = connect_to_rank_zero(store, "run", 1, LOCAL_INFO)
+for index in range(int(sys.argv[2])):
+    connection.send(Report(index=index, metrics={"value": "x" * 10_000}, time=0.0, location=""))
+print("reported", flush=True)
+sys.stdin.readline()
+if sys.argv[3] == "exit":
+    sys.exit()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_torchrun_server_process_ends_after_report_loses_nothing(run: Run, end: str) -> None:
+    num_reports = 100  # more than the system of rank 0 accepts before rank 0 reads
+    peer = subprocess.Popen(
+        [sys.executable, "-c", REPORTING_PEER, run.address, str(num_reports), end],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert peer.stdout is not None
+    assert peer.stdout.readline() == b"reported\n"
+    # The peer does not read this command. With unread data, the system resets a TCP connection.
+    run.server.send([1], FileChunkAck(request_id=0))
+    peer.communicate(b"\n", timeout=PATIENCE_S)
+    received = run.collect_messages()
+    messages = [received.get(timeout=PATIENCE_S)[1] for _ in range(num_reports + 1)]
+    assert [message.index for message in messages[:-1]] == list(range(num_reports))
+    assert isinstance(messages[-1], WorkerDied)
+
+
 def test_torchrun_server_large_hello_is_rejected(run: Run) -> None:
     connection = run.authenticate()
     connection.send(b"x" * (MAX_HELLO_BYTES + 1))
@@ -178,12 +238,13 @@ def test_torchrun_server_large_hello_is_rejected(run: Run) -> None:
 def test_torchrun_server_pickle_bomb_is_rejected_and_not_executed(run: Run, tmp_path: Path) -> None:
     marker = tmp_path / "exploded"
     bomb = pickle.dumps(Bomb(marker))
-    stranger, peer = run.authenticate(), run.authenticate()
+    stranger, commands, messages = (run.authenticate() for _ in range(3))
     stranger.send(bomb)
     check_is_closed(stranger)
-    peer.send(HELLO.encode(HELLO_OF_RANK_1))
-    peer.receive()
-    peer.send(bomb)
+    commands.send(HELLO.encode(HELLO_OF_RANK_1))
+    messages.send(HELLO.encode(structs.replace(HELLO_OF_RANK_1, direction="messages")))
+    commands.receive()
+    messages.send(bomb)
     _, message = run.collect_messages().get(timeout=PATIENCE_S)
     assert "no valid message" in message.detail
     assert not marker.exists()
@@ -295,6 +356,6 @@ def test_torchrun_server_accepts_again_after_file_descriptors_ran_out(tmp_path: 
             scanner.shutdown(socket.SHUT_RDWR)
             wait_until_accept_failed()
     store.set("run", json.dumps(address))
-    connection, _ = connect_to_rank_zero(store, "run", HELLO_OF_RANK_1)
+    connection, _ = connect_to_rank_zero(store, "run", 1, LOCAL_INFO)
     assert server.wait_for_peers(PATIENCE_S) == 1
     connection.close()

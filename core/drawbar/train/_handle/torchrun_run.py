@@ -49,7 +49,6 @@ from drawbar.train._worker_group.torchrun_messages import (
     ExecuteFunction,
     FunctionCancelled,
     PeerCommand,
-    PeerHello,
     PeerReply,
     RunOpened,
     StartAttempt,
@@ -205,9 +204,10 @@ class TorchrunRun:
         self._ended = threading.Event()
         self._outcome: RunOutcome | None = None
         info = make_local_worker_info(ranks, _get_gpu_ids(spec, ranks))
-        hello = PeerHello(rank=ranks.world_rank, info=info)
         try:
-            self._connection, self._directory = connect_to_rank_zero(store, key, hello)
+            self._connection, self._directory = connect_to_rank_zero(
+                store, key, ranks.world_rank, info
+            )
         except (ProtocolError, OSError, EOFError) as error:
             raise _make_rank_zero_lost_error(error) from error
         threading.Thread(target=self._receive_loop, name="drawbar-rank-zero", daemon=True).start()

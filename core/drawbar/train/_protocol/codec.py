@@ -1,7 +1,7 @@
 """Encode messages and commands as msgpack.
 
 Decoding creates only the expected types and never executes code of the sender. User objects stay
-`Serialized`. Ray sends their references and large buffers as attachments beside the encoded data;
+`Serialized`. Ray sends their references and large buffers as attachments next to the encoded data;
 no other connection can send references. msgpack has no integers beyond 64 bits and only valid
 Unicode, so these values are encoded as msgpack extensions.
 """

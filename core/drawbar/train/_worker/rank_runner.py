@@ -143,7 +143,7 @@ def execute(call: Serialized) -> object:
 
 @contextlib.contextmanager
 def use_worker_process(session: Session, send: Send) -> Iterator[None]:
-    """Give the function a worker process: captured output and the driver's environment.
+    """Prepare a worker process for the function: capture output, apply the driver's environment.
 
     Args:
         session: Session of this rank.

@@ -7,6 +7,8 @@ unpickles nothing that it receives, except the results of functions of a backend
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from drawbar.train._protocol.assignment import WorkerInfo
@@ -18,10 +20,17 @@ from drawbar.train._worker.stack import Stack
 
 
 class PeerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First message of a peer."""
+    """First message of a peer, on each of its two connections.
+
+    Attributes:
+        rank: Rank of the peer.
+        info: Node and process of the peer.
+        direction: Whether the connection transmits commands to the peer or messages from it.
+    """
 
     rank: int
     info: WorkerInfo
+    direction: Literal["commands", "messages"]
 
 
 class FunctionCancelled(msgspec.Struct, frozen=True, tag=True):

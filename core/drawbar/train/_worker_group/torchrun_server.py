@@ -2,6 +2,11 @@
 
 Rank 0 listens on a port and puts its address and a random key into the store of the launcher. Both
 sides of a connection prove that they know the key before they send messages.
+
+A peer has two connections: one for its messages and one for the commands of rank 0. If a process
+ends and has not read all data of a TCP connection, the system resets the connection and discards
+data that it has sent. The connection for messages has no data to read, so rank 0 receives all
+messages of a process that ends at any time, also by SIGKILL.
 """
 
 from __future__ import annotations
@@ -66,10 +71,16 @@ class ServerAddress(TypedDict, total=False):
 
 
 class RankZeroConnection:
-    """Connection of a peer to rank 0. Any thread sends, and one thread receives."""
+    """Connections of a peer to rank 0. Any thread sends, and one thread receives.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    Args:
+        messages: Connection for messages of the peer.
+        commands: Connection for commands of rank 0.
+    """
+
+    def __init__(self, messages: Connection, commands: Connection) -> None:
+        self._messages = messages
+        self._commands = commands
 
     def send(self, message: PeerMessage) -> None:
         """Send a message.
@@ -77,7 +88,7 @@ class RankZeroConnection:
         Raises:
             ProtocolError: The message is too large.
         """
-        self._connection.send(MESSAGES.encode(message))
+        self._messages.send(MESSAGES.encode(message))
 
     def receive(self) -> PeerCommand:
         """Wait for the next command and return it.
@@ -86,18 +97,19 @@ class RankZeroConnection:
             EOFError: Rank 0 closed the connection.
             OSError: The connection is broken.
         """
-        return COMMANDS.decode(self._connection.receive())
+        return COMMANDS.decode(self._commands.receive())
 
     def close(self) -> None:
         """Close this side."""
-        self._connection.close()
+        self._messages.close()
+        self._commands.close()
 
 
 @dataclass
 class TorchrunServer:
     """Connections of rank 0 to its peers.
 
-    Each connection has a thread, so a connection that sends nothing does not delay the others.
+    Each connection for messages has a thread, so one that sends nothing does not delay the others.
 
     Args:
         count: Number of peers.
@@ -118,7 +130,7 @@ class TorchrunServer:
         self._key = secrets.token_bytes(32)
         self._listener = _listen_on_free_port(self.host)
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
-        self._connections: dict[int, Connection] = {}
+        self._command_connections: dict[int, Connection] = {}  # also of peers that have not joined
         self._joined = threading.Condition()
         self._closed = threading.Event()
         self._handler: Future[Callable[[int, ReceivedMessage], object]] = Future()
@@ -158,15 +170,16 @@ class TorchrunServer:
         """Send a command to peers. It is encoded once, and not sent to lost peers."""
         data = COMMANDS.encode(command)
         with self._joined:
-            connections = [self._connections[rank] for rank in ranks if rank in self._connections]
+            connections = [self._command_connections.get(rank) for rank in ranks]
         for connection in connections:
-            connection.send(data)
+            if connection is not None:
+                connection.send(data)
 
     def end(self, command: PeerCommand) -> None:
         """Send the last command to all peers that have joined, and reject the others."""
         self.stop_listening()
         with self._joined:
-            ranks = list(self._connections)
+            ranks = list(self._command_connections)
         self.send(ranks, command)
 
     def stop_listening(self) -> None:
@@ -193,26 +206,48 @@ class TorchrunServer:
 
     def _serve(self, accepted: socket.socket, opened: bytes) -> None:
         try:
-            connection, rank = self._admit(accepted, opened)
+            connection, hello = self._admit(accepted, opened)
         except (ProtocolError, EOFError, OSError) as error:
             _logger.debug("a connection to rank 0 was rejected: %s", error)
             accepted.close()
             return
         finally:
             self._handshakes.release()
+        if hello.direction == "messages":
+            self._receive_messages(connection, hello.rank)
+
+    def _receive_messages(self, connection: Connection, rank: int) -> None:
         handler = self._handler.result()
         try:
             while True:
                 handler(rank, MESSAGES.decode(connection.receive()))
         except (ProtocolError, EOFError, OSError) as error:
             detail = f"its connection to rank 0 ended: {error or 'closed'}"
-            with self._joined:
-                del self._connections[rank]
             connection.close()
+            with self._joined:
+                self._command_connections.pop(rank).close()
             handler(rank, WorkerDied(detail=detail, time=time.time()))
 
-    def _admit(self, accepted: socket.socket, opened: bytes) -> tuple[Connection, int]:
+    def _add_command_connection(self, rank: int, connection: Connection) -> None:
+        previous = self._command_connections.get(rank)
+        if previous is not None:
+            previous.close()  # of a process that died before it joined
+        self._command_connections[rank] = connection
+        self._joined.notify_all()
+
+    def _add_peer(self, hello: PeerHello, opened: bytes) -> None:
+        if hello.rank not in self._command_connections:
+            raise ProtocolError(f"rank {hello.rank} has no connection for commands")
+        self._command_connections[hello.rank].send(opened)
+        self.worker_infos[hello.rank] = hello.info
+        self._joined.notify_all()
+        if len(self.worker_infos) == self.count:
+            self.stop_listening()
+
+    def _admit(self, accepted: socket.socket, opened: bytes) -> tuple[Connection, PeerHello]:
         """Authenticate a process that has connected, and add it to the peers.
+
+        A peer joins with its connection for messages, which is the second one.
 
         Raises:
             ProtocolError: The process is no peer of this run, or has joined already.
@@ -224,31 +259,34 @@ class TorchrunServer:
         hello = HELLO.decode(connection.receive(max_bytes=MAX_HELLO_BYTES, deadline=deadline))
         accepted.settimeout(None)
         with self._joined:
+            if hello.direction == "messages":  # another thread adds the connection for commands
+                self._joined.wait_for(
+                    lambda: hello.rank in self._command_connections, deadline - time.monotonic()
+                )
             if self._closed.is_set():
                 raise ProtocolError("the run has all its processes, or has ended")
             if hello.rank in self.worker_infos or not 1 <= hello.rank <= self.count:
                 raise ProtocolError(f"rank {hello.rank} has joined already, or is not in the run")
-            connection.send(opened)
-            self._connections[hello.rank] = connection
-            self.worker_infos[hello.rank] = hello.info
-            self._joined.notify_all()
-            if len(self.worker_infos) == self.count:
-                self.stop_listening()
-        return connection, hello.rank
+            if hello.direction == "commands":
+                self._add_command_connection(hello.rank, connection)
+            else:
+                self._add_peer(hello, opened)
+        return connection, hello
 
 
 def connect_to_rank_zero(
-    store: LauncherStore, key: str, hello: PeerHello
+    store: LauncherStore, key: str, rank: int, info: WorkerInfo
 ) -> tuple[RankZeroConnection, RunDirectory]:
     """Connect to rank 0 as soon as it has opened the run.
 
     Args:
         store: Store of the launcher.
         key: Key under which rank 0 publishes its address.
-        hello: First message to send.
+        rank: Rank of this process.
+        info: Node and process of this rank.
 
     Returns:
-        The connection, and the directory of the run.
+        The connections, and the directory of the run.
 
     Raises:
         ControllerError: Rank 0 could not open the run.
@@ -259,19 +297,30 @@ def connect_to_rank_zero(
     server_address: ServerAddress = json.loads(store.get(key))
     if "error" in server_address:
         raise ControllerError(f"rank 0 cannot open the run: {server_address['error']}")
+    with contextlib.ExitStack() as on_error:
+        connections = []
+        for direction in ("commands", "messages"):
+            connection = _open_connection(server_address)
+            on_error.callback(connection.close)
+            connection.send(HELLO.encode(PeerHello(rank=rank, info=info, direction=direction)))
+            connections.append(connection)
+        commands, messages = connections
+        opened = COMMANDS.decode(commands.receive())
+        if not isinstance(opened, RunOpened):
+            raise ProtocolError(f"expected RunOpened from rank 0, received {opened!r}")
+        on_error.pop_all()
+    return RankZeroConnection(messages, commands), pickle.loads(opened.directory)
+
+
+def _open_connection(server_address: ServerAddress) -> Connection:
     deadline = time.monotonic() + CONNECT_SECONDS
     address = server_address["host"], server_address["port"]
     connected = socket.create_connection(address, CONNECT_SECONDS)
     try:
-        connection = authenticate_server(connected, bytes.fromhex(server_address["key"]), deadline)
-        connection.send(HELLO.encode(hello))
-        opened = COMMANDS.decode(connection.receive())
-        if not isinstance(opened, RunOpened):
-            raise ProtocolError(f"expected RunOpened from rank 0, received {opened!r}")
+        return authenticate_server(connected, bytes.fromhex(server_address["key"]), deadline)
     except BaseException:
         connected.close()
         raise
-    return RankZeroConnection(connection), pickle.loads(opened.directory)
 
 
 def get_peer_address(ranks: Ranks) -> str:
