@@ -32,7 +32,7 @@ from drawbar.train._protocol.codec import ProtocolError
 from drawbar.train._protocol.connection import PREAMBLE, Connection, authenticate_server
 from drawbar.train._protocol.messages import DiagnosisRequest
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._worker.addresses import LOOPBACK
+from drawbar.train._worker.context import LOOPBACK
 from drawbar.train._worker_group.torchrun_messages import HELLO, MESSAGES, PeerHello, PeerMessage
 from drawbar.train._worker_group.torchrun_server import TorchrunServer, connect_to_rank_zero
 

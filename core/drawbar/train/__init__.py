@@ -75,8 +75,8 @@ from drawbar.train._worker.context import (
     report,
     should_checkpoint,
 )
+from drawbar.train._worker.report_checks import CheckpointUploadMode
 from drawbar.train._worker.train_context import TrainContext
-from drawbar.train._worker.upload_mode import CheckpointUploadMode
 from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train.backend import Backend, BackendConfig
 

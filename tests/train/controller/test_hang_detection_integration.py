@@ -26,8 +26,7 @@ from drawbar.train import (
 from drawbar.train._controller.diagnosis import format_difference
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._controller.stall_detector import Stacks, find_stalled_ranks
-from drawbar.train._worker.stack import Frame, Stack
-from drawbar.train._worker.user_frames import find_user_frames
+from drawbar.train._worker.stack import Frame, Stack, find_user_frames
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),

@@ -1,4 +1,4 @@
-"""Tests of drawbar.train._worker.addresses."""
+"""Tests of drawbar.train._worker.context."""
 
 from __future__ import annotations
 

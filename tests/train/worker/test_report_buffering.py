@@ -20,7 +20,7 @@ from drawbar.train._protocol.messages import (
     Report,
 )
 from drawbar.train._storage.contents import FileEntry
-from drawbar.train._worker.outbox import BURST_REPORTS, Outbox
+from drawbar.train._worker.actor import BURST_REPORTS, Outbox
 from drawbar.train.backend import report_buffered
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -35,7 +35,7 @@ def report(index: int, *, is_buffered: bool) -> Message:
 
 @pytest.fixture
 def outbox(monkeypatch: pytest.MonkeyPatch) -> Outbox:
-    monkeypatch.setattr("drawbar.train._worker.outbox.REPORT_BATCH_S", LONG)
+    monkeypatch.setattr("drawbar.train._worker.actor.REPORT_BATCH_S", LONG)
     return Outbox(world_size=1)
 
 
@@ -74,7 +74,7 @@ def test_outbox_sends_buffered_reports_after_interval(
 ) -> None:
     outbox.put(report(0, is_buffered=True))
     outbox.take_batch()
-    monkeypatch.setattr("drawbar.train._worker.outbox.REPORT_BATCH_S", 0.05)
+    monkeypatch.setattr("drawbar.train._worker.actor.REPORT_BATCH_S", 0.05)
     outbox.put(report(1, is_buffered=True))
     outbox.put(report(2, is_buffered=True))
     assert outbox.take_batch() == [report(1, is_buffered=True), report(2, is_buffered=True)]
@@ -83,8 +83,8 @@ def test_outbox_sends_buffered_reports_after_interval(
 def test_outbox_after_many_urgent_batches_sends_report_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCHES_PER_S", 1 / LONG)
-    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCH_INTERVAL_S", LONG)
+    monkeypatch.setattr("drawbar.train._worker.actor.MAX_BATCHES_PER_S", 1 / LONG)
+    monkeypatch.setattr("drawbar.train._worker.actor.MAX_BATCH_INTERVAL_S", LONG)
     outbox = Outbox(world_size=BURST_REPORTS)
     for _ in range(3):
         outbox.put(BARRIER)
@@ -96,8 +96,8 @@ def test_outbox_after_many_urgent_batches_sends_report_at_once(
 def test_outbox_below_maximum_rate_sends_each_report_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCHES_PER_S", 1 / LONG)
-    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCH_INTERVAL_S", LONG)
+    monkeypatch.setattr("drawbar.train._worker.actor.MAX_BATCHES_PER_S", 1 / LONG)
+    monkeypatch.setattr("drawbar.train._worker.actor.MAX_BATCH_INTERVAL_S", LONG)
     world_size = 4
     outbox = Outbox(world_size)
     for index in range(BURST_REPORTS // world_size):
@@ -108,7 +108,7 @@ def test_outbox_below_maximum_rate_sends_each_report_at_once(
 def test_outbox_above_maximum_rate_sends_reports_in_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("drawbar.train._worker.outbox.MAX_BATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr("drawbar.train._worker.actor.MAX_BATCH_INTERVAL_S", 0.05)
     outbox = Outbox(world_size=4096)
     outbox.put(report(0, is_buffered=False))
     assert outbox.take_batch() == [report(0, is_buffered=False)]

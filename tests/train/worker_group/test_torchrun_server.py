@@ -34,7 +34,7 @@ from drawbar.train._protocol.connection import (
 from drawbar.train._protocol.messages import CollectiveCalled, RankFinished, WorkerDied
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._worker.addresses import LOOPBACK
+from drawbar.train._worker.context import LOOPBACK
 from drawbar.train._worker_group.torchrun_messages import HELLO, PeerHello
 from drawbar.train._worker_group.torchrun_server import (
     MAX_HANDSHAKES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,11 +29,6 @@ from drawbar.train._worker_group.exit_status import (
     startup_verdict,
     wait_for_exit_report,
     wait_for_report_of_pid,
-)
-from drawbar.train._worker_group.ray_errors import (
-    is_node_loss,
-    is_runtime_env_error,
-    is_worker_death,
 )
 
 EXIT_REPORT_SECONDS = 2.0
@@ -241,3 +237,31 @@ def _read_tail(path: Path, nbytes: int = 20_000) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+# The controller also supervises workers without Ray, so these functions do not import it. In a
+# process that has not imported Ray, no exception is one of Ray's.
+
+
+def is_worker_death(error: Exception) -> bool:
+    """Return whether Ray raised this error because the process of an actor died."""
+    if "ray" not in sys.modules:
+        return False
+    from ray.exceptions import OutOfMemoryError, RayActorError
+
+    return isinstance(error, RayActorError | OutOfMemoryError)
+
+
+def is_node_loss(error: Exception) -> bool:
+    """Return whether Ray raised this error because an actor died with its node."""
+    # Ray reports the loss of a node only in the text of the error.
+    return is_worker_death(error) and "its node has died" in str(error)
+
+
+def is_runtime_env_error(error: Exception) -> bool:
+    """Return whether Ray raised this error because it could not set up a runtime environment."""
+    if "ray" not in sys.modules:
+        return False
+    from ray.exceptions import RuntimeEnvSetupError
+
+    return isinstance(error, RuntimeEnvSetupError)

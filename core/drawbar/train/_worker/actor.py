@@ -8,11 +8,14 @@ arrive in a separate concurrency group. All messages and commands are encoded.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import os
+import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,18 +24,29 @@ from typing import TYPE_CHECKING
 from drawbar.train._protocol.assignment import WORKER_INFO, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.codec import RayValue
 from drawbar.train._protocol.commands import COMMANDS
-from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, MESSAGE_BATCHES, Message
+from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, MESSAGE_BATCHES, Message, Report
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker import sentinel
-from drawbar.train._worker.addresses import get_node_address
-from drawbar.train._worker.outbox import Outbox
+from drawbar.train._worker.context import get_node_address
 from drawbar.train._worker.rank_runner import RankRunner, execute, use_worker_process
 from drawbar.train._worker.stack import STACK
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
+REPORT_BATCH_S = 0.25
+"""Minimum time between two batches if the second one begins with a report of `report_buffered`."""
+
+MAX_BATCHES_PER_S = 100
+"""Maximum rate, over all ranks, of batches with only reports. Each costs the driver about 1 ms."""
+
+MAX_BATCH_INTERVAL_S = 2.0
+"""Maximum time that a report waits for others."""
+
+BURST_REPORTS = 100
+"""Number of reports of all ranks that are sent at once before the maximum rate applies."""
 
 
 class Worker:
@@ -128,6 +142,60 @@ class Worker:
         session = self._runner.session
         if session is not None and session.should_clean_up_node:
             upkeep.finish_on_node(session.directory, session.assignment.ranks.world_rank)
+
+
+class Outbox:
+    """Ordered buffer for the messages of a worker.
+
+    Reports without a checkpoint wait if the ranks report faster than `MAX_BATCHES_PER_S`. All other
+    messages are sent at once, together with earlier reports, because a process may be waiting for
+    them.
+
+    Args:
+        world_size: Number of ranks, which share the maximum rate.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._has_urgent = threading.Event()
+        self._interval = min(world_size / MAX_BATCHES_PER_S, MAX_BATCH_INTERVAL_S)
+        self._max_lead = max(BURST_REPORTS / world_size - 1, 0) * self._interval
+        self._last_batch_time = -REPORT_BATCH_S
+        # Time of the next batch at the maximum rate. A batch may be earlier by `_max_lead`.
+        self._next_batch_time = 0.0
+
+    def put(self, message: Message) -> None:
+        """Add a message. Can be called from any thread."""
+        self._messages.put(message)
+        # `set()` takes a lock each time, and a loop that prints calls this a million times.
+        can_wait = isinstance(message, Report) and message.offer is None
+        if not can_wait and not self._has_urgent.is_set():
+            self._has_urgent.set()
+
+    def take_batch(self) -> list[Message]:
+        """Wait for a message and return all messages that have been added.
+
+        If all of them can wait, return them when the next batch is due.
+        """
+        batch = [self._messages.get()]
+        is_urgent = self._has_urgent.wait(max(self._get_due_time(batch[0]) - time.monotonic(), 0))
+        # Clear before emptying the queue, so that no urgent message is missed.
+        self._has_urgent.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                batch.append(self._messages.get_nowait())
+        self._last_batch_time = time.monotonic()
+        if not is_urgent:  # urgent messages do not delay later reports
+            self._next_batch_time = (
+                max(self._next_batch_time, self._last_batch_time) + self._interval
+            )
+        return batch
+
+    def _get_due_time(self, message: Message) -> float:
+        """Return when a batch that begins with a message is due if no message is urgent."""
+        if isinstance(message, Report) and message.is_buffered:
+            return self._last_batch_time + max(REPORT_BATCH_S, self._interval)
+        return self._next_batch_time - self._max_lead
 
 
 def _put_final_message(outbox: Outbox, message: Message | None) -> None:

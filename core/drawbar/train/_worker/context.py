@@ -1,4 +1,4 @@
-"""Functions for use in the training function: report, get_checkpoint, get_context.
+"""Functions for use in the training function: report, get_checkpoint, get_context, addresses.
 
 Each function uses the session of the attempt it runs in (see `active_session`). In a forked child,
 only `get_context()` works, because code such as a DataLoader's `worker_init_fn` needs the rank.
@@ -22,12 +22,14 @@ from drawbar.train._metrics import Metrics
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._worker.active_session import current_session, find_session
+from drawbar.train._worker.report_checks import CheckpointUploadMode
 from drawbar.train._worker.train_context import TrainContext
-from drawbar.train._worker.upload_mode import CheckpointUploadMode
 from drawbar.train._worker.uploads import CheckpointUploadFn
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
+
+LOOPBACK = "127.0.0.1"
 
 
 def get_context() -> TrainContext:
@@ -345,3 +347,38 @@ def all_gather(data: T) -> list[T]:
         >>> losses = train.collective.all_gather(loss)
     """
     return current_session("collective.all_gather").collectives.call("all_gather", data)
+
+
+def get_node_address() -> str:
+    """Return the address of this node in the Ray cluster. Works in any process.
+
+    For frameworks that start a service in the controller, such as a tracker. In the training
+    function, use `get_worker_address()`.
+
+    Returns:
+        IP address at which other nodes reach this node.
+
+    Example:
+        >>> tracker_uri = f"{get_node_address()}:{port}"
+    """
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # Ray has no types here
+
+
+def get_worker_address() -> str:
+    """Return the address at which the other workers of the run reach this worker.
+
+    Returns:
+        The loopback address if all workers are on one node, because it needs no network and no
+        firewall or VPN blocks it. Otherwise, the IP address of this node.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> address = broadcast_from_rank_zero(f"{get_worker_address()}:{port}")
+    """
+    context = get_context()
+    on_one_node = context.get_local_world_size() == context.get_world_size()
+    return LOOPBACK if on_one_node else get_node_address()

@@ -34,8 +34,7 @@ from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import write_to_log
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.session_client import RankConnection
-from drawbar.train._worker.stack import Frame, Stack, detect_stopped_process
-from drawbar.train._worker.user_frames import format_user_location
+from drawbar.train._worker.stack import Frame, Stack, detect_stopped_process, format_user_location
 
 PROGRAM_MARKER_VARIABLE = "DRAWBAR_PROGRAM"
 ACTIVITY_CHECK_INTERVAL_S = 5.0

@@ -51,12 +51,15 @@ from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.interrupt import InterruptScope
-from drawbar.train._worker.report_checks import check_name, check_upload_fn
-from drawbar.train._worker.stack import Stack
+from drawbar.train._worker.report_checks import (
+    CheckpointUploadMode,
+    check_name,
+    check_upload_fn,
+    check_upload_mode,
+)
+from drawbar.train._worker.stack import Stack, format_caller_location
 from drawbar.train._worker.thread_guard import ThreadGuard
-from drawbar.train._worker.upload_mode import CheckpointUploadMode, check_upload_mode
 from drawbar.train._worker.uploads import CheckpointUploadFn, Uploads
-from drawbar.train._worker.user_frames import format_caller_location
 
 FAILURE_FLUSH_S = 2.0
 """Time limit for completing checkpoints in flight before a failure is reported."""

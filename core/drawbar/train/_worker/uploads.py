@@ -31,13 +31,13 @@ from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import AssignedFiles, make_shared_name
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.report_checks import (
+    CheckpointUploadMode,
     ReservedPaths,
     can_move,
     check_directory,
     check_files,
     check_remote_directory,
 )
-from drawbar.train._worker.upload_mode import CheckpointUploadMode
 
 CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
 """User function that uploads a checkpoint under a name and returns the uploaded checkpoint.

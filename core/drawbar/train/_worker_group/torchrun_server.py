@@ -36,7 +36,7 @@ from drawbar.train._protocol.connection import (
 from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._threads import wait_to_accept_again
-from drawbar.train._worker.addresses import LOOPBACK, get_node_address
+from drawbar.train._worker.context import LOOPBACK, get_node_address
 from drawbar.train._worker_group.torchrun_messages import (
     COMMANDS,
     HELLO,
