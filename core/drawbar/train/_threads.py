@@ -1,4 +1,4 @@
-"""Daemon threads that keep working while the interpreter shuts down.
+"""Daemon threads that keep working while the interpreter shuts down, and detection of forks.
 
 The pools of `concurrent.futures`, and with them `asyncio.to_thread`, reject work when the main
 thread has ended. A run may continue after that: in another thread that called `fit()`, or until the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -153,3 +154,20 @@ def wait_to_accept_again(error: Exception, closed: threading.Event) -> None:
     if not closed.is_set():
         _logger.debug("a connection cannot be accepted and is retried: %s", error)
         closed.wait(ACCEPT_RETRY_SECONDS)
+
+
+fork_count = 0
+"""Number of forks between the first process that imported this module and this one.
+
+An object that stores the count of its creation can detect that it is a copy in a child process.
+`os.getpid()` would work too, but is a system call, which may cost more than the rest of a
+`report()` or `print()`.
+"""
+
+
+def _increase_fork_count() -> None:
+    global fork_count
+    fork_count += 1
+
+
+os.register_at_fork(after_in_child=_increase_fork_count)

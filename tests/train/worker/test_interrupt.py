@@ -1,4 +1,4 @@
-"""Tests of drawbar.train._worker.interrupt."""
+"""Tests of drawbar.train._worker.training_thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from drawbar.train._worker.interrupt import AttemptInterrupted, InterruptScope
+from drawbar.train._worker.training_thread import AttemptInterrupted, InterruptScope
 
 
 def run_until_interrupted(scope: InterruptScope, started: threading.Event) -> None:

@@ -18,7 +18,7 @@ from drawbar.train._protocol.messages import (
 from drawbar.train._serialization import serialize
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.stack import format_caller_location
-from drawbar.train._worker.thread_guard import ThreadGuard
+from drawbar.train._worker.training_thread import ThreadGuard
 
 _CORE = "drawbar.train."
 

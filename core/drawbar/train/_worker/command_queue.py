@@ -18,7 +18,7 @@ from drawbar.train._protocol.commands import (
 )
 from drawbar.train._protocol.messages import Message
 from drawbar.train._storage.node_local_storage import FileReply
-from drawbar.train._worker.interrupt import InterruptScope
+from drawbar.train._worker.training_thread import InterruptScope
 
 CommandKey = tuple[type[object], int]
 """Type of a command and the id of its request, collective, or report."""

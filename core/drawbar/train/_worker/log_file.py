@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from drawbar.train._worker import fork_counter
+from drawbar.train import _threads
 
 LOG_POLL_S = 0.25
 MAX_FORWARDED_BYTES = 16 * 1024
@@ -39,7 +39,7 @@ class LogFile:
         self._path = path
         self._on_text = on_text
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        self._fork_count = fork_counter.count
+        self._fork_count = _threads.fork_count
         self._forwarded_size = os.fstat(self._fd).st_size  # text from before is not forwarded
         self._lock = threading.RLock()  # a signal handler may print while its thread prints
         self._decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
@@ -59,7 +59,7 @@ class LogFile:
         traceback: TracebackType | None,
     ) -> None:
         # In a forked child, the thread does not run, and the lock may be held forever.
-        if fork_counter.count != self._fork_count:
+        if _threads.fork_count != self._fork_count:
             return
         self._ended.set()
         self._thread.join()
@@ -76,7 +76,7 @@ class LogFile:
             False if nothing was written: in a forked child, or after the end of the `with` block.
         """
         # A forked child shares the position of the descriptor with its parent.
-        if fork_counter.count != self._fork_count:
+        if _threads.fork_count != self._fork_count:
             return False
         with self._lock:
             if self._fd < 0:

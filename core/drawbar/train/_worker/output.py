@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from drawbar.train import _threads
 from drawbar.train._lines import LineSplitter, StreamName
 from drawbar.train._protocol.messages import OutputLine
-from drawbar.train._worker import fork_counter
 from drawbar.train._worker.log_file import LogFile, flush_c_stdout
 
 SendLine = Callable[[OutputLine], None]
@@ -91,11 +91,11 @@ def _make_write_error_handler(path: Path, send: SendLine | None) -> OnWriteError
 
     The user's `print` does not raise these errors: a full log disk must not end training.
     """
-    fork_count, has_warned = fork_counter.count, False
+    fork_count, has_warned = _threads.fork_count, False
 
     def on_write_error(error: OSError) -> None:
         nonlocal has_warned
-        if send is None or has_warned or fork_counter.count != fork_count:
+        if send is None or has_warned or _threads.fork_count != fork_count:
             return
         has_warned = True
         text = f"Output is missing from {path} from this point on: {error}"
@@ -241,14 +241,14 @@ class _LineSplitter(LineSplitter):
 
     def __init__(self, stream: StreamName, send: SendLine) -> None:
         super().__init__(stream, send)
-        self._fork_count = fork_counter.count
+        self._fork_count = _threads.fork_count
 
     def feed(self, text: str) -> None:
-        if fork_counter.count == self._fork_count:
+        if _threads.fork_count == self._fork_count:
             super().feed(text)
 
     def finish(self) -> None:
-        if fork_counter.count == self._fork_count:
+        if _threads.fork_count == self._fork_count:
             super().finish()
 
 

@@ -30,11 +30,11 @@ from drawbar.train._protocol.messages import Heartbeat, OutputBytes
 from drawbar.train._worker import program_main, sentinel
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.activity import ActivityMonitor
-from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import write_to_log
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.session_client import RankConnection
 from drawbar.train._worker.stack import Frame, Stack, detect_stopped_process, format_user_location
+from drawbar.train._worker.training_thread import AttemptInterrupted
 
 PROGRAM_MARKER_VARIABLE = "DRAWBAR_PROGRAM"
 ACTIVITY_CHECK_INTERVAL_S = 5.0

@@ -20,11 +20,11 @@ from drawbar.train._serialization import Serialized
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.failure import describe_exception
-from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.output import capture_output
 from drawbar.train._worker.session import ProgramProxy, Session
 from drawbar.train._worker.stack import Stack, capture_stack
 from drawbar.train._worker.train_loop import TrainLoop, is_main_thread, run_train_loop
+from drawbar.train._worker.training_thread import AttemptInterrupted
 from drawbar.train._worker.worker_env import preserve_environment
 
 if TYPE_CHECKING:

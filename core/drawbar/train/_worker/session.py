@@ -50,7 +50,6 @@ from drawbar.train._storage.node_local_storage import FileReply, NodeLocalStorag
 from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
-from drawbar.train._worker.interrupt import InterruptScope
 from drawbar.train._worker.report_checks import (
     CheckpointUploadMode,
     check_name,
@@ -58,7 +57,7 @@ from drawbar.train._worker.report_checks import (
     check_upload_mode,
 )
 from drawbar.train._worker.stack import Stack, format_caller_location
-from drawbar.train._worker.thread_guard import ThreadGuard
+from drawbar.train._worker.training_thread import InterruptScope, ThreadGuard
 from drawbar.train._worker.uploads import CheckpointUploadFn, Uploads
 
 FAILURE_FLUSH_S = 2.0

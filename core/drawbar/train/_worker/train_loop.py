@@ -27,8 +27,8 @@ from drawbar.train._protocol.messages import (
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._worker.active_session import use_session
 from drawbar.train._worker.failure import describe_exception
-from drawbar.train._worker.interrupt import AttemptInterrupted
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
+from drawbar.train._worker.training_thread import AttemptInterrupted
 from drawbar.train._worker.worker_env import make_worker_env, set_env_vars
 
 if TYPE_CHECKING:

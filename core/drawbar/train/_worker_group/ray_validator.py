@@ -11,7 +11,11 @@ from ray.exceptions import RayError, RayTaskError, WorkerCrashedError
 
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Validation
-from drawbar.train._worker_group.validators import ValidationTask, run_validation_task
+from drawbar.train._worker_group.validators import (
+    VALIDATIONS,
+    ValidationTask,
+    run_validation_task,
+)
 
 
 class RayValidator:
@@ -41,9 +45,9 @@ class RayValidator:
         try:
             async with limit:
                 async for reference in stream:
-                    result: Validation | None = await reference
-                    if result is not None:
-                        return result
+                    result: bytes = await reference
+                    if result:
+                        return VALIDATIONS.decode(result)
                     on_started()
                     limit.reschedule(_compute_deadline(validation))
             return validation.with_failure("its task ended without a result")

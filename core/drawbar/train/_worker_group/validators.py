@@ -16,12 +16,15 @@ from typing import Protocol, cast
 from drawbar.train._config.validation_config import ValidationConfig, ValidationFn
 from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._metrics import normalize
+from drawbar.train._protocol.codec import Codec
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Validation
 from drawbar.train._worker.failure import format_validation_error
-from drawbar.train._worker.interrupt import AttemptInterrupted, InterruptScope
+from drawbar.train._worker.training_thread import AttemptInterrupted, InterruptScope
 from drawbar.train._worker.worker_env import get_runtime_env_vars, preserve_environment
+
+VALIDATIONS = Codec[Validation](Validation)
 
 
 class Validator(Protocol):
@@ -110,10 +113,10 @@ class ValidationTask:
 
 def run_validation_task(
     task: ValidationTask, checkpoint: Checkpoint, validation: Validation
-) -> Iterator[Validation | None]:
-    """Yield None when the task starts, and then the result of the validation."""
-    yield None
-    yield task.run(checkpoint, validation)
+) -> Iterator[bytes]:
+    """Yield no bytes when the task starts, and then the encoded result of the validation."""
+    yield b""
+    yield VALIDATIONS.encode(task.run(checkpoint, validation))
 
 
 class ThreadValidator:
