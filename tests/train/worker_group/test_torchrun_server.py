@@ -359,3 +359,15 @@ def test_torchrun_server_accepts_again_after_file_descriptors_ran_out(tmp_path: 
     connection, _ = connect_to_rank_zero(store, "run", 1, LOCAL_INFO)
     assert server.wait_for_peers(PATIENCE_S) == 1
     connection.close()
+
+
+def test_torchrun_server_random_kills_lose_no_message(pytestconfig: pytest.Config) -> None:
+    command = [sys.executable, "-m", "benchmarks._rank_kills", "--kills=20", "--seed=7"]
+    ended = subprocess.run(
+        command,
+        cwd=pytestconfig.rootpath,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout
