@@ -78,7 +78,8 @@ def _send_reports(rank: int, address_pipe: int, sent: mmap.mmap, *, is_reading: 
         metrics: dict[str, object] = {"text": "x" * rng.randrange(MAX_METRIC_BYTES)}
         connection.send(Report(index=index, metrics=metrics, time=0.0, location=""))
         index += 1
-        _COUNT.pack_into(sent, rank * _COUNT.size, index)
+        # Not by `pack_into`, which writes zeros first: a process may be killed in between.
+        sent[rank * _COUNT.size : (rank + 1) * _COUNT.size] = _COUNT.pack(index)
 
 
 def _read_commands(connection: Any) -> None:
