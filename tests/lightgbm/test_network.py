@@ -21,8 +21,8 @@ import pytest
 
 from drawbar._rendezvous import reserved_port
 from drawbar._rendezvous._ports import _ephemeral_range
-from drawbar.lightgbm import LightGBMConfig, _c_api, get_network_params
-from drawbar.train import Result, ScalingConfig, get_context
+from drawbar.lightgbm import LightGBMConfig, _c_api, get_network_params, train
+from drawbar.train import Result, ScalingConfig, WorkerGroupError, get_context
 from drawbar.train.testing import BackendContract
 
 
@@ -85,6 +85,20 @@ def test_threads_are_the_workers_share(fit_on_ray: Callable[..., Result]) -> Non
 
 def test_one_worker_has_no_network(fit: Callable[..., Result]) -> None:
     assert set(fit(get_network_params, num_workers=1).return_value) == {"num_threads"}
+
+
+def test_serial_tree_learner_needs_one_worker(
+    fit: Callable[..., Result], binary: tuple[Any, Any]
+) -> None:
+    params = {"tree_learner": "serial", "verbosity": -1}
+
+    def function() -> str:
+        model: str = train(params, lightgbm.Dataset(*binary), 2).model_to_string()
+        return model
+
+    assert "[tree_learner: serial]" in fit(function, num_workers=1).return_value
+    with pytest.raises(WorkerGroupError, match="'serial' needs a single worker"):
+        fit(function, num_workers=2)
 
 
 def test_get_network_params_outside_training_function_raises() -> None:

@@ -285,6 +285,7 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
         ({"params": {"machines": "a:1"}}, r"params\['machines'\] is set by Drawbar"),
         ({"params": {"n_estimators": 0}}, "at least 1"),
         ({"params": {"tree_learner": "feature"}}, "'data' or 'voting'"),
+        ({"params": {"tree_learner": "serial"}}, "'serial' needs a single worker"),
         (
             {"params": {"max_bins": "many"}},
             r"params\['max_bins'\] must be an integer, found 'many'",
@@ -313,6 +314,13 @@ def test_bad_input_fails_in_the_driver(
     }
     with pytest.raises((TypeError, ValueError), match=message):
         LightGBMTrainer(**{**defaults, **options})
+
+
+def test_serial_tree_learner_on_one_worker(declare: Callable[..., Result]) -> None:
+    x = np.linspace(0, 1, 200)
+    data = pd.DataFrame({"x": x, "y": 3 * x})
+    ours = booster_of(declare({"tree_learner": "serial"}, data, num_workers=1))
+    assert "[tree_learner: serial]" in ours.model_to_string()
 
 
 def test_trees_of_lines_on_one_worker(declare: Callable[..., Result]) -> None:

@@ -28,7 +28,12 @@ except ImportError as error:
 
 from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._network.sockets import reset_connections_on_failure
-from drawbar.lightgbm._parameters import drop_parameters, find_alias, get_parameter
+from drawbar.lightgbm._parameters import (
+    check_tree_learner,
+    drop_parameters,
+    find_alias,
+    get_parameter,
+)
 
 CONNECT_DELAY_S = 0.02
 """Delay in seconds with which rank 0 connects to the others. Higher ranks wait less."""
@@ -165,7 +170,7 @@ def get_network_params(tree_learner: str = "data") -> dict[str, object]:
 
     Args:
         tree_learner: "data", or "voting" for many features on a slow network. "feature" is not
-            available. A single worker always uses LightGBM's "serial".
+            available. A single worker always uses LightGBM's "serial", and accepts this value.
 
     Returns:
         `num_threads` and, with several workers, `num_machines`, `tree_learner`, `pre_partition`.
@@ -180,12 +185,8 @@ def get_network_params(tree_learner: str = "data") -> dict[str, object]:
         booster = lightgbm.train(params, train_set)
         ```
     """
-    if tree_learner not in ("data", "voting"):
-        raise ValueError(
-            f"tree_learner must be 'data' or 'voting', found {tree_learner!r}. LightGBM's Python "
-            "package does not support 'feature'. A single worker uses 'serial' automatically."
-        )
     workers = get_context().get_world_size()
+    check_tree_learner("tree_learner", tree_learner, workers)
     threads: dict[str, object] = {"num_threads": worker_threads()}
     if workers == 1:
         return threads

@@ -127,18 +127,40 @@ def check_parameters(params: Mapping[str, object], scaling_config: ScalingConfig
             raise ValueError(
                 f"params[{alias!r}]={params[alias]!r} is not supported. Use {argument} instead."
             )
-    learner = get_parameter(params, "tree_learner", "data")
-    if learner not in ("data", "data_parallel", "voting", "voting_parallel"):
-        raise ValueError(
-            f"params['tree_learner'] must be 'data' or 'voting', found {learner!r}. LightGBM's "
-            "Python package does not support 'feature' with several workers."
-        )
+    check_tree_learner(
+        "params['tree_learner']",
+        get_parameter(params, "tree_learner", "data"),
+        scaling_config.max_workers,
+    )
     if scaling_config.max_workers > 1:
         _check_distributed(params)
     for name in _INTEGER_PARAMETERS:
         if (alias := find_alias(params, name)) is not None and not _is_integer(params[alias]):
             raise ValueError(f"params[{alias!r}] must be an integer, found {params[alias]!r}.")
     warn_oversubscribed_threads("num_threads", get_parameter(params, "num_threads"), scaling_config)
+
+
+def check_tree_learner(name: str, value: object, workers: int) -> None:
+    """Check a value of `tree_learner`. LightGBM uses "serial" for one worker with every value.
+
+    Args:
+        name: Name of the value in the error.
+        value: The value, also with the suffix `_parallel`.
+        workers: Maximum number of workers.
+
+    Raises:
+        ValueError: LightGBM's Python package does not support the value for as many workers.
+    """
+    if value in ("data", "data_parallel", "voting", "voting_parallel"):
+        return
+    if value == "serial" and workers <= 1:
+        return
+    reason = (
+        "'serial' needs a single worker."
+        if value == "serial"
+        else "LightGBM's Python package does not support 'feature'."
+    )
+    raise ValueError(f"{name} must be 'data' or 'voting', found {value!r}. {reason}")
 
 
 def _check_distributed(params: Mapping[str, object]) -> None:
