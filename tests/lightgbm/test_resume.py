@@ -200,13 +200,18 @@ def test_resume_after_last_round_trains_nothing(fit: Callable[..., Result]) -> N
     assert fit(function, num_workers=1, max_failures=1).return_value == 5
 
 
-def test_resume_with_init_score_raises(fit: Callable[..., Result]) -> None:
+def test_init_model_or_resume_with_init_score_raises(fit: Callable[..., Result]) -> None:
     rows = declared()["train"]
 
     def function() -> None:
         data = lightgbm.Dataset(rows.drop(columns="y"), rows["y"], init_score=rows["f2"])
-        first = train({"verbosity": -1}, data, 5)
+        if get_context().get_attempt() == 0:
+            callback = RayTrainReportCallback(frequency=5)
+            first = train({"verbosity": -1}, data, 5, callbacks=[callback])
+            with pytest.raises(ValueError, match="init_model cannot be combined with a dataset"):
+                train({"verbosity": -1}, data, 5, init_model=first)
+            raise InterruptedError
         with pytest.raises(ValueError, match="Cannot resume with a dataset that has an init_score"):
-            train({"verbosity": -1}, data, 5, init_model=first)
+            train({"verbosity": -1}, data, 5)
 
-    fit(function, num_workers=1)
+    fit(function, num_workers=1, max_failures=1)

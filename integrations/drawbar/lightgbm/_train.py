@@ -64,8 +64,8 @@ def train(
 
     Raises:
         RuntimeError: Called outside a training function.
-        ValueError: A parameter is invalid, or training resumes with a dataset that has an
-            `init_score`, which LightGBM would replace.
+        ValueError: A parameter is invalid, or a dataset has an `init_score` and training resumes
+            or has an `init_model`. LightGBM would replace the `init_score`.
 
     Example:
         ```python
@@ -97,7 +97,7 @@ def train(
     end = rounds + (0 if initial is None else initial.current_iteration())
     begin = min(report.restore(progress) for report in reports)
     if init_model is not None:
-        _require_no_init_score([train_set, *valid_sets])
+        _require_no_init_score([train_set, *valid_sets], is_resume=init_model is not initial)
         init_model.set_train_data_name(_train_data_name(train_set, valid_sets, valid_names))
         env = partial(CallbackEnv, init_model, params, begin_iteration=begin, end_iteration=end)
         if (
@@ -172,13 +172,19 @@ def _is_stopped_by_replay(
     return False
 
 
-def _require_no_init_score(datasets: Sequence[Dataset]) -> None:
-    if any(data.init_score is not None for data in datasets):
+def _require_no_init_score(datasets: Sequence[Dataset], *, is_resume: bool) -> None:
+    if all(data.init_score is None for data in datasets):
+        return
+    if is_resume:
         raise ValueError(
             "Cannot resume with a dataset that has an init_score, because LightGBM would replace "
-            "it. Start without a checkpoint or init_model, or use "
+            "it. Start without a checkpoint, or use "
             "LightGBMTrainer(params=..., base_margin_column=...)."
         )
+    raise ValueError(
+        "init_model cannot be combined with a dataset that has an init_score, because LightGBM "
+        "would replace it. Remove init_model, or remove the init_score."
+    )
 
 
 _FORESTS = ("rf", "random_forest")
