@@ -148,3 +148,37 @@ def test_exit_of_a_script_is_a_failure_of_kind_exit(launch: Launch) -> None:
     (error,) = failed.value.worker_failures.values()
     assert isinstance(error, train.ProgramFailedError)
     assert (error.is_exit, error.exit_code) == (True, 200)
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["", "unbuffered"])
+@pytest.mark.parametrize(("source", "code"), [("print(1)", 120), ("print(1); exit(3)", 3)])
+def test_launch_with_full_stdout_exits_as_python_does(
+    launch: Launch, variables: dict[str, str], source: str, code: int
+) -> None:
+    launch.script.write_text(source)
+    run = launch.directory / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "drawbar.cli",
+        "launch",
+        "--name=run",
+        f"--storage-path={run.parent}",
+    ]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    env["RAY_TMPDIR"] = str(launch.directory)  # without a Ray that happens to run here
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*command, str(launch.script)],
+            env={**env, **variables},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == code
+    assert without_start_notices(done.stderr) == (
+        "drawbar: error: Standard output is incomplete: No space left on device. "
+        f"'drawbar logs {run}' prints all of it.\n"
+    )
+    assert (run / "logs" / "rank_0.log").read_text() == "1\n"

@@ -27,7 +27,12 @@ from drawbar.cli._commands.stop import stop
 from drawbar.cli._commands.verify import verify
 from drawbar.cli._doctor.command import doctor
 from drawbar.cli._migrate.command import migrate
-from drawbar.cli._output import CommandError, escape_control_chars, format_os_error
+from drawbar.cli._output import (
+    CommandError,
+    discard_stdout,
+    escape_control_chars,
+    format_os_error,
+)
 
 app = typer.Typer(
     name="drawbar",
@@ -107,30 +112,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CommandError as error:
         _exit_with_error(" ".join(str(error).split()))
     except BrokenPipeError:  # `drawbar runs | head`
-        _discard_stdout()
+        discard_stdout()
         sys.exit(1)
     except OSError as error:
-        _discard_stdout()
+        discard_stdout()
         _exit_with_error(format_os_error(error))
 
 
 def _configure_streams() -> None:
-    """Replace closed streams, and escape characters that the terminal cannot encode."""
+    """Replace closed streams, and escape characters that the terminal cannot encode.
+
+    With PYTHONUNBUFFERED, output that cannot be written is discarded. Standard output therefore
+    gets a buffer that keeps it, and the flush at the end of the command raises the error.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell: `drawbar runs >&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # open until the process ends
         elif isinstance(stream, io.TextIOWrapper):
+            if name == "stdout" and isinstance(stream.buffer, io.RawIOBase):
+                buffered = open(stream.fileno(), "wb", closefd=False)  # noqa: SIM115  # as above
+                stream = io.TextIOWrapper(buffered, stream.encoding, line_buffering=True)
+                sys.stdout = stream
             stream.reconfigure(errors="backslashreplace")
 
 
 def _exit_with_error(line: str) -> NoReturn:
     print(f"drawbar: error: {escape_control_chars(line)}", file=sys.stderr)
     sys.exit(2)
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null, so that the flush at interpreter exit cannot fail."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)

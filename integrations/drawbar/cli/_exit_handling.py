@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
 import sys
@@ -11,13 +10,14 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from drawbar.cli._output import CommandError
+from drawbar.cli._output import CommandError, discard_stdout
 
 if TYPE_CHECKING:
     from drawbar.train import RunHandle, TrainingFailedError, WorkerGroupError
 
 EXIT_SIGHUP, EXIT_SIGINT, EXIT_SIGTERM = 129, 130, 143  # 128 + signal number, as in a shell
 EXIT_STDOUT_CLOSED = 1  # same as torchrun, whose script fails with a broken pipe
+EXIT_STDOUT_INCOMPLETE = 120  # same as Python, if the flush at its exit fails
 
 _STOP_REASONS = {
     EXIT_SIGHUP: "Stopped by SIGHUP",
@@ -113,7 +113,13 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
         if message := _describe_failure(error):
             print(message, file=sys.stderr)
         code = exit_code_for(error)
-    _silence_broken_stdout()
+    if (error := _flush_stdout()) is not None:
+        print(
+            f"drawbar: error: Standard output is incomplete: {error.strerror}. "
+            f"'drawbar logs {handle.path}' prints all of it.",
+            file=sys.stderr,
+        )
+        code = code or EXIT_STDOUT_INCOMPLETE
     return code
 
 
@@ -175,9 +181,15 @@ def _is_broken(stream: TextIO) -> bool:
     return bool(poll.poll(0))
 
 
-def _silence_broken_stdout() -> None:
-    """Avoid Python's error message at exit if the reader of standard output has closed it."""
+def _flush_stdout() -> OSError | None:
+    """Write the output that could not be written before, for example because the disk was full.
+
+    Returns:
+        The error if the output still cannot be written. It is None if the reader has ended.
+    """
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        discard_stdout()
+        return None if isinstance(error, BrokenPipeError) else error
+    return None

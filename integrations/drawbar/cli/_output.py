@@ -180,3 +180,10 @@ def format_metrics(metrics: Mapping[str, object] | None) -> str:
     """Format the first metrics in one line."""
     shown = [f"{key} {format_value(value)[:16]}" for key, value in flatten(metrics or {}).items()]
     return ", ".join(shown[:_MAX_METRICS]) + (", ..." if len(shown) > _MAX_METRICS else "")
+
+
+def discard_stdout() -> None:
+    """Redirect stdout to /dev/null, so that the flush at interpreter exit cannot fail."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
