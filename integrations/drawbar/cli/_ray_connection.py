@@ -18,6 +18,13 @@ from drawbar.cli._output import CommandError
 from drawbar.train.backend import get_visible_gpu_ids
 
 CONNECT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 10.0  # a busy cluster may need seconds to reply
+
+# Start of an HTTP/2 connection, on which gRPC is based: RFC 9113, sections 3.4, 4.1, and 6.5.
+_FRAME_HEADER_SIZE = 9
+_SETTINGS_TYPE = 4
+_EMPTY_SETTINGS = bytes([0, 0, 0, _SETTINGS_TYPE, 0, 0, 0, 0, 0])
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_SETTINGS
 
 
 def connect_ray(
@@ -194,15 +201,40 @@ MINIMAL_CLUSTER = ClusterSize(max_cpus_per_node=1, max_gpus_per_node=1, gpus=1)
 
 
 def check_reachable(address: str) -> None:
-    """Check that a process listens at `host:port`. Ray would wait for a long time.
+    """Check that a gRPC server, as in Ray, listens at `host:port`. Ray would wait for a long time.
+
+    With `RAY_USE_TLS`, this function checks only that a process accepts the connection.
 
     Raises:
-        ConnectionError: No process accepts the connection.
+        ConnectionError: No process accepts the connection, or the process is not a gRPC server.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return  # for example "auto"
+    endpoint = (host.strip("[]"), int(port))
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        with socket.create_connection(endpoint, timeout=CONNECT_TIMEOUT_S) as connection:
+            is_grpc = _uses_tls() or _is_grpc_server(connection)
     except OSError as error:
         raise ConnectionError(f"No Ray cluster at {address}: {error}") from error
+    if not is_grpc:
+        raise ConnectionError(
+            f"No Ray cluster at {address}: another program uses this port. Pass the address that "
+            "'ray start' has printed with --address, or correct or unset RAY_ADDRESS. If the "
+            "cluster uses TLS, set RAY_USE_TLS=1."
+        )
+
+
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # as in Ray
+
+
+def _is_grpc_server(connection: socket.socket) -> bool:
+    """Return whether the reply to the start of an HTTP/2 connection is a SETTINGS frame."""
+    connection.settimeout(REPLY_TIMEOUT_S)
+    try:
+        connection.sendall(_HTTP2_PREFACE)
+        header = connection.recv(_FRAME_HEADER_SIZE, socket.MSG_WAITALL)
+    except OSError:  # also if the program does not reply
+        return False
+    return len(header) == _FRAME_HEADER_SIZE and header[3] == _SETTINGS_TYPE
