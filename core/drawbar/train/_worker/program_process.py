@@ -349,9 +349,9 @@ class ProgramProcess:
             # The shell's convention: 128 plus the signal number.
             description = self._describe_signal(-status)
             raise ProgramFailedError(description, "program died", 128 - status, ended_at)
-        raise ProgramFailedError(
-            f"exited with code {status} by os._exit", "program ended", status, ended_at
-        )
+        # A script that closes all descriptors also closes the socket for its exception.
+        description = f"exited with code {status} by os._exit, or after closing all descriptors"
+        raise ProgramFailedError(description, "program ended", status, ended_at)
 
     def _describe_signal(self, number: int) -> str:
         is_known = number in set(signal.Signals)
