@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from drawbar.train import (
     ScalingConfig,
     TrainingFailedError,
     WorkerGroupError,
+    runs,
 )
 from drawbar.train._history.html import iter_numbers
 
@@ -383,3 +385,36 @@ class TestInANotebook:
 def test_iter_numbers_skips_non_finite_numbers() -> None:
     metrics = {"n": 10**400, "loss": float("nan"), "best": True, "at": {"lr": 2}}
     assert dict(iter_numbers(metrics)) == {"at/lr": 2.0}
+
+
+def add_later_fields(value: Any) -> Any:
+    """Add a field to each object of a journal line, except to the user's metrics and config."""
+    match value:
+        case dict():
+            user_data = ("metrics", "config")
+            added = {k: v if k in user_data else add_later_fields(v) for k, v in value.items()}
+            return {**added, "later": {"x": [1]}}
+        case list():
+            return [add_later_fields(item) for item in value]
+    return value
+
+
+def test_run_with_later_events_and_fields_is_read_and_resumed(tmp_path: Path) -> None:
+    fit(save_three, tmp_path)
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = [add_later_fields(json.loads(line)) for line in journal.read_bytes().splitlines()]
+    later = {"event": "later", "attempt": "a", "time": None}
+    journal.write_text("".join(f"{json.dumps(line)}\n{json.dumps(later)}\n" for line in lines))
+    before = journal.read_bytes()
+
+    result = Result.from_path(tmp_path / "run")
+    assert (result.metrics, names(result)) == ({"last": 1}, [f"checkpoint_00000{n}" for n in "135"])
+    record = runs.find_run(tmp_path / "run")
+    assert (record.status, record.damage, len(record.timeline.attempts)) == ("finished", "", 1)
+    assert [damage for _, damage in record.verify_checkpoints()] == ["", "", ""]
+    handle = train.attach(tmp_path / "run")
+    assert (handle.status, handle.wait().metrics) == ("finished", {"last": 1})
+
+    assert len(names(fit(save_three, tmp_path, resume="must"))) == 6
+    assert journal.read_bytes().startswith(before)
+    assert not journal.with_name("journal.damaged").exists()
