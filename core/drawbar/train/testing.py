@@ -25,7 +25,7 @@ from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread, start_local_run
 from drawbar.train._errors import WorkerGroupError
-from drawbar.train._handle.run_handle import RunView
+from drawbar.train._handle.run_view import RunSource
 from drawbar.train._history.audit import check_run
 from drawbar.train._history.result import Result
 from drawbar.train._storage import fault_points
@@ -130,7 +130,9 @@ def run_in_threads(
 
 
 class _ThreadTrainer(DataParallelTrainer):
-    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
+    def _start_run(
+        self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool
+    ) -> RunSource:
         return start_local_run(
             spec,
             payload,
@@ -196,7 +198,9 @@ class _SimulatedTrainer(DataParallelTrainer):
             run_config=run_config,
         )
 
-    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
+    def _start_run(
+        self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool
+    ) -> RunSource:
         return ControllerThread(
             spec,
             lambda path, _: SimulatedWorkerGroup(

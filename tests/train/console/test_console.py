@@ -361,7 +361,8 @@ console.close()
 
 def test_display_status_puts_redrawn_line_before_metrics() -> None:
     status = DisplayStatus("/runs/mnist")
-    status.phase, status.num_workers, status.last_report = "running", 2, (7, {"loss": 0.5})
+    status.phase, status.state.num_workers = "running", 2
+    status.last_report = (7, {"loss": 0.5})
     status.redrawn_line, status.last_checkpoint = "Epoch 3:  45%", "checkpoint_000001"
     line = "running on 2 workers | Epoch 3:  45% | report 7: loss 0.5 | checkpoint_000001"
     assert remove_times(status.format_line()) == f"[drawbar] {line}"

@@ -23,24 +23,8 @@ from drawbar.train._console.displays import (
     format_metrics,
 )
 from drawbar.train._console.notebook import NotebookDisplay
-from drawbar.train._history.events import (
-    AttemptEnded,
-    AttemptStarted,
-    BytesWritten,
-    CheckpointCommitted,
-    CheckpointDeleted,
-    CheckpointValidated,
-    ControllerFailed,
-    Event,
-    LinePrinted,
-    Notice,
-    PreemptionAnnounced,
-    ReportsReceived,
-    RunEnded,
-    ValidationsPending,
-    WorkersFailed,
-    WorkersStarted,
-)
+from drawbar.train._history import events
+from drawbar.train._history.events import Event
 from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.sizes import format_size
@@ -97,31 +81,32 @@ class Console:
 
     def _show(self, event: Event) -> None:
         # Without the lock: there may be thousands of reports per second, of which few are shown.
-        if isinstance(event, ReportsReceived):
+        if isinstance(event, events.ReportsReceived):
             if event.rank == 0 and self._level <= logging.INFO:
                 self._line_status.last_report = (event.indices[-1], event.metrics[-1])
                 self._display.on_report()
             return
         with self._lock:
+            self._line_status.state.apply(event)
             match event:
-                case LinePrinted():
+                case events.LinePrinted():
                     self._show_line(event.rank, event.line)
-                case BytesWritten() if self._level <= logging.WARNING:
+                case events.BytesWritten() if self._level <= logging.WARNING:
                     self._display.write_user_bytes(event.data, event.stream)
-                case Notice():
+                case events.Notice():
                     self._print(logging.WARNING, event.text)
-                case WorkersFailed():
+                case events.WorkersFailed():
                     self._budget = event.budget
                     if event.failures and not event.is_final:  # fit() raises the last one
                         self._show_failure(event.failures[0])
-                case PreemptionAnnounced():
+                case events.PreemptionAnnounced():
                     ranks = ", ".join(map(str, event.info.preempted_ranks))
                     text = f"The nodes of ranks {ranks} are about to be removed."
                     self._print(logging.WARNING, text)
-                case AttemptEnded() if event.cause == "resize":
+                case events.AttemptEnded() if event.cause == "resize":
                     text = "Resources for more workers are available. Restarting with more workers."
                     self._print(logging.WARNING, text)
-                case CheckpointCommitted():
+                case events.CheckpointCommitted():
                     size = format_size(event.nbytes)
                     self._line_status.last_checkpoint = (
                         f"{event.name} ({size} in {event.seconds:.1f} s)"
@@ -129,36 +114,32 @@ class Console:
                     self._line_status.checkpoints[event.name] = event.metrics
                     if self._level <= logging.INFO:
                         self._display.on_commit()
-                case CheckpointDeleted():
+                case events.CheckpointDeleted():
                     self._line_status.checkpoints.pop(event.name, None)
-                case CheckpointValidated():
+                case events.CheckpointValidated():
                     self._show_validation(event)
                 case _:
                     self._show_state(event)
 
     def _show_state(self, event: Event) -> None:
         """Show the state of the run if the event changes it."""
-        is_first = not self._line_status.phase
+        status = self._line_status
+        is_first = not status.phase
         match event:
-            case AttemptStarted():
+            case events.AttemptStarted():
                 # Attempts before the first one that is shown were started by an earlier driver.
                 phase = ("resuming" if is_first else "restarting") if event.attempt else "starting"
                 detail = self._describe_start(event)
-            case WorkersStarted():
-                phase, detail = "running", ""
-                self._line_status.num_workers = len(event.workers)
-            case ValidationsPending():
+            case events.ValidationsPending():
                 phase, detail = "waiting for validations", event.description
-            case RunEnded():
-                phase, detail = event.outcome, ""
-            case ControllerFailed():
-                phase, detail = "failed", ""
+            case events.WorkersStarted() | events.RunEnded() | events.ControllerFailed():
+                phase, detail = status.state.status, ""
             case _:
                 return
-        self._line_status.phase, self._line_status.detail = phase, detail
+        status.phase, status.detail = phase, detail
         if self._level <= logging.INFO:
-            if is_first and self._line_status.path:
-                self._display.print_line(f"run directory {self._line_status.path}")
+            if is_first and status.path:
+                self._display.print_line(f"run directory {status.path}")
             self._display.on_state_change()
 
     def _show_failure(self, failure: WorkerFailure) -> None:
@@ -166,14 +147,14 @@ class Console:
         text = failure.headline() if failure.kind == "exit" else failure.describe()
         self._print(logging.CRITICAL, text)
 
-    def _describe_start(self, event: AttemptStarted) -> str:
+    def _describe_start(self, event: events.AttemptStarted) -> str:
         number = f"attempt {event.attempt}" if event.attempt else ""
         start = f"from {event.resume_checkpoint}" if event.resume_checkpoint else ""
         budget, self._budget = self._budget, ""
         detail = " ".join(part for part in (number, start) if part)
         return f"{detail} ({budget})" if budget else detail
 
-    def _show_validation(self, event: CheckpointValidated) -> None:
+    def _show_validation(self, event: events.CheckpointValidated) -> None:
         if event.status is ReportedCheckpointStatus.VALIDATED:
             metrics = format_metrics(event.metrics)
             self._print(logging.INFO, f"validated {event.name} in {event.seconds:.1f} s: {metrics}")

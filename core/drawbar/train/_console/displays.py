@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._lines import LineSplitter, StreamName
 from drawbar.train._protocol.messages import OutputLine
 
@@ -34,9 +35,9 @@ class DisplayStatus:
 
     Attributes:
         path: Run directory.
-        phase: State of the run, such as "running".
+        state: State of the run, without metrics.
+        phase: Status of the run, or a more specific text such as "waiting for validations".
         detail: Details of the phase.
-        num_workers: Number of workers; 0 before they have started.
         last_report: Index and metrics of the latest report of rank 0.
         last_checkpoint: Description of the latest checkpoint.
         checkpoints: Metrics of each committed checkpoint, by name.
@@ -45,9 +46,9 @@ class DisplayStatus:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.state = RunState()
         self.phase = ""
         self.detail = ""
-        self.num_workers = 0
         self.last_report: tuple[int, Mapping[str, object]] | None = None
         self.last_checkpoint = ""
         self.checkpoints: dict[str, Mapping[str, object]] = {}
@@ -62,8 +63,9 @@ class DisplayStatus:
 
     def format_activity(self) -> str:
         """Return the phase with its details."""
-        workers = f" on {self.num_workers} worker{'s' * (self.num_workers != 1)}"
-        text = self.phase + (workers if self.phase == "running" and self.num_workers else "")
+        number = self.state.num_workers
+        workers = f" on {number} worker{'s' * (number != 1)}"
+        text = self.phase + (workers if self.phase == "running" and number else "")
         return f"{text}: {self.detail}" if self.detail else text
 
     def format_last_report(self) -> str:
@@ -266,7 +268,7 @@ class PlainDisplay:
         """Print the state if it has changed."""
         state = self._status.format_activity()
         if state != self._shown_state:
-            if self._status.phase in ("restarting", "finished", "failed", "stopped"):
+            if self._status.phase in ("restarting", *FINAL_STATUSES):
                 self.close()
             self._shown_state = state
             self.print_line(state)

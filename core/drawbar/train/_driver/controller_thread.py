@@ -63,6 +63,7 @@ class ControllerThread:
     """
 
     is_detached = False
+    unresponsive_reason = ""
 
     def __init__(
         self,
@@ -123,16 +124,6 @@ class ControllerThread:
             self._executor.submit(self._thread.start)
         else:
             self._thread.start()
-
-    @property
-    def unresponsive_reason(self) -> str:
-        """Always empty: the run is in this process."""
-        return ""
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        return self._spec.name
 
     @property
     def path(self) -> str:
@@ -263,12 +254,9 @@ class ControllerThread:
         """Return the current or final state of the run."""
         return self._events.copy_state()
 
-    def read_log(self, rank: int) -> str:
-        """Return the output that a rank has written so far."""
-        path = self.directory.get_log_path(rank)
-        if path.exists():
-            return path.read_text(errors="replace")
-        return (self.directory.run_files.read(f"logs/{path.name}") or b"").decode(errors="replace")
+    def read_log(self, rank: int) -> bytes | None:
+        """Return the output that a rank has written so far, or None if it is not on this node."""
+        return self.directory.read_local_log(rank)
 
     @property
     def _has_ended(self) -> bool:

@@ -21,7 +21,7 @@ from drawbar.train._controller.run import RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.ray_run import start_ray_run
 from drawbar.train._driver_env import DriverEnvironment
-from drawbar.train._handle.event_buffer import EventBuffer, EventPosition
+from drawbar.train._history.event_stream import EventBuffer, EventPosition
 from drawbar.train._history.events import Event
 from drawbar.train._history.timeline import RunState
 from drawbar.train._ray_compat import is_worker_process_dead
@@ -152,8 +152,8 @@ class HostActor:
         """Return the current state of the run."""
         return self._get_controller_thread().get_state()
 
-    def read_log(self, rank: int) -> str:
-        """Return the output that a rank has written so far."""
+    def read_log(self, rank: int) -> bytes | None:
+        """Return the output that a rank has written so far, or None if it is not on this node."""
         return self._get_controller_thread().read_log(rank)
 
     def has_ended(self) -> bool:

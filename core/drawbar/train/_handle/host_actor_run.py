@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -23,11 +22,11 @@ from drawbar.train._driver.controller_thread import (
     STOPPED_AT_EXIT,
 )
 from drawbar.train._errors import ControllerError, RunInProgressError
-from drawbar.train._handle.ended_run import EndedRun
-from drawbar.train._handle.event_buffer import EventPosition
 from drawbar.train._handle.host_actor import POLL_SECONDS, EventBatch, HostActor, HostedRunInfo
+from drawbar.train._handle.run_view import REPLY_TIMEOUT_S, RunSource, read_outcome
+from drawbar.train._history.event_stream import EventPosition
 from drawbar.train._history.events import Notice
-from drawbar.train._history.timeline import FINAL_STATUSES, RunState
+from drawbar.train._history.timeline import RunState
 from drawbar.train._ray_compat import get_actor_id, get_actor_info
 from drawbar.train._serialization import serialize
 from drawbar.train._worker_group.cluster import get_ray_worker_id
@@ -43,9 +42,6 @@ T = TypeVar("T")
 NAMESPACE = "drawbar"
 """Ray namespace in which each detached run has an actor with the name of the run."""
 
-REPLY_TIMEOUT_S = 10.0
-"""The actor counts as unresponsive if it has not replied for this time."""
-
 _MAX_CONCURRENCY = 32  # a client occupies one slot while it polls
 
 _runs_by_actor_id: dict[str, HostActorRun] = {}
@@ -53,8 +49,8 @@ _runs_by_actor_id: dict[str, HostActorRun] = {}
 _attach_lock = threading.Lock()
 
 
-class HostActorRun:
-    """View of a run in a `HostActor`. It polls the events of the run and prints them here.
+class HostActorRun(RunSource):
+    """Source for a run in a `HostActor`. It polls the events of the run and prints them here.
 
     Args:
         actor: Host actor of the run.
@@ -64,8 +60,8 @@ class HostActorRun:
 
     def __init__(self, actor: HostHandle, info: HostedRunInfo, *, should_replay: bool) -> None:
         self._actor = actor
-        self._directory = info.directory
-        self._console = Console(info.level, self.path)
+        self.directory = info.directory
+        self._console = Console(info.level, self.directory.uri)
         self._position = EventPosition(0, 0) if should_replay else None
         self._outcome: RunOutcome | None = None
         self._last_poll_reply = time.monotonic()
@@ -78,16 +74,6 @@ class HostActorRun:
         _runs_by_actor_id[self._id] = self
         self._thread.start()
         atexit.register(self._stop_at_exit)
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        return self._directory.name
-
-    @property
-    def path(self) -> str:
-        """Run directory, as a path or URI."""
-        return self._directory.uri
 
     def _poll_loop(self) -> None:
         client_id = uuid.uuid4().hex
@@ -130,25 +116,19 @@ class HostActorRun:
             self._outcome = batch.outcome.deserialize()
 
     def _recover_outcome(self, error: Exception) -> RunOutcome:
-        """Return the outcome of the run after the host actor died.
-
-        If the run directory shows that the run has ended, this is its outcome. Otherwise, it is a
-        failed run with a `ControllerError`.
-        """
-        state = RunState()
-        with contextlib.suppress(Exception):
-            run = EndedRun(self._directory)
-            state = run.get_state()
-            if state.status in FINAL_STATUSES:
-                return run.get_outcome()
+        """Return the outcome of the run after the host actor died, from the run directory."""
+        path = self.directory.uri
         failure = ControllerError(
             f"the process that hosts the run no longer replies: {error}\n\nrun directory: "
-            f'{self.path}\nIf the run has ended, fit() with resume="auto" resumes from its latest '
+            f'{path}\nIf the run has ended, fit() with resume="auto" resumes from its latest '
             "checkpoint.",
             error,
-            path=self.path,
+            path=path,
         )
-        return RunOutcome(ControllerOutcome(error=failure), replace(state, status="failed"), None)
+        try:
+            return read_outcome(self.directory, failure)
+        except Exception:  # its journal cannot be read
+            return RunOutcome(ControllerOutcome(error=failure), RunState(status="failed"), None)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run has ended and return whether it has."""
@@ -171,17 +151,16 @@ class HostActorRun:
         """Description of an actor that has not replied for a while, or an empty string."""
         if self._ended.is_set() or time.monotonic() - self._last_poll_reply < REPLY_TIMEOUT_S:
             return ""
-        return _describe_unresponsive(self._actor, self.name)
+        return _describe_unresponsive(self._actor, self.directory.name)
 
     def get_state(self) -> RunState:
         """Return the current or final state of the run."""
         state: RunState | None = self._request(self._actor.get_state.remote)
         return state or self.get_outcome().snapshot
 
-    def read_log(self, rank: int) -> str:
-        """Return the output that a rank has written so far."""
-        text: str | None = self._request(lambda: self._actor.read_log.remote(rank))
-        return EndedRun(self._directory).read_log(rank) if text is None else text
+    def read_log(self, rank: int) -> bytes | None:
+        """Return the output that a rank has written so far, or None if the run has ended."""
+        return self._request(lambda: self._actor.read_log.remote(rank))
 
     def _request(self, call: Callable[[], ObjectRef[T]], *, extra_seconds: float = 0.0) -> T | None:
         """Call the actor and return its reply, or None if the run has ended.
@@ -197,7 +176,7 @@ class HostActorRun:
             return None
         timeout = POLL_SECONDS if self.unresponsive_reason else REPLY_TIMEOUT_S + extra_seconds
         try:
-            return _get_reply(self._actor, self.name, call(), timeout)
+            return _get_reply(self._actor, self.directory.name, call(), timeout)
         except RayTaskError as error:
             raise _unwrap_cause(error) from None
         except RayError:
@@ -351,7 +330,7 @@ def attach_to_host_actor(name: str, path: str | None = None) -> HostActorRun | N
     if path not in (None, info.directory.uri):
         return None
     with _attach_lock:
-        # One view for all handles of this process, so that output is shown only once.
+        # One source for all handles of this process, so that output is shown only once.
         return _runs_by_actor_id.get(get_actor_id(actor)) or HostActorRun(
             actor, info, should_replay=False
         )

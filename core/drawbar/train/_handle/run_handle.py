@@ -10,17 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Protocol
 
 from drawbar.train._config.checks import parse_duration
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
-from drawbar.train._controller.run import RunOutcome
 from drawbar.train._errors import UserAbort
-from drawbar.train._handle.ended_run import EndedRun
-from drawbar.train._handle.same_host_run import SameHostRun
+from drawbar.train._handle.run_view import EndedRun, RunSource, RunView, SameHostRun
 from drawbar.train._history.result import Result
 from drawbar.train._history.run_history import RunHistory
-from drawbar.train._history.timeline import RunState, Timeline
+from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
 from drawbar.train._storage.journal_file import is_locked
@@ -29,55 +26,6 @@ from drawbar.train._worker_group.cluster import try_connect_to_ray
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
 JOIN_INTERVAL_S = 1.0
-
-
-class RunView(Protocol):
-    """View of a run in this process, in a host actor, or in a run directory."""
-
-    is_detached: bool
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """Run directory, as a path or URI."""
-        ...
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait until the run has ended and return whether it has."""
-        ...
-
-    def stop(self, *, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
-        ...
-
-    def kill(self) -> None:
-        """Kill every process of the run immediately."""
-        ...
-
-    def diagnose(self) -> str:
-        """Return a description of what each rank is blocked in."""
-        ...
-
-    def get_state(self) -> RunState:
-        """Return the current or final state of the run."""
-        ...
-
-    def read_log(self, rank: int) -> str:
-        """Return the output that a rank has written so far."""
-        ...
-
-    def get_outcome(self) -> RunOutcome:
-        """Return the outcome of the run."""
-        ...
-
-    @property
-    def unresponsive_reason(self) -> str:
-        """Reason why the host of the run counts as unresponsive, or an empty string."""
-        ...
 
 
 class RunHandle:
@@ -100,6 +48,7 @@ class RunHandle:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
+        self._source = run.source
 
     @property
     def name(self) -> str:
@@ -119,7 +68,7 @@ class RunHandle:
     @property
     def is_done(self) -> bool:
         """True if the run has ended, so that `wait` returns or raises at once."""
-        return self._run.join(0)
+        return self._source.join(0)
 
     @property
     def metrics(self) -> Metrics | None:
@@ -181,7 +130,7 @@ class RunHandle:
             raise RuntimeError(
                 f"run {self.name!r} has ended ({self.status}): it has no workers to inspect"
             )
-        return self._run.diagnose()
+        return self._source.diagnose()
 
     def stop(self, *, save: bool = True) -> None:
         """Request the run to stop. It can be resumed with `resume="auto"`.
@@ -199,7 +148,7 @@ class RunHandle:
             result = run.wait()
             ```
         """
-        self._run.stop(save=save)
+        self._source.stop(save=save)
 
     def wait(self, timeout: float | timedelta | None = None) -> Result:
         """Wait until the run has ended. A run that was stopped has a result too.
@@ -231,7 +180,7 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
-        with _diagnose_on_signal(self._run.diagnose):
+        with _diagnose_on_signal(self._source.diagnose):
             while True:
                 try:
                     # Inside `try`: a second Ctrl-C may arrive while the first is handled.
@@ -240,12 +189,12 @@ class RunHandle:
                         self._interrupt(is_first=interrupts == 1)
                     remaining = max(0.0, deadline - time.monotonic())
                     # Wait in short intervals: a Ctrl-C just before a wait does not interrupt it.
-                    if self._run.join(min(remaining, JOIN_INTERVAL_S)):
+                    if self._source.join(min(remaining, JOIN_INTERVAL_S)):
                         break
                     if time.monotonic() >= deadline:
                         raise TimeoutError(self._describe_timeout(seconds))
                 except KeyboardInterrupt:
-                    if self._run.is_detached:
+                    if self._source.is_detached:
                         raise UserAbort(self._describe_detach()) from None
                     # The timeout does not apply while the run is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
@@ -259,13 +208,13 @@ class RunHandle:
 
     def _interrupt(self, *, is_first: bool) -> None:
         if is_first:
-            self._run.stop(save=False)
+            self._source.stop(save=False)
         else:
-            self._run.kill()
+            self._source.kill()
 
     def _describe_timeout(self, seconds: float | None) -> str:
         description = f"after {seconds:g} s run {self.name!r} in {self.path} has not ended"
-        return f"{description}; {self._run.unresponsive_reason or 'it continues'}"
+        return f"{description}; {self._source.unresponsive_reason or 'it continues'}"
 
     def _describe_detach(self) -> str:
         return (
@@ -280,7 +229,7 @@ class RunHandle:
             return f"RunHandle({self.name!r}, host does not reply, path={self.path!r})"
         parts = [repr(self.name), state.status]
         if state.status == "running":
-            parts.append(f"world size {state.timeline.attempts[-1].world_size}")
+            parts.append(f"world size {state.num_workers}")
         if state.stalled_ranks:
             parts.append(f"stalled ranks {', '.join(map(str, sorted(state.stalled_ranks)))}")
         if state.last_metrics:
@@ -323,13 +272,24 @@ def attach(
     is_name = "/" not in target and storage_filesystem is None
     path_or_uri = os.path.join(DEFAULT_STORAGE_PATH, target) if is_name else target
     directory = open_run_directory(path_or_uri, storage_filesystem)
+    return RunHandle(RunView(_find_source(directory, is_name=is_name)))
+
+
+def _find_source(directory: RunDirectory, *, is_name: bool) -> RunSource:
+    """Return the source of a run.
+
+    Args:
+        directory: Run directory.
+        is_name: Whether the user passed only a name, so that a detached run of this name comes
+            first.
+    """
     ended = None if is_name else EndedRun.find(directory)
     if ended is not None and ended.is_complete:
-        return RunHandle(ended)
+        return ended
     # Before Ray is tried: connecting takes a second, and a run on this host does not need it.
     same_host = SameHostRun.find(directory)
-    if same_host is not None and not same_host.get_state().is_detached:
-        return RunHandle(same_host)
+    if same_host is not None and not RunView(same_host).get_state().is_detached:
+        return same_host
     if same_host is None and not is_name and not _can_be_detached(directory):
         raise LookupError(_describe_directory(directory))
     # Here, because it imports Ray, which takes a second.
@@ -338,9 +298,9 @@ def attach(
     connect_error = try_connect_to_ray()
     uri = None if is_name else directory.uri
     hosted = attach_to_host_actor(directory.name, uri) if not connect_error else None
-    run = hosted or same_host or EndedRun.find(directory)
-    if run is not None:
-        return RunHandle(run)
+    source = hosted or same_host or EndedRun.find(directory)
+    if source is not None:
+        return source
     detached = (
         f"unknown, since {connect_error}"
         if connect_error
@@ -352,10 +312,10 @@ def attach(
 def _can_be_detached(directory: RunDirectory) -> bool:
     """Return whether the run may be in progress in a Ray actor, judging by its directory."""
     try:
-        events = RunHistory.read(directory).events
+        history = RunHistory.read(directory)
     except FileNotFoundError:
         return True  # the directory may be on another machine
-    return not events or RunState.from_events(events).is_detached
+    return not history.events or history.state.is_detached
 
 
 def _describe_directory(directory: RunDirectory) -> str:

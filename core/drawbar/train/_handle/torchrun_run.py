@@ -1,4 +1,4 @@
-"""View of a run from a torchrun process with a rank above 0.
+"""Source for a run in torchrun processes with a rank above 0.
 
 Each process that torchrun starts calls `fit()` or `start()`. Rank 0 runs the controller; the other
 ranks connect to it, and their `fit()` ends when the run ends.
@@ -26,8 +26,7 @@ from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
 from drawbar.train._driver.caller_executor import CallerExecutor
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._errors import ControllerError
-from drawbar.train._handle.ended_run import EndedRun
-from drawbar.train._history.run_history import RunHistory
+from drawbar.train._handle.run_view import RunSource
 from drawbar.train._history.timeline import RunState
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
 from drawbar.train._protocol.codec import ProtocolError
@@ -164,8 +163,8 @@ def _get_gpu_ids(spec: RunSpec, ranks: Ranks) -> tuple[str, ...]:
     return get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker), ranks.local_rank)
 
 
-class TorchrunRun:
-    """A run in the process of rank 0, in which this process takes part as another rank.
+class TorchrunRun(RunSource):
+    """Source for a run that rank 0 controls, in which this process takes part as another rank.
 
     Args:
         store: Store of the launcher.
@@ -180,9 +179,6 @@ class TorchrunRun:
         ControllerError: Rank 0 died.
         Exception: Rank 0 cannot start the run.
     """
-
-    is_detached = False
-    unresponsive_reason = ""
 
     def __init__(
         self,
@@ -205,22 +201,12 @@ class TorchrunRun:
         self._outcome: RunOutcome | None = None
         info = make_local_worker_info(ranks, _get_gpu_ids(spec, ranks))
         try:
-            self._connection, self._directory = connect_to_rank_zero(
+            self._connection, self.directory = connect_to_rank_zero(
                 store, key, ranks.world_rank, info
             )
         except (ProtocolError, OSError, EOFError) as error:
             raise _make_rank_zero_lost_error(error) from error
         threading.Thread(target=self._receive_loop, name="drawbar-rank-zero", daemon=True).start()
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        return self._directory.name
-
-    @property
-    def path(self) -> str:
-        """Run directory, as a path or URI."""
-        return self._directory.uri
 
     # -- commands of rank 0
 
@@ -229,7 +215,7 @@ class TorchrunRun:
             while self._outcome is None:
                 self._handle_command(self._connection.receive())
         except (ProtocolError, OSError, EOFError) as error:
-            lost = _make_rank_zero_lost_error(error, self.path)
+            lost = _make_rank_zero_lost_error(error, self.directory.uri)
             self._outcome = RunOutcome(
                 ControllerOutcome(error=lost), RunState(status="failed"), None
             )
@@ -310,20 +296,13 @@ class TorchrunRun:
         """Return an empty string: rank 0 prints the diagnosis."""
         return ""
 
-    def get_state(self) -> RunState:
-        """Return the current or final state of the run."""
-        if self._outcome is not None:
-            return self._outcome.snapshot
-        return RunHistory.read(self._directory).make_state()
+    def get_state(self) -> RunState | None:
+        """Return the final state of the run, or None if it has not ended."""
+        return None if self._outcome is None else self._outcome.snapshot
 
-    def read_log(self, rank: int) -> str:
-        """Return the output that a rank has written so far."""
-        return EndedRun(self._directory).read_log(rank)
-
-    def get_outcome(self) -> RunOutcome:
+    def get_outcome(self) -> RunOutcome | None:
         """Wait until the run has ended and return its outcome."""
         self._ended.wait()
-        assert self._outcome is not None
         return self._outcome
 
 

@@ -91,7 +91,7 @@ def find_unused_files(
             )
     starts = [event for event in events if isinstance(event, RunStarted)]
     if num_to_keep is not None and starts:
-        config = replace(parse_checkpoint_config(starts[-1]), num_to_keep=num_to_keep)
+        config = replace(parse_checkpoint_config(starts[-1].config), num_to_keep=num_to_keep)
         yield from _find_surplus_checkpoints(directory, list_committed_names(events), config)
 
 

@@ -1,19 +1,28 @@
-"""Store each event, and deliver it to the run state and the watchers, in order."""
+"""Store each event, and deliver it to the run state and the watchers, in order.
+
+An `EventBuffer` is the watcher for clients in other processes.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from drawbar.train._history.events import Event, JournalEntry, ReportsReceived
+from drawbar.train._history import events
+from drawbar.train._history.events import Event
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.timeline import RunState
 
 Emit = Callable[[Event], None]
+
+MAX_EVENTS = 4096
+"""Number of events that an `EventBuffer` keeps."""
 
 _logger = logging.getLogger(__name__)
 
@@ -59,9 +68,9 @@ class EventStream:
         Raises:
             OSError: The event cannot be written. No watcher receives it.
         """
-        if isinstance(event, JournalEntry):
+        if isinstance(event, events.JournalEntry):
             self._journal.append(event)
-        elif isinstance(event, ReportsReceived):
+        elif isinstance(event, events.ReportsReceived):
             self._reports.append(event)
         # The files and the watchers are outside the lock: a slow disk must not block readers of
         # the state.
@@ -83,3 +92,106 @@ class EventStream:
         with self._lock:
             # A copy, because this thread changes its own while the caller reads.
             return copy.deepcopy(self._state)
+
+
+@dataclass(frozen=True)
+class EventPosition:
+    """Position of a client: number of events and number of reports of rank 0 it has received."""
+
+    events: int
+    reports: int
+
+
+class EventBuffer:
+    """Watcher that buffers events for clients, which fetch them with `get_events_after`.
+
+    The latest `MAX_EVENTS` events are buffered, but only the latest report of rank 0: there may
+    be thousands of reports per second, and a console shows few. A new client starts with the
+    events that describe the current status.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Bounded: a suspended client must not fill the memory of the host.
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._last_status_event: Event | None = None
+        self._last_checkpoint_event: Event | None = None
+        self._last_report_event: Event | None = None
+        self._event_count = 0
+        self._report_count = 0
+        self._is_closed = False
+
+    def on_event(self, event: Event) -> None:
+        """Store an event. Reports do not wake clients."""
+        with self._changed:
+            match event:
+                case events.ReportsReceived():
+                    if event.rank == 0:
+                        self._last_report_event = replace(
+                            event,
+                            indices=event.indices[-1:],
+                            times=event.times[-1:],
+                            metrics=event.metrics[-1:],
+                        )
+                        self._report_count += len(event.indices)
+                    return
+                case events.RoundCompleted():
+                    return  # only for callbacks, which run in the host
+                case (
+                    events.AttemptStarted()
+                    | events.WorkersStarted()
+                    | events.ValidationsPending()
+                    | events.RunEnded()
+                    | events.ControllerFailed()
+                ):
+                    self._last_status_event = event
+                case events.CheckpointCommitted():
+                    self._last_checkpoint_event = event
+                case _:
+                    pass
+            self._events.append(event)
+            self._event_count += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Do nothing: clients may not have received all events yet."""
+
+    def wake_clients(self) -> None:
+        """Wake all waiting clients, because no further events follow."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def get_events_after(
+        self, position: EventPosition | None, timeout: float
+    ) -> tuple[list[Event], EventPosition]:
+        """Return the events after a position, and the new position.
+
+        Args:
+            position: Position of the client. None returns the events that describe the current
+                status.
+            timeout: Maximum number of seconds to wait for the first event.
+        """
+        with self._changed:
+            if position is None:
+                status_events = (self._last_status_event, self._last_checkpoint_event)
+                new_events = [event for event in status_events if event is not None]
+                # Count no report as received, so that a new client is shown the latest one.
+                position = EventPosition(self._event_count, 0)
+            else:
+                num_received = position.events
+                self._changed.wait_for(
+                    lambda: self._is_closed or self._event_count > num_received, timeout
+                )
+                new_events = self._events_after(num_received)
+            if self._last_report_event is not None and self._report_count > position.reports:
+                new_events.append(self._last_report_event)
+            return new_events, EventPosition(self._event_count, self._report_count)
+
+    def _events_after(self, num_received: int) -> list[Event]:
+        num_new = self._event_count - num_received
+        num_lost = num_new - len(self._events)
+        if num_lost > 0:
+            notice = events.Notice(f"{num_lost} lines are not shown because they arrived too fast")
+            return [notice, *self._events]
+        return list(self._events)[len(self._events) - num_new :]

@@ -15,14 +15,16 @@ from dataclasses import fields
 from numbers import Real
 
 from drawbar.train._config.run_config import CheckpointConfig
-from drawbar.train._history.events import RunStarted
 from drawbar.train._metrics import describe_available, flatten
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 
 
-def parse_checkpoint_config(event: RunStarted) -> CheckpointConfig:
-    """Return the retention policy of a start, without settings that this version does not have."""
-    journaled = event.config.get("checkpoint_config")
+def parse_checkpoint_config(config: Mapping[str, object]) -> CheckpointConfig:
+    """Return the retention policy of a journaled configuration.
+
+    Settings that this version does not have are omitted.
+    """
+    journaled = config.get("checkpoint_config")
     settings = journaled if isinstance(journaled, Mapping) else {}
     known = {field.name for field in fields(CheckpointConfig)}
     try:

@@ -7,9 +7,7 @@ import os
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._errors import TrainingFailedError
-from drawbar.train._history.events import RunEnded, RunStarted
 from drawbar.train._history.html import RunCard, extract_curves
 from drawbar.train._history.ledger import DataLedger
 from drawbar.train._history.ranking import (
@@ -20,7 +18,7 @@ from drawbar.train._history.ranking import (
 )
 from drawbar.train._history.report_frame import make_frame
 from drawbar.train._history.run_history import RunHistory
-from drawbar.train._history.timeline import RunState, Timeline
+from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import Metrics, describe_available
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore
@@ -107,12 +105,9 @@ class Result:
     ) -> Result:
         """Read the result of a run. If `history` is passed, the journal is not read."""
         current = RunHistory.read_local_or_remote(directory) if history is None else history
-        config, error = CheckpointConfig(), None
-        for event in current.events:
-            if isinstance(event, RunStarted):
-                config, error = parse_checkpoint_config(event), None
-            elif isinstance(event, RunEnded) and event.outcome == "failed":
-                error = TrainingFailedError(event.error, path=directory.uri)
+        state = current.state
+        config = parse_checkpoint_config(state.config)
+        has_failed = state.status == "failed"
         # Read the checkpoints from their directories. The journal may list checkpoints that a user
         # has deleted, or whose deletion by retention was interrupted by a kill.
         manifests = _list_intact_checkpoints(directory.checkpoints)
@@ -136,7 +131,7 @@ class Result:
             best_checkpoints=[
                 pairs[manifest.name] for manifest in rank_checkpoints(manifests, config)
             ],
-            error=error,
+            error=TrainingFailedError(state.error, path=directory.uri) if has_failed else None,
         )
 
     @property
@@ -191,7 +186,7 @@ class Result:
     @property
     def timeline(self) -> Timeline:
         """Durations and outcomes of all attempts."""
-        return Timeline.from_events(self._read_history().events)
+        return self._read_history().state.timeline
 
     def _read_history(self) -> RunHistory:
         if self._history is not None:
@@ -254,7 +249,7 @@ class Result:
         status, curves = "", {}
         try:
             history = self._read_history()
-            status = RunState.from_events(history.events).status if history.events else ""
+            status = history.state.status if history.events else ""
             curves = extract_curves(history, is_sampled=True)
         except (OSError, ValueError):
             pass

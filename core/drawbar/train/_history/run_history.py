@@ -113,8 +113,14 @@ class RunHistory:
 
     # -- last reports
 
+    @cached_property
+    def state(self) -> RunState:
+        """State of the run after its last event, without metrics."""
+        return RunState.from_events(self.events)
+
     def make_state(self) -> RunState:
         """Return the state of the run after its last event and report."""
+        # A new object: the controller of a resumed run applies further events to it.
         state = RunState.from_events(self.events)
         state.last_metrics = self._get_last_metrics()
         return state

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drawbar.train._errors import CheckpointError, DamagedRunError, UnsupportedFormatError
 from drawbar.train._history.cleanup import UnusedFile, find_unused_files
-from drawbar.train._history.events import JournaledEvent, RunEnded, RunStarted
+from drawbar.train._history.events import JournaledEvent
 from drawbar.train._history.html import extract_curves
 from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.report_ranges import (
@@ -130,7 +130,7 @@ class RunRecord:
         """
         if not self._events:
             return UNKNOWN
-        status = RunState.from_events(self._events).status
+        status = self._history.state.status
         if status in FINAL_STATUSES or is_locked(self._directory.journal_path):
             return status
         # The lock is held on the driver's machine. There are no locks in an object store.
@@ -139,8 +139,7 @@ class RunRecord:
     @property
     def config(self) -> dict[str, object]:
         """Configuration of the last start, as JSON values and reprs."""
-        starts = [event.config for event in self._events if isinstance(event, RunStarted)]
-        return starts[-1] if starts else {}
+        return self._history.state.config
 
     # -- events
 
@@ -157,13 +156,12 @@ class RunRecord:
     @property
     def timeline(self) -> Timeline:
         """Attempts of the run, with their durations and outcomes."""
-        return Timeline.from_events(self._events)
+        return self._history.state.timeline
 
     @property
     def error(self) -> str:
         """Error of a failed run; "" if it did not fail."""
-        ends = [event for event in self._events if isinstance(event, RunStarted | RunEnded)]
-        return ends[-1].error if ends and isinstance(ends[-1], RunEnded) else ""
+        return self._history.state.error
 
     @property
     def metrics(self) -> Metrics | None:
@@ -349,13 +347,10 @@ class RunRecord:
 
                 print((runs.find_run("experiment").read_log(0) or b"").decode())
         """
-        log_path = self._directory.get_log_path(rank)
-        data = read_file_or_none(log_path.parent, log_path.name, offset)
-        if data is not None:  # newer than the copy in an object store
-            return data
-        stored = self._directory.run_files.read(
-            os.path.relpath(log_path, self._directory.local_path)
-        )
+        log = self._directory.read_local_log(rank, offset)
+        if log is not None:
+            return log
+        stored = self._directory.run_files.read(f"logs/rank_{rank}.log")
         return None if stored is None else stored[offset:]
 
     def follow_log(self, rank: int) -> Iterator[bytes]:

@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from drawbar.train._history.events import (
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    ControllerFailed,
-    Event,
-    FirstReportReceived,
-    JournalEntry,
-    RanksStalled,
-    ReportsReceived,
-    RunEnded,
-    RunStarted,
-    UserFunctionStarted,
-    WorkersStarted,
-)
+from drawbar.train._history import events
+from drawbar.train._history.events import Event
 from drawbar.train._metrics import Metrics
 
 _MAX_PLAUSIBLE_SECONDS = 1e10  # larger values come from a damaged journal or a wrong clock
@@ -128,7 +115,7 @@ class Timeline:
         Args:
             event: The event.
         """
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, events.AttemptStarted):
             self.attempts.append(AttemptTimes(attempt=event.attempt, start_time=event.time))
         elif self.attempts:
             _apply_to_attempt(self.attempts[-1], event)
@@ -139,22 +126,22 @@ class Timeline:
 
 def _apply_to_attempt(attempt: AttemptTimes, event: Event) -> None:
     match event:
-        case WorkersStarted():
+        case events.WorkersStarted():
             attempt.workers_ready_time = event.time
             attempt.world_size = len(event.workers)
-        case UserFunctionStarted():
+        case events.UserFunctionStarted():
             attempt.function_start_time = max(event.time, attempt.function_start_time or 0.0)
-        case FirstReportReceived() if attempt.first_report_time is None:
+        case events.FirstReportReceived() if attempt.first_report_time is None:
             attempt.first_report_time = event.time
-        case CheckpointCommitted():
+        case events.CheckpointCommitted():
             attempt.num_checkpoints += 1
             attempt.checkpoint_seconds += event.seconds
-        case AttemptEnded():
+        case events.AttemptEnded():
             attempt.end_time = event.time
             attempt.outcome = (
                 f"failed: {event.failure_headlines[0] if event.failure_headlines else event.cause}"
             )
-        case RunEnded() if attempt.end_time is None:
+        case events.RunEnded() if attempt.end_time is None:
             attempt.end_time = event.time
             attempt.outcome = event.outcome
         case _:
@@ -173,14 +160,20 @@ class RunState:
         last_metrics: Last reported metrics of each rank.
         stalled_ranks: Description of each stalled rank.
         timeline: Attempts so far.
+        num_workers: Number of workers of the last attempt that started them.
         is_detached: Whether the run can outlive its driver.
+        config: Configuration of the last start, as JSON values and reprs.
+        error: Error of a failed run, or "".
     """
 
     status: str = "starting"
     last_metrics: dict[int, Metrics] = field(default_factory=dict)
     stalled_ranks: dict[int, str] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
+    num_workers: int = 0
     is_detached: bool = False
+    config: dict[str, object] = field(default_factory=dict)
+    error: str = ""
 
     @classmethod
     def from_events(cls, events: Iterable[Event]) -> RunState:
@@ -192,32 +185,32 @@ class RunState:
 
     def apply(self, event: Event) -> None:
         """Update the state with the next event."""
-        if isinstance(event, ReportsReceived):
+        if isinstance(event, events.ReportsReceived):
             self.last_metrics[event.rank] = event.metrics[-1]
-        if not isinstance(event, JournalEntry | ControllerFailed):
+        if not isinstance(event, events.JournalEntry | events.ControllerFailed):
             return  # does not change anything else
         self.timeline.apply(event)
         match event:
-            case RunStarted():
-                self.status = "starting"
-                self.is_detached = event.detached
+            case events.RunStarted():
+                self.status, self.error = "starting", ""
+                self.is_detached, self.config = event.detached, event.config
             # While the first start of the workers is retried, the status remains "starting".
-            case AttemptStarted() if self.status == "running":
+            case events.AttemptStarted() if self.status == "running":
                 self.status = "restarting"
-            case WorkersStarted():
-                self.status = "running"
+            case events.WorkersStarted():
+                self.status, self.num_workers = "running", len(event.workers)
                 # An elastic run may have fewer ranks than before: drop the metrics of the others.
-                ranks = range(len(event.workers))
+                ranks = range(self.num_workers)
                 self.last_metrics = {
                     rank: self.last_metrics[rank] for rank in ranks if rank in self.last_metrics
                 }
-            case RanksStalled():
+            case events.RanksStalled():
                 self.stalled_ranks = event.descriptions
-            case AttemptEnded():
+            case events.AttemptEnded():
                 self.stalled_ranks = {}
-            case RunEnded():
-                self.status, self.stalled_ranks = event.outcome, {}
-            case ControllerFailed():
+            case events.RunEnded():
+                self.status, self.error, self.stalled_ranks = event.outcome, event.error, {}
+            case events.ControllerFailed():
                 self.status, self.stalled_ranks = "failed", {}
             case _:
                 pass

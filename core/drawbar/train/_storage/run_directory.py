@@ -34,6 +34,7 @@ from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.filesystem_identity import describe_endpoint
 from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.local_store import LocalCheckpointStore
+from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.remote_store import RemoteCheckpointStore
 from drawbar.train._storage.run_files import TRAINER_FILE, RemoteRunFiles, RunFiles
@@ -134,6 +135,14 @@ class RunDirectory:
     def get_log_path(self, rank: int) -> Path:
         """Return the path of the complete output of a rank."""
         return self.local_path / "logs" / f"rank_{rank}.log"
+
+    def read_local_log(self, rank: int, offset: int = 0) -> bytes | None:
+        """Return the output of a rank from an offset, or None if this node does not have it.
+
+        On the node of the controller, it is newer than the copy in remote storage.
+        """
+        path = self.get_log_path(rank)
+        return read_file_or_none(path.parent, path.name, offset)
 
     def get_exit_report_path(self, hostname: str, pid: int) -> Path:
         """Return the path of the file that records how a worker process ended."""

@@ -1,0 +1,243 @@
+"""`RunView`: one view of a run, in this process, in another one, or ended.
+
+A `RunSource` connects the view to the run:
+
+- `ControllerThread`: the controller runs in this process.
+- `SameHostRun`: it runs in another process of this user on this host.
+- `HostActorRun`: it runs in an actor (detached runs, Ray Client).
+- `TorchrunRun`: it runs in the process of rank 0.
+- `EndedRun`: no process runs it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import weakref
+from dataclasses import replace
+from typing import Protocol
+
+import cloudpickle
+
+from drawbar.train._controller.run import ControllerOutcome, RunOutcome
+from drawbar.train._driver import control_socket
+from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
+from drawbar.train._errors import ControllerError
+from drawbar.train._history.result import Result
+from drawbar.train._history.run_history import RunHistory
+from drawbar.train._history.timeline import FINAL_STATUSES, RunState
+from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.run_files import OUTCOME_FILE
+
+REPLY_TIMEOUT_S = 10.0
+"""Time after which a process that has not replied counts as unresponsive."""
+
+
+class RunSource(control_socket.ControllableRun, Protocol):
+    """Connection to a run: the source of its state, and the way to control it.
+
+    The methods that return None leave the reply to the run directory.
+    """
+
+    directory: RunDirectory
+    """Run directory."""
+    is_detached: bool = False
+    """Whether the run continues when this process stops waiting for it."""
+
+    @property
+    def unresponsive_reason(self) -> str:
+        """Reason why the process that controls the run counts as unresponsive, or ""."""
+        return ""
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the run has ended and return whether it has."""
+        ...
+
+    def get_state(self) -> RunState | None:
+        """Return the current or final state of the run."""
+        return None
+
+    def read_log(self, rank: int) -> bytes | None:
+        """Return the output that a rank has written so far."""
+        return None
+
+    def get_outcome(self) -> RunOutcome | None:
+        """Return the outcome of the run, after its end."""
+        return None
+
+
+class RunView:
+    """View of a run: its name, state, logs, and outcome.
+
+    Attributes:
+        source: Connection to the run.
+    """
+
+    def __init__(self, source: RunSource) -> None:
+        self.source = source
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.source.directory.name
+
+    @property
+    def path(self) -> str:
+        """Run directory, as a path or URI."""
+        return self.source.directory.uri
+
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
+        state = self.source.get_state()
+        return RunHistory.read(self.source.directory).make_state() if state is None else state
+
+    def read_log(self, rank: int) -> str:
+        """Return the output that a rank has written so far."""
+        log = self.source.read_log(rank)
+        if log is None:
+            log = self.source.directory.run_files.read(f"logs/rank_{rank}.log")
+        return (log or b"").decode(errors="replace")
+
+    def get_outcome(self) -> RunOutcome:
+        """Return the outcome of the run, after its end."""
+        outcome = self.source.get_outcome()
+        return read_outcome(self.source.directory) if outcome is None else outcome
+
+
+class EndedRun(RunSource):
+    """Source for a run that has ended: its directory."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self._history = RunHistory.read(directory)
+        self._state = self._history.make_state()
+
+    @classmethod
+    def find(cls, directory: RunDirectory) -> EndedRun | None:
+        """Return the run in a directory, or None if there is none or it has not ended."""
+        try:
+            run = cls(directory)
+        except FileNotFoundError:
+            return None
+        return run if run.get_state().status in FINAL_STATUSES else None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all files of the run are written.
+
+        The host actor of a detached run writes the outcome last. Other runs store no outcome.
+        """
+        return not self._state.is_detached or self._read_outcome_file() is not None
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Return True."""
+        return True
+
+    def stop(self, *, save: bool) -> None:
+        """Do nothing."""
+
+    def kill(self) -> None:
+        """Do nothing."""
+
+    def diagnose(self) -> str:
+        """Return an empty string: there are no workers."""
+        return ""
+
+    def get_state(self) -> RunState:
+        """Return the state after the last event in the journal."""
+        return self._state
+
+    def get_outcome(self) -> RunOutcome:
+        """Return the outcome of the run, with return values if it was detached.
+
+        Other runs store no outcome. A file with its name in their directory is not trusted, and is
+        therefore not unpickled.
+        """
+        serialized = self._read_outcome_file() if self._state.is_detached else None
+        if serialized is not None:
+            with contextlib.suppress(Exception):  # its classes may not be importable here
+                outcome: RunOutcome = cloudpickle.loads(serialized)
+                # An earlier start of the run may have stored it.
+                if outcome.snapshot.timeline == self._state.timeline:
+                    return outcome
+        result = Result.from_run_directory(self.directory, self._history)
+        return RunOutcome(ControllerOutcome(error=result.error), self._state, result)
+
+    def _read_outcome_file(self) -> bytes | None:
+        return self.directory.run_files.read(OUTCOME_FILE)
+
+
+class SameHostRun(RunSource):
+    """Source for a run that another process of this user on this host controls.
+
+    That process accepts requests through a socket. Create instances with `find`.
+    """
+
+    is_detached = True  # the run continues when its clients stop waiting
+
+    def __init__(self, directory: RunDirectory, connection: socket.socket) -> None:
+        self.directory = directory
+        self._connection = connection
+        # Close the connection with the handle, so that the run does not keep a dead client.
+        weakref.finalize(self, connection.close)
+
+    @classmethod
+    def find(cls, directory: RunDirectory) -> SameHostRun | None:
+        """Return the run in a directory, or None if no process of this user here runs it."""
+        connection = control_socket.connect(directory.local_path, control_socket.WAIT_FOR_END)
+        return None if connection is None else cls(directory, connection)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the run has ended and return whether it has."""
+        ended, _, _ = select.select([self._connection], [], [], timeout)
+        return bool(ended)
+
+    def stop(self, *, save: bool) -> None:
+        """Stop the run: gracefully after its next commit, or immediately."""
+        self._request("stop" if save else "stop now")
+
+    def kill(self) -> None:
+        """Kill every process of the run immediately."""
+        self._request("kill")
+
+    def diagnose(self) -> str:
+        """Return a description of what each rank is blocked in, or "" if the run has ended."""
+        return self._request("diagnose", extra_seconds=DIAGNOSIS_TIMEOUT_S)
+
+    def _request(self, request: str, *, extra_seconds: float = 0.0) -> str:
+        timeout = REPLY_TIMEOUT_S + extra_seconds
+        reply = control_socket.send_request(self.directory.local_path, request, timeout)
+        if reply is not None and reply.error:
+            name, uri = self.directory.name, self.directory.uri
+            raise RuntimeError(f"run {name!r} in {uri}: {reply.error}")
+        return "" if reply is None else reply.text
+
+    def read_log(self, rank: int) -> bytes | None:
+        """Return the output that a rank has written so far."""
+        return self.directory.read_local_log(rank)
+
+
+def read_outcome(directory: RunDirectory, error: ControllerError | None = None) -> RunOutcome:
+    """Return the outcome of a run whose controller has ended or died, from the run directory.
+
+    Args:
+        directory: Run directory.
+        error: Outcome of a run that did not end according to its journal.
+
+    Returns:
+        The outcome. If the controller died, the run has failed with a `ControllerError`.
+    """
+    state = RunState()
+    with contextlib.suppress(FileNotFoundError):
+        run = EndedRun(directory)
+        state = run.get_state()
+        if state.status in FINAL_STATUSES:
+            return run.get_outcome()
+    if error is None:
+        error = ControllerError(
+            "the process that hosted the run died, and its journal contains no end\n\nrun "
+            f'directory: {directory.uri}\nTo resume from the latest checkpoint, set resume="auto".',
+            path=directory.uri,
+        )
+    return RunOutcome(ControllerOutcome(error=error), replace(state, status="failed"), None)
