@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 from drawbar import train
 from drawbar.train import (
     CheckpointUploadMode,
+    ControllerError,
     DataParallelTrainer,
     RunConfig,
     RunHandle,
@@ -301,3 +303,27 @@ def test_fit_in_thread_continues_after_end_of_main_thread(
     assert "Traceback" not in err
     assert (tmp_path / "ended").read_text() == "checkpoint_000001"
     assert (tmp_path / "reported").exists()
+
+
+def test_handle_of_suspended_and_killed_driver_shows_failed_run(
+    tmp_path: Path, run_config: RunConfig, drivers: Drivers, pipe: Pipe
+) -> None:
+    def function() -> None:
+        print("printed")
+        train.report({"step": 1})
+        train.collective.barrier()
+        pipe.send("trains")
+        wait_forever()
+
+    with drivers(lambda: trainer(function, run_config, num_workers=0).fit()) as driver:
+        pipe.receive()
+        run = train.attach(tmp_path / "run")
+        driver.send_signal(signal.SIGSTOP)
+        assert (run.status, run.is_done, run.metrics) == ("running", False, {"step": 1})
+        assert run.get_logs().startswith("printed\n")
+        driver.kill()
+        driver.wait(60)
+    with pytest.raises(ControllerError, match="process that hosted the run died"):
+        run.wait(60)
+    assert (run.status, run.is_done, run.metrics) == ("failed", True, {"step": 1})
+    assert run.timeline.attempts[0].world_size == 1

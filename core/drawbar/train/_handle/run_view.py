@@ -27,6 +27,7 @@ from drawbar.train._errors import ControllerError
 from drawbar.train._history.result import Result
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
+from drawbar.train._storage.journal_file import is_locked
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.run_files import OUTCOME_FILE
 
@@ -213,9 +214,23 @@ class SameHostRun(RunSource):
             raise RuntimeError(f"run {name!r} in {uri}: {reply.error}")
         return "" if reply is None else reply.text
 
+    def get_state(self) -> RunState | None:
+        """Return the final state of the run, or None if it is in progress."""
+        # After its end, another process may have resumed it.
+        is_in_progress = not self.join(0) or is_locked(self.directory.journal_path)
+        return None if is_in_progress else _read_final_state(self.directory)
+
     def read_log(self, rank: int) -> bytes | None:
         """Return the output that a rank has written so far."""
         return self.directory.read_local_log(rank)
+
+
+def _read_final_state(directory: RunDirectory) -> RunState:
+    """Return the state of a run whose controller has ended or died. If it died, the run failed."""
+    state = RunState()
+    with contextlib.suppress(FileNotFoundError):  # the directory is on another machine, or deleted
+        state = RunHistory.read(directory).make_state()
+    return state if state.status in FINAL_STATUSES else replace(state, status="failed")
 
 
 def read_outcome(directory: RunDirectory, error: ControllerError | None = None) -> RunOutcome:
@@ -228,16 +243,13 @@ def read_outcome(directory: RunDirectory, error: ControllerError | None = None) 
     Returns:
         The outcome. If the controller died, the run has failed with a `ControllerError`.
     """
-    state = RunState()
-    with contextlib.suppress(FileNotFoundError):
-        run = EndedRun(directory)
-        state = run.get_state()
-        if state.status in FINAL_STATUSES:
-            return run.get_outcome()
+    ended = EndedRun.find(directory)
+    if ended is not None:
+        return ended.get_outcome()
     if error is None:
         error = ControllerError(
             "the process that hosted the run died, and its journal contains no end\n\nrun "
             f'directory: {directory.uri}\nTo resume from the latest checkpoint, set resume="auto".',
             path=directory.uri,
         )
-    return RunOutcome(ControllerOutcome(error=error), replace(state, status="failed"), None)
+    return RunOutcome(ControllerOutcome(error=error), _read_final_state(directory), None)
