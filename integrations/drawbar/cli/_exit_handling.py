@@ -113,9 +113,9 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
         if message := _describe_failure(error):
             print(message, file=sys.stderr)
         code = exit_code_for(error)
-    if (error := _flush_stdout()) is not None:
+    if (flush_error := _flush_stdout()) is not None:
         print(
-            f"drawbar: error: Standard output is incomplete: {error.strerror}. "
+            f"drawbar: error: Standard output is incomplete: {flush_error.strerror}. "
             f"'drawbar logs {handle.path}' prints all of it.",
             file=sys.stderr,
         )
