@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +30,7 @@ from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
+from drawbar.train._storage.report_files import Segment
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train.runs import find_run
 from drawbar.train.testing import check_run, kill_at, run_in_threads
@@ -238,10 +240,26 @@ def test_blocks_with_alternating_names_are_merged() -> None:
     metrics: list[Metrics] = [{"loss": step} if step % 2 else {"acc": step} for step in range(100)]
     blocks = make_blocks(3, range(100), [0.0] * 100, metrics)
     assert len(blocks) == 100
-    merged = merge_blocks(blocks)
+    merged = list(merge_blocks(blocks))
     assert [list(block.metrics) for block in merged] == [["acc"], ["loss"]]
     assert [decode_block(encode(block)) for block in merged] == merged
     assert merged[0].indices == list(range(0, 100, 2))
+
+
+def test_compression_of_segment_needs_memory_independent_of_its_size(run: Run) -> None:
+    peaks = []
+    for attempt, num_reports in enumerate([20_000, 80_000]):
+        run.start_attempt(attempt, 0, 1)
+        for first in range(0, num_reports, 100):
+            run.report(attempt, 0, first, [{"loss": math.sqrt(first + row)} for row in range(100)])
+        directory, segment = run.directory, Segment(attempt, 0)
+        tracemalloc.start()
+        report_log.compress_open_segment(directory, segment, {})
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]
+    (last,) = run.read().reports.get_last(1).values()
+    assert last.get_metrics(-1) == {"loss": math.sqrt(79_999)}
 
 
 class Recorder(UserCallback):

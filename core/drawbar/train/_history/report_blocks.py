@@ -8,7 +8,7 @@ of nested metrics are JSON objects. Non-finite floats are encoded as in the jour
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -121,24 +121,22 @@ def make_blocks(
     return blocks
 
 
-def merge_blocks(blocks: Iterable[ReportBlock]) -> list[ReportBlock]:
-    """Merge blocks into few large ones, sorted by their first report and their rank.
+def merge_blocks(blocks: Iterable[ReportBlock]) -> Iterator[ReportBlock]:
+    """Merge blocks into few large ones with about `MAX_BLOCK_REPORTS` reports.
 
     Alternating metric names of a rank lead to one block for each set of names, whose numbers are
-    not consecutive.
+    not consecutive. Only the blocks that are not complete yet are in memory.
     """
     groups: dict[tuple[int, tuple[str, ...]], list[ReportBlock]] = {}
     sizes: dict[tuple[int, tuple[str, ...]], int] = {}
-    merged: list[ReportBlock] = []
     for block in blocks:
         key = block.rank, tuple(block.metrics)
         groups.setdefault(key, []).append(block)
         sizes[key] = sizes.get(key, 0) + len(block)
         if sizes[key] >= MAX_BLOCK_REPORTS:
-            merged.append(_concatenate(groups.pop(key)))
+            yield _concatenate(groups.pop(key))
             del sizes[key]
-    merged += map(_concatenate, groups.values())
-    return sorted(merged, key=lambda block: (block.indices[0], block.rank))
+    yield from map(_concatenate, groups.values())
 
 
 def _concatenate(blocks: Sequence[ReportBlock]) -> ReportBlock:
@@ -188,32 +186,15 @@ class SegmentSummary(msgspec.Struct):
                 ranges[-1] = (ranges[-1][0], end)
             else:
                 ranges.append((first, end))
-        # Blocks of a closed segment are not sorted by their last report.
         last = self.last.get(block.rank)
         if last is None or last.indices[0] < block.indices[-1]:
             self.last[block.rank] = block.select(slice(-1, None))
 
-
-def summarize(blocks: Iterable[ReportBlock], last: Mapping[int, ReportBlock]) -> SegmentSummary:
-    """Return the summary of a segment without a sample.
-
-    Args:
-        blocks: Blocks of the segment, in the order of their arrival.
-        last: Last report of each rank in the segments before it.
-    """
-    summary = SegmentSummary(last=dict(last))
-    for block in blocks:
-        summary.add(block)
-    return summary
-
-
-def sample_lowest_rank(blocks: Sequence[ReportBlock]) -> list[ReportBlock]:
-    """Return about `NUM_SAMPLES` reports of the lowest rank, including its last one."""
-    lowest = min(block.rank for block in blocks)
-    of_rank = [block for block in blocks if block.rank == lowest]
-    step = max(1, sum(map(len, of_rank)) // NUM_SAMPLES)
-    # From the end, so that the last report is included.
-    return [block.select(range((len(block) - 1) % step, len(block), step)) for block in of_rank]
+    def add_each(self, blocks: Iterable[ReportBlock]) -> Iterator[ReportBlock]:
+        """Add blocks in the order of their arrival, and yield them."""
+        for block in blocks:
+            self.add(block)
+            yield block
 
 
 def encode(value: ReportBlock | SegmentSummary) -> bytes:
@@ -225,7 +206,23 @@ def encode(value: ReportBlock | SegmentSummary) -> bytes:
     return line
 
 
+class _Rank(msgspec.Struct):
+    """Field of a line that `decode_rank` needs."""
+
+    rank: int
+
+
 _block_decoder = msgspec.json.Decoder(ReportBlock)
+_rank_decoder = msgspec.json.Decoder(_Rank)
+
+
+def decode_rank(line: bytes) -> int:
+    """Return the rank of a block without its reports.
+
+    Raises:
+        Exception: One of `DECODE_ERRORS`: the line is damaged.
+    """
+    return _rank_decoder.decode(line).rank
 
 
 def decode_block(line: bytes) -> ReportBlock:

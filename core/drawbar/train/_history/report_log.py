@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import logging
 import os
-from collections.abc import Mapping
+import tempfile
+from array import array
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from drawbar.train._history.events import ReportsReceived
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.report_blocks import (
+    NUM_SAMPLES,
     ReportBlock,
     SegmentSummary,
     decode_block,
+    decode_rank,
     encode,
     make_blocks,
     merge_blocks,
-    sample_lowest_rank,
-    summarize,
 )
 from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._storage import fault_points
 from drawbar.train._storage.files import (
     inherit_directory_mode,
     is_current_file,
-    read_regular_file,
+    open_regular_file,
     write_atomically,
 )
-from drawbar.train._storage.journal_file import append_lines, strip_torn_line
+from drawbar.train._storage.journal_file import append_lines
 from drawbar.train._storage.manifest import DECODE_ERRORS
 from drawbar.train._storage.report_files import (
     REPORTS_DIRECTORY,
     Segment,
-    compress_segment,
+    compress,
     list_superseded,
 )
 from drawbar.train._storage.run_directory import RunDirectory
@@ -41,6 +46,8 @@ from drawbar.train._threads import DaemonThreadPool
 
 SEGMENT_BYTES = 8 * 2**20
 """Size at which a segment is closed and compressed."""
+
+_COPY_BYTES = 64 * 1024
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -101,7 +108,6 @@ class ReportLog:
         # A deleted run directory must not be created again.
         self._journal.check_current(_describe(reports))
         segment = _OpenSegment(self._directory.local_path, Segment(reports.attempt, first))
-        segment.last_before = dict(self._last)
         self._open = segment
         return segment
 
@@ -109,7 +115,7 @@ class ReportLog:
         segment.file.close()
         self._open = None
         self._compressor.submit(
-            _compress_and_log_errors, self._directory, segment.name, segment.last_before
+            _compress_and_log_errors, self._directory, segment.name, dict(self._last)
         )
 
     def close(self) -> None:
@@ -127,7 +133,6 @@ class _OpenSegment:
         self.path = run_path / name.path
         self.nbytes = 0
         self.num_reports = 0
-        self.last_before: Mapping[int, ReportBlock] = {}
         directory = run_path / REPORTS_DIRECTORY
         if not directory.exists():
             directory.mkdir()
@@ -144,10 +149,10 @@ def _describe(reports: ReportsReceived) -> str:
 
 
 def _compress_and_log_errors(
-    directory: RunDirectory, segment: Segment, last_before: Mapping[int, ReportBlock]
+    directory: RunDirectory, segment: Segment, last: Mapping[int, ReportBlock]
 ) -> None:
     try:
-        compress_open_segment(directory, segment, last_before)
+        compress_open_segment(directory, segment, last)
     except FileNotFoundError:
         pass  # the run directory was deleted, which the next write reports
     # The open segment has all reports, and the next start compresses it.
@@ -158,16 +163,19 @@ def _compress_and_log_errors(
 def compress_open_segment(
     directory: RunDirectory,
     segment: Segment,
-    last_before: Mapping[int, ReportBlock],
-    lines: bytes | None = None,
+    last: Mapping[int, ReportBlock],
+    *,
+    should_skip_damaged: bool = False,
 ) -> SegmentSummary:
-    """Replace an open segment with a closed one.
+    """Replace an open segment with a closed one, sorted by rank.
+
+    The memory that this needs does not depend on the size of the segment.
 
     Args:
         directory: Directory of the run.
         segment: The open segment.
-        last_before: Last report of each rank in earlier segments of the attempt.
-        lines: Lines to store. Default: the complete lines of the open segment.
+        last: Last report of each rank in the attempt, at least those of earlier segments.
+        should_skip_damaged: Whether damaged lines are left out.
 
     Returns:
         The summary of the segment.
@@ -177,24 +185,73 @@ def compress_open_segment(
         Exception: One of `DECODE_ERRORS`: a line is damaged.
     """
     path = directory.local_path / segment.path
-    if lines is None:
-        lines = strip_torn_line(read_regular_file(path))
-    blocks = [decode_block(line) for line in lines.splitlines()]
-    summary = summarize(blocks, last_before)
-    if blocks:
-        merged = merge_blocks(blocks)
-        summary.sample = sample_lowest_rank(merged)
-        closed = Segment(segment.attempt, segment.first, segment.first + summary.num_reports)
-        closed_path = directory.local_path / closed.path
-        write_atomically(
-            closed_path,
-            compress_segment(encode(summary), b"".join(encode(block) + b"\n" for block in merged)),
-            temp_directory=directory.staging.path if directory.staging.path.is_dir() else None,
-        )
-        inherit_directory_mode(closed_path)
-        fault_points.maybe_stop_at("reports.compressed")
+    temp_directory = directory.staging.path if directory.staging.path.is_dir() else None
+    summary = SegmentSummary(last=dict(last))
+    with (
+        open_regular_file(path) as source,
+        tempfile.TemporaryFile(dir=temp_directory or path.parent) as compressed,
+    ):
+        lines = _LinesByRank(source, should_skip_damaged)
+        compressed.writelines(compress(encode(block) + b"\n" for block in _merge(lines, summary)))
+        if summary.ranges:
+            closed = Segment(segment.attempt, segment.first, segment.first + summary.num_reports)
+            closed_path = directory.local_path / closed.path
+            compressed.seek(0)
+            chunks = itertools.chain(
+                compress([encode(summary), b"\n"]),
+                iter(functools.partial(compressed.read, _COPY_BYTES), b""),
+            )
+            write_atomically(closed_path, chunks, temp_directory=temp_directory)
+            inherit_directory_mode(closed_path)
+            fault_points.maybe_stop_at("reports.compressed")
     os.unlink(path)
     return summary
+
+
+class _LinesByRank:
+    """Complete lines of an open segment. Only their positions are in memory.
+
+    Args:
+        file: The segment.
+        should_skip_damaged: Whether damaged lines are left out.
+    """
+
+    def __init__(self, file: BinaryIO, should_skip_damaged: bool) -> None:
+        self._file = file
+        self._ignored_errors = DECODE_ERRORS if should_skip_damaged else ()
+        self._positions: dict[int, array[int]] = {}
+        position = 0
+        for line in file:
+            if not line.endswith(b"\n"):  # torn
+                break
+            with contextlib.suppress(*self._ignored_errors):
+                self._positions.setdefault(decode_rank(line), array("q")).append(position)
+            position += len(line)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks in ascending order."""
+        return sorted(self._positions)
+
+    def read(self, rank: int) -> Iterator[ReportBlock]:
+        """Yield the blocks of a rank in the order of their arrival."""
+        for position in self._positions[rank]:
+            self._file.seek(position)
+            with contextlib.suppress(*self._ignored_errors):
+                yield decode_block(self._file.readline())
+
+
+def _merge(lines: _LinesByRank, summary: SegmentSummary) -> Iterator[ReportBlock]:
+    """Yield merged blocks, rank by rank, and complete the summary."""
+    for number, rank in enumerate(lines.ranks):
+        # Curves show the lowest rank.
+        step = max(1, sum(map(len, lines.read(rank))) // NUM_SAMPLES) if number == 0 else 0
+        for block in merge_blocks(summary.add_each(lines.read(rank))):
+            if step:
+                # From the end, so that the last report is included.
+                rows = range((len(block) - 1) % step, len(block), step)
+                summary.sample.append(block.select(rows))
+            yield block
 
 
 def repair_segments(directory: RunDirectory, reports: StoredReports) -> None:
@@ -212,9 +269,9 @@ def repair_segments(directory: RunDirectory, reports: StoredReports) -> None:
             if segment.path in reports.damage:
                 _copy_to_broken(directory, segment)
             if segment.end is None:
-                lines = strip_torn_line(read_regular_file(directory.local_path / segment.path))
-                kept = b"".join(line for line in lines.splitlines(True) if _is_readable(line))
-                last = compress_open_segment(directory, segment, last, kept).last
+                last = compress_open_segment(
+                    directory, segment, last, should_skip_damaged=True
+                ).last
             elif segment.path in reports.damage:
                 directory.run_files.delete(segment.path)
             else:
@@ -230,11 +287,3 @@ def _copy_to_broken(directory: RunDirectory, segment: Segment) -> None:
     data = directory.run_files.read_report(segment.file_name)
     if data is not None:
         (broken / segment.file_name).write_bytes(data)
-
-
-def _is_readable(line: bytes) -> bool:
-    try:
-        decode_block(line)
-    except DECODE_ERRORS:
-        return False
-    return True

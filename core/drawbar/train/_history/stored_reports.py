@@ -12,7 +12,6 @@ from drawbar.train._history.report_blocks import (
     decode_block,
     decode_summary,
     merge_blocks,
-    summarize,
 )
 from drawbar.train._storage.journal_file import strip_torn_line
 from drawbar.train._storage.manifest import DECODE_ERRORS
@@ -127,7 +126,8 @@ class StoredReports:
                 following = segment and (segment, pool.submit(self._read_lines, segment))
                 if current is not None:
                     lines = current[1].result()
-                    yield merge_blocks(self._decode_lines(current[0], lines, rank))
+                    blocks = merge_blocks(self._decode_lines(current[0], lines, rank))
+                    yield sorted(blocks, key=lambda block: (block.indices[0], block.rank))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -148,7 +148,10 @@ class StoredReports:
             segments = self.list_segments(segment.attempt)
             position = segments.index(segment)
             last = self.get_summary(segments[position - 1]).last if position else {}
-            return summarize(self._decode_lines(segment, self._read_lines(segment)), last)
+            summary = SegmentSummary(last=dict(last))
+            for block in self._decode_lines(segment, self._read_lines(segment)):
+                summary.add(block)
+            return summary
         for size in (_SUMMARY_BYTES, None):
             data = self._read(segment, size)
             try:

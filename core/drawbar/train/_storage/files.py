@@ -7,8 +7,9 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from drawbar.train._storage import fault_points
@@ -176,11 +177,18 @@ def is_current_file(path: Path, descriptor: int) -> bool:
 
 
 NOT_A_FILE_ERRNOS = frozenset({errno.EISDIR, errno.EINVAL, errno.ELOOP})
-"""Errors by which `read_regular_file` reports that the path exists, but is not a regular file."""
+"""Errors by which `open_regular_file` reports that the path exists, but is not a regular file."""
 
 
 def read_regular_file(path: Path, start: int = 0, size: int | None = None) -> bytes:
-    """Read a regular file from an offset, at most `size` bytes.
+    """Read a regular file from an offset, at most `size` bytes; see `open_regular_file`."""
+    with open_regular_file(path) as file:
+        file.seek(start)
+        return file.read(size)
+
+
+def open_regular_file(path: Path) -> BufferedReader:
+    """Open a regular file for reading.
 
     Other types of files are an error: reading a FIFO, for example, could block forever.
 
@@ -199,9 +207,7 @@ def read_regular_file(path: Path, start: int = 0, size: int | None = None) -> by
     if not stat.S_ISREG(mode):
         reason = "is a FIFO, socket, or device, not a file"
         raise OSError(errno.EINVAL, reason, str(path))
-    with open(path, "rb") as file:
-        file.seek(start)
-        return file.read(size)
+    return open(path, "rb")
 
 
 def fsync_tree(directory: Path) -> None:
@@ -222,13 +228,17 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomically(
-    path: Path, data: bytes, *, durable: bool = False, temp_directory: Path | None = None
+    path: Path,
+    data: bytes | Iterable[bytes],
+    *,
+    durable: bool = False,
+    temp_directory: Path | None = None,
 ) -> None:
     """Write a file atomically, with a temporary file and a rename.
 
     Args:
         path: File to write.
-        data: New content.
+        data: New content, complete or in chunks.
         durable: Whether the file must be on disk when this returns.
         temp_directory: Directory for the temporary file, on the same filesystem. Default: the
             directory of `path`. Set it if another process may copy that directory meanwhile, since
@@ -242,14 +252,18 @@ def write_atomically(
     directory_name = os.fsencode(path.parent.name)[-100:].decode(errors="ignore")
     name = f".drawbar-{directory_name}-{path.name}.{os.getpid()}.tmp"
     temporary = (temp_directory or path.parent) / name
+    nbytes = 0
     try:
-        temporary.write_bytes(data)
+        with open(temporary, "wb") as file:
+            for chunk in [data] if isinstance(data, bytes) else data:
+                nbytes += len(chunk)
+                file.write(chunk)
         if durable:
             fsync_path(temporary)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise add_context(error, f"writing {format_exact_size(len(data))} to {path}") from error
+        raise add_context(error, f"writing {format_exact_size(nbytes)} to {path}") from error
 
 
 def inherit_directory_mode(path: Path) -> None:

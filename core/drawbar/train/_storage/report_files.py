@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 REPORTS_DIRECTORY = "reports"
@@ -70,9 +70,14 @@ def list_superseded(file_names: Iterable[str]) -> list[str]:
     return sorted(set(names) - {segment.file_name for segment in parse_segments(names)})
 
 
-def compress_segment(summary: bytes, lines: bytes) -> bytes:
-    """Return the content of a closed segment: two gzip members, so that gzip can read it too."""
-    return b"".join(_compress(data) for data in (summary + b"\n", lines))
+def compress(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Compress chunks to a gzip member, piece by piece.
+
+    A closed segment has two of them, the summary and the lines, so that gzip can read it too.
+    """
+    compressor = zlib.compressobj(_COMPRESSION_LEVEL, zlib.DEFLATED, _GZIP_WINDOW_BITS)
+    yield from filter(None, map(compressor.compress, chunks))
+    yield compressor.flush()
 
 
 def decompress_summary(data: bytes) -> bytes:
@@ -97,11 +102,6 @@ def decompress_lines(data: bytes) -> bytes:
     if rest:
         raise ValueError("it has data after its end")
     return lines
-
-
-def _compress(data: bytes) -> bytes:
-    compressor = zlib.compressobj(_COMPRESSION_LEVEL, zlib.DEFLATED, _GZIP_WINDOW_BITS)
-    return compressor.compress(data) + compressor.flush()
 
 
 def _decompress_member(data: bytes) -> tuple[bytes, bytes]:
