@@ -26,6 +26,7 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.report_blocks import decode_block, encode, make_blocks, merge_blocks
+from drawbar.train._history.report_frame import make_frame
 from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.stored_reports import StoredReports
@@ -326,6 +327,19 @@ def test_metrics_of_active_run_include_open_segment(tmp_path: Path) -> None:
         return Result.from_path(path).metrics, record.metrics, len(record.list_report_rows())
 
     assert fit(function, tmp_path).return_value == ({"step": 1}, {"step": 1}, 2)
+
+
+def test_data_frame_includes_reports_written_after_they_were_counted(run: Run) -> None:
+    run.start_attempt(0, 0, 2)
+    run.report(0, 1, 0, [{"loss": 1.5}])
+    history = run.read()
+    assert history.count_stored() == 1
+    for index in range(5):
+        run.report(0, 0, index, [{"loss": index}])
+    frame = make_frame(history)
+    assert frame["rank"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert frame["index"].tolist() == [0, 0, 1, 2, 3, 4]
+    assert frame["loss"].tolist() == [0, 1.5, 1, 2, 3, 4]
 
 
 def test_restarted_ranks_of_threads_have_complete_history(tmp_path: Path) -> None:

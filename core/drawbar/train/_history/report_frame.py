@@ -59,8 +59,11 @@ class _Column:
         if self._array is not None:
             try:
                 # Twice as fast as the assignment of a list.
-                array = numpy.asarray(values, dtype=self._array.dtype)
-                self._array[start : start + len(values)] = array
+                self._array[start : start + len(values)] = (
+                    values
+                    if isinstance(values, numpy.ndarray)
+                    else numpy.fromiter(values, self._array.dtype, len(values))
+                )
                 if start > self.num_rows:
                     self._array[self.num_rows : start] = math.nan
             except OverflowError:  # an integer of more than 64 bits
@@ -71,13 +74,22 @@ class _Column:
             self._values[start : start + len(values)] = values
         self.num_rows = start + len(values)
 
+    def fill(self, start: int, number: int, count: int) -> None:
+        """Add an integer `count` times."""
+        self._set_type({int}, start + count)
+        assert self._array is not None
+        # The array is 0. If it is not written, it needs no memory.
+        if number:
+            self._array[start : start + count] = number
+        self.num_rows = start + count
+
     def _set_type(self, types: set[type], num_rows: int) -> None:
         """Convert the array, so that it can have values of these types, and enlarge it."""
         import numpy
 
         name = _get_type_name(types)
         if self._array is None and name is not None:
-            self._array = numpy.empty(self._capacity, dtype=name)
+            self._array = numpy.zeros(self._capacity, dtype=name)
         elif self._array is not None and self._array.dtype.name != name:
             if {self._array.dtype.name, name} <= {"int64", "float64"}:
                 self._array = self._array.astype(numpy.float64)
@@ -86,7 +98,9 @@ class _Column:
         if name is None:
             self._convert_to_list()
         elif self._array is not None and len(self._array) < num_rows:  # the run is in progress
-            self._array = numpy.resize(self._array, 2 * num_rows)
+            full = self._array
+            self._array = numpy.zeros(2 * num_rows, dtype=full.dtype)
+            self._array[: len(full)] = full
 
     def _convert_to_list(self) -> None:
         self._values = [] if self._array is None else self._array[: self.num_rows].tolist()
@@ -132,8 +146,8 @@ class _ReportColumns:
         self._is_sorted &= is_range and self._last < (block.indices[0], block.rank)
         self._last = (block.indices[-1], block.rank)
         for name, number in (("rank", block.rank), ("attempt", attempt)):
-            self._columns[name].add(start, _repeat(number, count), {int})
-        self._columns["index"].add(start, block.indices, {int})
+            self._columns[name].fill(start, number, count)
+        self._columns["index"].add(start, _to_array(block.indices), {int})
         self._columns["time"].add(start, block.time, {float})
         for name, values in block.metrics.items():
             types = set(map(type, values))
@@ -164,10 +178,13 @@ class _ReportColumns:
         return columns
 
 
-def _repeat(number: int, count: int) -> numpy.ndarray[Any, Any]:
+def _to_array(indices: Sequence[int]) -> numpy.ndarray[Any, Any]:
     import numpy
 
-    return numpy.full(count, number)
+    # The conversion of a range would make a Python object for each number.
+    if isinstance(indices, range):
+        return numpy.arange(indices.start, indices.stop)
+    return numpy.asarray(indices)
 
 
 def _reorder(
