@@ -24,10 +24,11 @@ from drawbar.train._history.events import (
     ReportsReceived,
     RunStarted,
 )
-from drawbar.train._history.journal import Journal
+from drawbar.train._history.journal import Journal, replay
 from drawbar.train._history.report_blocks import decode_block, encode, make_blocks, merge_blocks
 from drawbar.train._history.report_frame import make_frame
 from drawbar.train._history.report_log import ReportLog
+from drawbar.train._history.report_ranges import find_missing_reports
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
@@ -76,6 +77,9 @@ class Run:
     def close(self) -> None:
         self._log.close()
         self._journal.close()
+
+    def read_events(self) -> list[JournaledEvent]:
+        return list(replay(self.directory.journal_path))
 
     def read(self) -> RunHistory:
         return RunHistory.read(self.directory)
@@ -189,6 +193,45 @@ def test_history_reads_no_reports_for_last_metrics(
     record_of_run = find_run(run.directory.local_path)
     assert (record_of_run.metrics, record_of_run.last_event_time) == ({"step": 99}, 99.0)
     assert read == []
+
+
+def test_lost_reports_of_a_rank_exclude_no_reports_of_other_ranks(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 1)
+    run.start_attempt(0, 0, 2)
+    for first in (0, 10, 20):
+        for rank in range(2):
+            run.report(0, rank, first, [{"loss": float(index)} for index in range(10)])
+    run.close()
+    # The third segment has the reports 10 to 19 of rank 0.
+    (run.directory.local_path / "reports" / "0-20-30.jsonl.gz").unlink()
+    events = run.read_events()
+    (lost,) = find_missing_reports(events, StoredReports(run.directory.run_files), [])
+    assert (lost.first, lost.until, lost.ranks) == (10, 20, [0])
+    history = RunHistory([*events, lost], StoredReports(run.directory.run_files))
+    assert find_missing_reports(history.events, history.reports, []) == []
+    rows = [(row["index"], row["rank"]) for row in history.iter_rows()]
+    assert rows == [key for key in sorted(run.expected) if not (key[1] == 0 and 10 <= key[0] < 20)]
+
+
+def test_copy_of_segment_under_the_name_of_a_later_one_is_damage(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 1)
+    run.start_attempt(0, 0, 1)
+    for first in (0, 10, 20):
+        run.report(0, 0, first, [{"loss": float(index)} for index in range(10)])
+    run.close()
+    reports = run.directory.local_path / "reports"
+    (reports / "0-10-20.jsonl.gz").write_bytes((reports / "0-0-10.jsonl.gz").read_bytes())
+    message = r"0-10-20\.jsonl\.gz has report 0 of rank 0, which an earlier file has too"
+    with pytest.raises(train.DamagedRunError, match=message):
+        make_frame(run.read())
+    with pytest.raises(train.DamagedRunError, match=message):
+        list(run.read().iter_rows())
+    damage = dict(find_run(run.directory.local_path).verify_checkpoints())
+    assert "which an earlier file has too" in damage["reports/0-10-20.jsonl.gz"]
 
 
 def test_sampled_curves_have_ends_of_long_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

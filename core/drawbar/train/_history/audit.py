@@ -16,7 +16,6 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._history.report_ranges import (
     AttemptReports,
-    Range,
     get_checkpoint_indices,
     list_attempt_reports,
 )
@@ -86,7 +85,7 @@ def _check_events(
     """Check the order of attempts and checkpoints, and that reports precede their checkpoint."""
     attempt, first, workers = -1, 0, 0
     existing: dict[str, int] = {}
-    lost = {attempt.attempt: attempt.lost for attempt in list_attempt_reports(events)}
+    attempts = {attempt.attempt: attempt for attempt in list_attempt_reports(events)}
     for event in events:
         committed = max(existing.values(), default=-1)
         match event:
@@ -107,7 +106,7 @@ def _check_events(
                     rank
                     for rank in range(workers)
                     if by_rank.get(rank, [-1])[-1] < event.index
-                    and not _is_in(lost.get(event.attempt, []), event.index)
+                    and not _is_lost(attempts.get(event.attempt), rank, event.index)
                 ]
                 assert not behind, f"checkpoint {event.index} came before the reports of {behind}"
                 existing[event.name] = event.index
@@ -121,7 +120,7 @@ def _check_numbers(
     events: Sequence[JournaledEvent], reports: dict[int, dict[int, list[int]]]
 ) -> None:
     """Check that the reports of each rank have no gap or duplicate in an attempt."""
-    lost = {attempt.attempt: attempt.lost for attempt in list_attempt_reports(events)}
+    attempts = {attempt.attempt: attempt for attempt in list_attempt_reports(events)}
     firsts = {
         event.attempt: event.first_report_index
         for event in events
@@ -137,15 +136,16 @@ def _check_numbers(
             expected = [
                 index
                 for index in range(firsts.get(number, indices[0]), indices[-1] + 1)
-                if index in stored or not _is_in(lost.get(number, []), index)
+                if index in stored or not _is_lost(attempts.get(number), rank, index)
             ]
             assert indices == expected, (
                 f"the reports of rank {rank} in attempt {number} have a gap or a duplicate"
             )
 
 
-def _is_in(ranges: Sequence[Range], index: int) -> bool:
-    return any(first <= index < end for first, end in ranges)
+def _is_lost(attempt: AttemptReports | None, rank: int, index: int) -> bool:
+    lost = [] if attempt is None else attempt.get_lost(rank)
+    return any(first <= index < end for first, end in lost)
 
 
 def _check_history(history: RunHistory) -> None:
@@ -160,7 +160,7 @@ def _check_history(history: RunHistory) -> None:
             index
             for attempt in attempts
             if _has_rank(history, attempt, rank)
-            for first, end in attempt.ranges
+            for first, end in attempt.get_ranges(rank)
             for index in range(int(first), int(min(end, indices[-1] + 1)))
         ]
         assert indices == expected, (

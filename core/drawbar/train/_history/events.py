@@ -103,15 +103,16 @@ class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pa
 
 
 class ReportsLost(JournalEntry, frozen=True, kw_only=True, tag="reports_lost"):
-    """Some of the reports `first` to `until` - 1 are missing, although the run made them.
+    """Some of the reports `first` to `until` - 1 of `ranks` are missing, although they were made.
 
     Recorded by a start that finds later reports, or a checkpoint that was committed after them.
-    These reports are no longer part of the history. `checkpoint` is the name of the checkpoint, or
-    "".
+    These reports are no longer part of the history. If `ranks` is empty, all ranks are concerned.
+    `checkpoint` is the name of the checkpoint, or "".
     """
 
     first: int
     until: int
+    ranks: list[int] = []
     checkpoint: str
 
 

@@ -52,6 +52,13 @@ class ReportBlock(msgspec.Struct, frozen=True):
             return range(self.index, self.index + len(self.time))
         return self.index
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Lowest and highest number."""
+        if isinstance(self.index, int):
+            return self.index, self.index + len(self.time) - 1
+        return min(self.index), max(self.index)
+
     def __len__(self) -> int:
         return len(self.time)
 
@@ -75,12 +82,10 @@ class ReportBlock(msgspec.Struct, frozen=True):
 
     def select_indices(self, first: int, end: float) -> ReportBlock | None:
         """Return the reports with numbers from `first` to before `end`; None if there are none."""
-        indices = self.indices
-        # The lowest and the highest number of a range are its ends; min() would iterate over it.
-        ends = (indices[0], indices[-1]) if isinstance(self.index, int) else indices
-        if first <= min(ends) and max(ends) < end:
+        lowest, highest = self.ends
+        if first <= lowest and highest < end:
             return self
-        rows = [row for row, index in enumerate(indices) if first <= index < end]
+        rows = [row for row, index in enumerate(self.indices) if first <= index < end]
         return self.select(rows) if rows else None
 
 

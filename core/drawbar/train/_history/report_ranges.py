@@ -42,7 +42,7 @@ class AttemptReports:
         num_reports: Number of reports of all ranks; None until the attempt has ended.
         checkpoint: Name of the newest committed checkpoint.
         checkpoint_end: One after its report number; 0 if there is no checkpoint.
-        lost: Ranges of reports whose loss was recorded.
+        lost: Reports whose loss was recorded.
     """
 
     attempt: int
@@ -52,7 +52,7 @@ class AttemptReports:
     num_reports: int | None = None
     checkpoint: str = ""
     checkpoint_end: int = 0
-    lost: list[Range] = field(default_factory=list)
+    lost: list[ReportsLost] = field(default_factory=list)
 
     def add_checkpoint(self, name: str, index: int) -> None:
         """Record a committed checkpoint."""
@@ -61,12 +61,21 @@ class AttemptReports:
 
     @property
     def ranges(self) -> list[Range]:
-        """Reports that are part of the history: neither replaced nor lost."""
-        return _subtract([(self.first, self.end)], self.lost)
+        """Reports that are part of the history on at least one rank: neither replaced nor lost."""
+        lost_on_all = [(lost.first, lost.until) for lost in self.lost if not lost.ranks]
+        return _subtract([(self.first, self.end)], lost_on_all)
+
+    def get_ranges(self, rank: int) -> list[Range]:
+        """Return the reports of a rank that are part of the history."""
+        return _subtract([(self.first, self.end)], self.get_lost(rank))
+
+    def get_lost(self, rank: int) -> list[Range]:
+        """Return the reports of a rank whose loss was recorded."""
+        return [(e.first, e.until) for e in self.lost if not e.ranks or rank in e.ranks]
 
     def select(self, block: ReportBlock) -> Iterator[ReportBlock]:
         """Yield the reports of a block that are part of the history."""
-        for first, end in self.ranges:
+        for first, end in self.get_ranges(block.rank):
             if (selected := block.select_indices(int(first), end)) is not None:
                 yield selected
 
@@ -98,7 +107,7 @@ def list_attempt_reports(events: Iterable[JournaledEvent]) -> list[AttemptReport
                 attempts.append(AttemptReports(event.attempt, event.first_report_index))
             case ReportsLost():
                 for earlier in attempts:
-                    earlier.lost.append((event.first, event.until))
+                    earlier.lost.append(event)
             case WorkersStarted() if attempts:
                 attempts[-1].num_workers = len(event.workers)
             case CheckpointCommitted():
@@ -164,7 +173,7 @@ def find_missing_reports(
     by_number = {attempt.attempt: attempt for attempt in attempts}
     run_ids = {event.run_id for event in events if isinstance(event, RunStarted)}
     latest_index = max(get_checkpoint_indices(events).values(), default=-1)
-    missing: list[Range] = []
+    missing: dict[tuple[int, ...], list[Range]] = {}  # by ranks; () means all
     checkpoint = ""
     for manifest in manifests:
         # A user may have copied checkpoints of other runs into the directory.
@@ -175,22 +184,29 @@ def find_missing_reports(
         elif manifest.index > latest_index:
             # The attempt that saved this checkpoint is not in the journal. It may have resumed from
             # the latest checkpoint in the journal and replaced all reports after that checkpoint.
-            missing.append((latest_index + 1, manifest.index + 1))
+            missing.setdefault((), []).append((latest_index + 1, manifest.index + 1))
             checkpoint = manifest.name
     for attempt in attempts:
-        if ranges := _find_missing_in_attempt(attempt, reports):
-            missing += ranges
+        for lost_range, ranks in _find_missing_in_attempt(attempt, reports).items():
+            is_all = len(ranks) == attempt.num_workers
+            missing.setdefault(() if is_all else tuple(ranks), []).append(lost_range)
             checkpoint = checkpoint or attempt.checkpoint
-    return [
-        ReportsLost(time=time.time(), first=int(first), until=int(end), checkpoint=checkpoint)
-        for first, end in _merge(missing)
+    now = time.time()
+    lost = [
+        ReportsLost(
+            time=now, first=int(first), until=int(end), ranks=list(ranks), checkpoint=checkpoint
+        )
+        for ranks, ranges in missing.items()
+        for first, end in _merge(ranges)
     ]
+    return sorted(lost, key=lambda event: (event.first, event.until))
 
 
 def describe_missing(missing: Sequence[ReportsLost]) -> str:
     """Return a description such as `reports 3 to 5, 9 to 9`."""
-    ranges = [f"{lost.first} to {lost.until - 1}" for lost in missing[:MAX_DESCRIBED_RANGES]]
-    num_more = len(missing) - len(ranges)
+    merged = _merge((lost.first, lost.until) for lost in missing)
+    ranges = [f"{int(first)} to {int(end) - 1}" for first, end in merged[:MAX_DESCRIBED_RANGES]]
+    num_more = len(merged) - len(ranges)
     return f"reports {', '.join(ranges)}" + (f", and {num_more} more ranges" if num_more else "")
 
 
@@ -205,31 +221,40 @@ def _merge(ranges: Iterable[Range]) -> list[Range]:
     return merged
 
 
-def _find_missing_in_attempt(attempt: AttemptReports, reports: StoredReports) -> list[Range]:
+def _find_missing_in_attempt(
+    attempt: AttemptReports, reports: StoredReports
+) -> dict[Range, list[int]]:
+    """Return the missing ranges, and the ranks whose reports are missing in each of them."""
     ranks = range(attempt.num_workers)
     if not attempt.ranges or not ranks or _is_complete(attempt, reports):
-        return []
-    missing: list[Range] = []
-    next_reports = dict.fromkeys(ranks, attempt.first)
+        return {}
     stored: dict[int, list[Range]] = {rank: [] for rank in ranks}
     for segment in reports.list_segments(attempt.attempt):
         for rank, ranges in reports.get_summary(segment).ranges.items():
             stored.setdefault(rank, []).extend(ranges)
-    for rank, stored_ranges in stored.items():
-        next_reports[rank] = int(max((end for _, end in stored_ranges), default=attempt.first))
-        expected = (attempt.first, max(next_reports[rank], attempt.checkpoint_end))
-        missing += _subtract([expected], stored_ranges)
+    next_reports = {
+        rank: max((end for _, end in ranges), default=attempt.first)
+        for rank, ranges in stored.items()
+    }
+    missing = {
+        rank: _subtract(
+            [(attempt.first, max(next_reports[rank], attempt.checkpoint_end))], stored_ranges
+        )
+        for rank, stored_ranges in stored.items()
+    }
     num_stored = sum(int(end - first) for ranges in stored.values() for first, end in ranges)
-    if not missing and attempt.num_reports is not None and num_stored < attempt.num_reports:
+    is_any_missing = any(missing.values())
+    if not is_any_missing and attempt.num_reports is not None and num_stored < attempt.num_reports:
         # The last reports are missing. Which ranks made them is unknown.
-        first = min(next_reports.values())
-        missing = [(first, first + math.ceil((attempt.num_reports - num_stored) / len(ranks)))]
-    return [
-        (max(first, low), min(end, high))
-        for first, end in missing
-        for low, high in attempt.ranges
-        if max(first, low) < min(end, high)
-    ]
+        count = math.ceil((attempt.num_reports - num_stored) / len(ranks))
+        end = min(next_reports.values()) + count
+        missing = {rank: [(first, end)] for rank, first in next_reports.items() if first < end}
+    ranks_by_range: dict[Range, list[int]] = {}
+    for rank, ranges in missing.items():
+        # Reports from `end` on were replaced.
+        for missing_range in _subtract(ranges, [(attempt.end, math.inf), *attempt.get_lost(rank)]):
+            ranks_by_range.setdefault(missing_range, []).append(rank)
+    return ranks_by_range
 
 
 def _is_complete(attempt: AttemptReports, reports: StoredReports) -> bool:

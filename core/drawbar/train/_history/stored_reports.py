@@ -108,10 +108,11 @@ class StoredReports:
     ) -> Iterator[list[ReportBlock]]:
         """Yield the blocks of each segment, sorted by their first report and their rank.
 
-        The next segment is read and decompressed while the caller uses the current one.
+        The next segment is read and decompressed while the caller uses the current one. A segment
+        with reports of earlier segments is damaged, and has no blocks without strict mode.
 
         Args:
-            segments: Segments to read.
+            segments: Segments to read, of one attempt and in order.
             rank: Rank whose reports are read. Default: all ranks.
 
         Raises:
@@ -121,12 +122,16 @@ class StoredReports:
         pool = DaemonThreadPool(1, "drawbar-read-reports")
         try:
             following = None
+            ends: dict[int, int] = {}  # by rank: one after its last report
             for segment in [*segments, None]:
                 current = following
                 following = segment and (segment, pool.submit(self._read_lines, segment))
                 if current is not None:
                     lines = current[1].result()
-                    blocks = merge_blocks(self._decode_lines(current[0], lines, rank))
+                    blocks = list(merge_blocks(self._decode_lines(current[0], lines, rank)))
+                    if repeated := _find_repeated(blocks, ends):
+                        self._on_damage(current[0], f"{self._describe(current[0])} {repeated}")
+                        blocks = []
                     yield sorted(blocks, key=lambda block: (block.indices[0], block.rank))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -134,8 +139,9 @@ class StoredReports:
     def check_all(self) -> dict[str, str]:
         """Read all segments, and return the damage by path. Use this without strict mode."""
         for attempt in self.list_attempts():
-            for segment in self.list_segments(attempt):
-                num_reports = sum(map(len, next(self.read_blocks([segment]))))
+            segments = self.list_segments(attempt)
+            for segment, blocks in zip(segments, self.read_blocks(segments), strict=True):
+                num_reports = sum(map(len, blocks))
                 if segment.end is not None and segment.first + num_reports != segment.end:
                     self.damage.setdefault(
                         segment.path,
@@ -216,3 +222,15 @@ class StoredReports:
                 "which reports are missing, and resumes from the newest intact checkpoint."
             )
         raise DamagedRunError(f"{description}. The checkpoints are not affected. {remedy}")
+
+
+def _find_repeated(blocks: Iterable[ReportBlock], ends: dict[int, int]) -> str:
+    """Describe a report of an earlier segment, or return "". Update the ends of the ranks."""
+    later_ends = dict(ends)
+    for block in blocks:
+        first, last = block.ends
+        if first < ends.get(block.rank, 0):
+            return f"has report {first} of rank {block.rank}, which an earlier file has too"
+        later_ends[block.rank] = max(later_ends.get(block.rank, 0), last + 1)
+    ends.update(later_ends)
+    return ""
