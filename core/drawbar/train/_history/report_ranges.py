@@ -250,9 +250,11 @@ def _find_missing_in_attempt(
         end = min(next_reports.values()) + count
         missing = {rank: [(first, end)] for rank, first in next_reports.items() if first < end}
     ranks_by_range: dict[Range, list[int]] = {}
-    for rank, ranges in missing.items():
+    for rank, candidates in missing.items():
         # Reports from `end` on were replaced.
-        for missing_range in _subtract(ranges, [(attempt.end, math.inf), *attempt.get_lost(rank)]):
+        for missing_range in _subtract(
+            candidates, [(attempt.end, math.inf), *attempt.get_lost(rank)]
+        ):
             ranks_by_range.setdefault(missing_range, []).append(rank)
     return ranks_by_range
 
