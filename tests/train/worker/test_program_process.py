@@ -91,3 +91,10 @@ def test_program_ignores_exit_of_its_forks(
     err = capfd.readouterr().err
     assert "ValueError: in a fork" in err
     assert "program_main" not in err
+
+
+def test_program_that_closes_all_descriptors_may_have_raised(tmp_path: Path) -> None:
+    source = "import os; os.closerange(3, os.sysconf('SC_OPEN_MAX')); raise ValueError('boom')"
+    with pytest.raises(train.WorkerGroupError, match=r"code 1 .* or after closing all descriptors"):
+        fit(tmp_path, source=source)
+    assert "ValueError: boom" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
