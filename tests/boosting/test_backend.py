@@ -87,7 +87,7 @@ def test_worker_imports_sklearn_only_for_user_code(
     ],
 )
 def test_config_with_invalid_import_option_raises(config: Make, option: str) -> None:
-    with pytest.raises(TypeError, match=rf"\.{option} must be True, False, or None, found 'no'"):
+    with pytest.raises(TypeError, match=rf"\.{option} must be a bool or None, found 'no'"):
         config(**{option: "no"})
 
 

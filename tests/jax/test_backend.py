@@ -101,7 +101,7 @@ def test_config_without_worker_accelerator_raises(kind: str) -> None:
     ("arguments", "error", "message"),
     [
         ({"use_gpu": 1}, TypeError, "use_gpu must be a bool, found 1"),
-        ({"timeout_s": 0}, ValueError, "at least 1 second, found 0"),
+        ({"timeout_s": 0}, ValueError, "at least 1, found 0"),
         ({"heartbeat_timeout_s": 1.5}, TypeError, "must be an int, found 1.5"),
         ({"use_gpu": True, "use_tpu": True}, ValueError, "one kind"),
     ],

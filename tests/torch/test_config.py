@@ -18,7 +18,7 @@ def test_torch_config_has_argument_order_of_ray_train() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"init_method": "file"}, ValueError, "must be 'env' or 'tcp', found 'file'"),
+        ({"init_method": "file"}, ValueError, "must be one of 'env', 'tcp', found 'file'"),
         ({"timeout_s": 0}, ValueError, "must be positive and finite, found 0"),
         ({"timeout_s": "30"}, TypeError, "must be seconds or a timedelta, found '30'"),
         ({"backend": 1}, TypeError, "must be a str or None, found 1"),

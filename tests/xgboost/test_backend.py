@@ -69,7 +69,7 @@ def test_concurrent_trackers_use_distinct_ports() -> None:
 
 def test_config_with_invalid_arguments_raises() -> None:
     with pytest.raises(ValueError, match="'federated'"):
-        XGBoostConfig(xgboost_communicator="federated")
+        XGBoostConfig(xgboost_communicator="federated")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be positive and finite, found 0"):
         XGBoostConfig(timeout_s=0)
     with pytest.raises(TypeError, match="timeout_s must be seconds or a timedelta"):

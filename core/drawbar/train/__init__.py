@@ -22,10 +22,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train import backend, collective
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
 from drawbar.train._config.packages import find_shadowing_file as _find_shadowing_file
-from drawbar.train._config.preemption_info import PreemptionInfo
 from drawbar.train._config.run_config import (
     CheckpointConfig,
     FailureConfig,
@@ -36,6 +34,7 @@ from drawbar.train._config.run_config import (
 )
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import (
+    CheckpointConsistencyMode,
     ValidationConfig,
     ValidationFn,
     ValidationTaskConfig,
@@ -48,6 +47,7 @@ from drawbar.train._errors import (
     HangError,
     InsufficientResourcesError,
     PreemptionError,
+    PreemptionInfo,
     ProgramFailedError,
     ResumeError,
     RunInProgressError,

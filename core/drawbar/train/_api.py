@@ -1,11 +1,14 @@
-"""Set the public module of classes and functions."""
+"""Base tools of the public API: module names of its objects, and errors for unknown arguments."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import sys
+from collections.abc import Iterable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
@@ -33,7 +36,8 @@ def set_public_module(namespace: dict[str, Any]) -> None:
         if "._" not in module or not isinstance(value, type | FunctionType):
             continue
         if isinstance(value, type):
-            _evaluate_annotations(value)
+            # In the private module: `typing.get_type_hints` and msgspec would use the public one.
+            vars(value).get("__annotations__", {}).update(evaluate_annotations(value))
             for member in vars(value).values():
                 function = getattr(member, "__func__", member)
                 if isinstance(function, FunctionType) and function.__module__ == module:
@@ -41,15 +45,52 @@ def set_public_module(namespace: dict[str, Any]) -> None:
         value.__module__ = namespace["__name__"]
 
 
-def _evaluate_annotations(cls: type) -> None:
-    """Evaluate annotations in the private module of a class before `__module__` changes.
+def evaluate_annotations(cls: type) -> dict[str, Any]:
+    """Return the annotations of a class without those of its bases, evaluated in its module.
 
-    `typing.get_type_hints` and msgspec would look names up in the public module. Names that are
-    only imported for type checkers stay strings.
+    Annotations that cannot be evaluated, such as names that are only imported for type checkers,
+    stay strings.
     """
-    annotations = vars(cls).get("__annotations__", {})
+    annotations = dict(inspect.get_annotations(cls))
+    module = sys.modules.get(cls.__module__)
     for name, annotation in annotations.items():
         text = getattr(annotation, "__forward_arg__", annotation)  # NamedTuples have ForwardRefs
         if isinstance(text, str):
-            with contextlib.suppress(NameError):
-                annotations[name] = eval(text, vars(sys.modules[cls.__module__]), dict(vars(cls)))
+            with contextlib.suppress(Exception):  # any expression, in a class of the user
+                annotations[name] = eval(text, vars(module) if module else {}, dict(vars(cls)))
+    return annotations
+
+
+class _InitSignature:
+    """Signature of `__init__` for `help()` and completion, which would show that from `__new__`."""
+
+    def __get__(self, _: object, kind: Any) -> inspect.Signature:
+        signature = inspect.signature(kind.__init__)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+class ArgumentErrors:
+    """Base class that rejects unknown constructor arguments with a suggestion."""
+
+    _replacements: ClassVar[Mapping[str, str]] = {}
+    """Arguments of other libraries, each with the replacement to suggest."""
+    __signature__ = _InitSignature()
+
+    def __new__(cls, *_: object, **arguments: object) -> Self:
+        known = cls.__signature__.parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in known.values()):
+            for name in arguments.keys() - known.keys():
+                advice = cls._replacements.get(name) or suggest_name(name, known)
+                raise TypeError(f"{cls.__name__} takes no {name}=: {advice}")
+        return super().__new__(cls)
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the closest known name, or with all known names."""
+    known = list(known)
+    # Compare without the common suffix, which would make all config names similar.
+    known_by_stem = {option.removesuffix("_config"): option for option in known}
+    matches = difflib.get_close_matches(name.removesuffix("_config"), known_by_stem, n=1)
+    if matches:
+        return f"did you mean {known_by_stem[matches[0]]!r}?"
+    return f"it takes {', '.join(known) or 'none'}"

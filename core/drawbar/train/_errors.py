@@ -1,23 +1,21 @@
 """Exceptions of a run. All of them can be pickled.
 
-The driver creates the exceptions of failed workers from their `WorkerFailure`.
-
-    TrainingFailedError             fit() did not finish
-    ├── WorkerGroupError            one or more workers failed; the root cause comes first
-    │   ├── DivergenceError         ranks wait for calls that other ranks will never make
-    │   └── HangError               no rank made progress within the timeout
-    ├── ControllerError             Drawbar itself failed (storage, startup)
-    ├── PreemptionError             more preemptions than the failure budget allows
-    └── InsufficientResourcesError  the cluster can never provide the requested resources
-    ResumeError (ValueError)           the run directory conflicts with `RunConfig.resume`
-    DamagedRunError (ValueError)       the journal of a run cannot be read
-    UnsupportedFormatError (ValueError)  a newer version of Drawbar has written the run
-    RunInProgressError (RuntimeError)  the run is in progress in another process or thread
-    CheckpointError (RuntimeError)     a checkpoint is missing, incomplete, or altered
-    StorageError (OSError)             the storage rejects a checkpoint: full, read-only, over quota
-    ProgramFailedError (RuntimeError)  a program that ran as a rank has failed; its exit code
-    WorkerError (RuntimeError)         replaces a worker's exception that cannot be unpickled
-    UserAbort (KeyboardInterrupt)      Ctrl-C stopped the run, which can be resumed
+TrainingFailedError             fit() did not finish
+├── WorkerGroupError            one or more workers failed; the root cause comes first
+│   ├── DivergenceError         ranks wait for calls that other ranks will never make
+│   └── HangError               no rank made progress within the timeout
+├── ControllerError             Drawbar itself failed (storage, startup)
+├── PreemptionError             more preemptions than the failure budget allows
+└── InsufficientResourcesError  the cluster can never provide the requested resources
+ResumeError (ValueError)           the run directory conflicts with `RunConfig.resume`
+DamagedRunError (ValueError)       the journal of a run cannot be read
+UnsupportedFormatError (ValueError)  a newer version of Drawbar has written the run
+RunInProgressError (RuntimeError)  the run is in progress in another process or thread
+CheckpointError (RuntimeError)     a checkpoint is missing, incomplete, or altered
+StorageError (OSError)             the storage rejects a checkpoint: full, read-only, over quota
+ProgramFailedError (RuntimeError)  a program that ran as a rank has failed; its exit code
+WorkerError (RuntimeError)         replaces a worker's exception that cannot be unpickled
+UserAbort (KeyboardInterrupt)      Ctrl-C stopped the run, which can be resumed
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from __future__ import annotations
 import contextlib
 import opcode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import cloudpickle
 
-from drawbar.train._worker_failure import (
-    WorkerFailure,
-)
+from drawbar.train._frames import is_drawbar_frame
+from drawbar.train._worker_failure import WorkerFailure
 
 
 def load_exceptions(failures: Iterable[WorkerFailure]) -> dict[int, Exception]:
@@ -170,6 +168,34 @@ class ControllerError(TrainingFailedError):
     ) -> None:
         super().__init__(error_message, path=path)
         self.controller_failure = controller_failure
+
+
+@dataclass(frozen=True)
+class PreemptionInfo:
+    """Nodes of the run that will be preempted.
+
+    Attributes:
+        deadline_ms: Time at which the nodes stop, in milliseconds since the epoch; None if unknown.
+        preempted_node_to_ranks: Ranks on these nodes, by node id.
+
+    Example:
+        info = train.get_preemption_info()
+        if info is not None:
+            print(f"ranks {info.preempted_ranks} stop at {info.deadline_ms}")
+    """
+
+    deadline_ms: int | None
+    preempted_node_to_ranks: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def preempted_node_ids(self) -> list[str]:
+        """Ids of the nodes, sorted."""
+        return sorted(self.preempted_node_to_ranks)
+
+    @property
+    def preempted_ranks(self) -> list[int]:
+        """Ranks on these nodes, sorted."""
+        return sorted(rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks)
 
 
 class PreemptionError(TrainingFailedError):
@@ -368,7 +394,7 @@ def without_internal_frames(error: Exception) -> Exception:
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
-    if entry is None or not entry.tb_frame.f_globals.get("__name__", "").startswith("drawbar."):
+    if entry is None or not is_drawbar_frame(entry.tb_frame):
         return error
     is_raised = entry.tb_frame.f_code.co_code[entry.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
     return error.with_traceback(None) if is_raised else error

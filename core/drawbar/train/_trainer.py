@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
-from drawbar.train._config.argument_errors import ArgumentErrors
-from drawbar.train._config.backend import BackendConfig, LauncherStore, TrainFunction
-from drawbar.train._config.checks import resolve_config
+from drawbar.train._api import ArgumentErrors
+from drawbar.train._config.backend import BackendConfig, LauncherStore
 from drawbar.train._config.data_config import DataConfig
-from drawbar.train._config.function_identity import FunctionIdentity
+from drawbar.train._config.fields import resolve_config
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.train_function import FunctionIdentity, TrainFunction
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import RunSpec

@@ -18,9 +18,9 @@ from typing import Any
 
 from drawbar.train import collective
 from drawbar.train._api import set_public_module
-from drawbar.train._config.backend import TrainFunction
 from drawbar.train._config.run_config import FailureConfig, RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.train_function import TrainFunction
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread, start_local_run

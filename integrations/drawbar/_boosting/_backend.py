@@ -35,14 +35,6 @@ class BoostingConfig(BackendConfig):
 
     import_sklearn: bool | None = None
 
-    def __post_init__(self) -> None:
-        for package, value in self._imports.items():
-            if value is not None and not isinstance(value, bool):
-                raise TypeError(
-                    f"{type(self).__name__}.import_{package} must be True, False, or None, "
-                    f"found {value!r}."
-                )
-
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check the library's version.
 

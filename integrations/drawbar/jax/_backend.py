@@ -14,12 +14,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from drawbar._rendezvous import held_port
 from drawbar.jax._tpu_slices import DEFAULT_MEGASCALE_PORT, multislice_env, slice_name
 from drawbar.train import ScalingConfig, collective, get_context
-from drawbar.train.backend import Backend, BackendConfig, get_worker_address, make_import_error
+from drawbar.train.backend import (
+    Backend,
+    BackendConfig,
+    at_least,
+    get_worker_address,
+    make_import_error,
+)
 
 try:
     import jax
@@ -54,19 +60,11 @@ class JaxConfig(BackendConfig):
 
     use_tpu: bool = False
     use_gpu: bool = False
-    timeout_s: int = 300
-    heartbeat_timeout_s: int = 100
+    timeout_s: Annotated[int, at_least(1)] = 300
+    heartbeat_timeout_s: Annotated[int, at_least(1)] = 100
 
     def __post_init__(self) -> None:
-        for name in ("use_tpu", "use_gpu"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"JaxConfig.{name} must be a bool, found {getattr(self, name)!r}.")
-        for name in ("timeout_s", "heartbeat_timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"JaxConfig.{name} must be an int, found {value!r}.")
-            if value < 1:
-                raise ValueError(f"JaxConfig.{name} must be at least 1 second, found {value}.")
+        super().__post_init__()
         if self.use_gpu and self.use_tpu:
             raise ValueError(
                 "JaxConfig has use_gpu=True and use_tpu=True, but workers use one kind of device. "

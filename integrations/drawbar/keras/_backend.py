@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from drawbar.keras._lazy_tensorflow import delay_tensorflow_import
 from drawbar.train import ScalingConfig, get_context
@@ -68,19 +68,6 @@ class KerasConfig(BackendConfig):
 
     keras_backend: KerasBackendName = "tensorflow"
     backend_config: BackendConfig | None = None
-
-    def __post_init__(self) -> None:
-        names = get_args(KerasBackendName)
-        if self.keras_backend not in names:
-            raise ValueError(
-                "KerasConfig(keras_backend=) must be 'torch', 'jax', or 'tensorflow', "
-                f"found {self.keras_backend!r}."
-            )
-        if self.backend_config is not None and not isinstance(self.backend_config, BackendConfig):
-            raise TypeError(
-                "KerasConfig.backend_config must be a BackendConfig, "
-                f"found {self.backend_config!r}."
-            )
 
     @property
     def framework_config(self) -> BackendConfig:

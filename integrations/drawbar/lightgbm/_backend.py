@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
 from drawbar._boosting import BoostingConfig, worker_threads
 from drawbar._rendezvous import reserved_port
@@ -37,6 +37,16 @@ from drawbar.lightgbm._parameters import (
 
 CONNECT_DELAY_S = 0.02
 """Delay in seconds with which rank 0 connects to the others. Higher ranks wait less."""
+
+
+def _check_port_range(name: str, ports: Any) -> Any:
+    if len(ports) != 2 or not all(isinstance(port, int) for port in ports):
+        raise TypeError(f"{name} must be the first and the last port, found {ports!r}.")
+    if not 1024 <= ports[0] <= ports[1] <= 65535:
+        raise ValueError(
+            f"{name} must be the first and the last port, both from 1024 to 65535, found {ports!r}."
+        )
+    return ports
 
 
 @dataclass(frozen=True)
@@ -70,25 +80,8 @@ class LightGBMConfig(BoostingConfig):
     optional_imports: ClassVar[tuple[str, ...]] = ("sklearn", "pandas")
 
     import_pandas: bool | None = None
-    port_range: tuple[int, int] | None = None
-    timeout_s: float | timedelta = 1800
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        seconds = parse_duration("LightGBMConfig.timeout_s", self.timeout_s)
-        object.__setattr__(self, "timeout_s", seconds)
-        if self.port_range is None:
-            return
-        if len(self.port_range) != 2 or not all(isinstance(port, int) for port in self.port_range):
-            raise TypeError(
-                "LightGBMConfig.port_range must be the first and the last port, found "
-                f"{self.port_range!r}."
-            )
-        if not 1024 <= self.port_range[0] <= self.port_range[1] <= 65535:
-            raise ValueError(
-                "LightGBMConfig.port_range must be the first and the last port, both from 1024 to "
-                f"65535, found {self.port_range!r}."
-            )
+    port_range: Annotated[tuple[int, int] | None, _check_port_range] = None
+    timeout_s: Annotated[float | timedelta, parse_duration] = 1800
 
     @property
     def backend_cls(self) -> type[Backend]:

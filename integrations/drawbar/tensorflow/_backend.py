@@ -52,13 +52,6 @@ class TensorflowConfig(BackendConfig):
 
     use_legacy_keras: bool = True
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.use_legacy_keras, bool):
-            raise TypeError(
-                "TensorflowConfig.use_legacy_keras must be a bool, "
-                f"found {self.use_legacy_keras!r}."
-            )
-
     @property
     def backend_cls(self) -> type[Backend]:
         """Class of the backend."""

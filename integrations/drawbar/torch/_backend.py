@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from drawbar.train import ScalingConfig, get_context
 from drawbar.train.backend import (
@@ -70,17 +70,7 @@ class TorchConfig(BackendConfig):
 
     backend: str | None = None
     init_method: InitMethod = "env"
-    timeout_s: float | timedelta = 1800
-
-    def __post_init__(self) -> None:
-        if self.backend is not None and not isinstance(self.backend, str):
-            raise TypeError(f"TorchConfig.backend must be a str or None, found {self.backend!r}.")
-        if self.init_method not in get_args(InitMethod):
-            raise ValueError(
-                f"TorchConfig.init_method must be 'env' or 'tcp', found {self.init_method!r}."
-            )
-        seconds = parse_duration("TorchConfig.timeout_s", self.timeout_s)
-        object.__setattr__(self, "timeout_s", seconds)
+    timeout_s: Annotated[float | timedelta, parse_duration] = 1800
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from drawbar._boosting import BoostingConfig
 from drawbar.train import get_context
@@ -69,18 +69,8 @@ class XGBoostConfig(BoostingConfig):
     library_module: ClassVar[str] = "xgboost"
     min_version: ClassVar[str] = "3.1"  # keeps the names of categories in the model
 
-    xgboost_communicator: str = "rabit"
-    timeout_s: float | timedelta = 1800
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.xgboost_communicator != "rabit":
-            raise ValueError(
-                "XGBoostConfig.xgboost_communicator must be 'rabit', "
-                f"found {self.xgboost_communicator!r}."
-            )
-        seconds = parse_duration("XGBoostConfig.timeout_s", self.timeout_s)
-        object.__setattr__(self, "timeout_s", seconds)
+    xgboost_communicator: Literal["rabit"] = "rabit"
+    timeout_s: Annotated[float | timedelta, parse_duration] = 1800
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -1,4 +1,4 @@
-"""Tests of argument_errors: unknown arguments raise an error with a suggestion."""
+"""Tests of ArgumentErrors: unknown arguments raise an error with a suggestion."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_unknown_argument_raises_with_suggestion(kind: Any, name: str, advice: s
 
 def test_validation_config_options_without_mapping_raise_with_name() -> None:
     options: Any = 3
-    with pytest.raises(TypeError, match=r"ValidationConfig\.ray_remote_kwargs must be Mapping"):
+    with pytest.raises(TypeError, match=r"\.ray_remote_kwargs must be a Mapping or None"):
         ValidationConfig(lambda checkpoint: {}, ray_remote_kwargs=options)
 
 

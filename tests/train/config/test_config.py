@@ -8,13 +8,14 @@ import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 
 from drawbar.lightgbm import LightGBMConfig
 from drawbar.torch import TorchConfig
 from drawbar.train import (
+    BackendConfig,
     CheckpointConfig,
     DataConfig,
     FailureConfig,
@@ -24,7 +25,11 @@ from drawbar.train import (
     UserCallback,
     ValidationTaskConfig,
 )
+from drawbar.train.backend import at_least, parse_duration
 from drawbar.xgboost import XGBoostConfig
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (ScalingConfig, "num_workers", "2", "must be an int, found '2' \\(str\\)"),
@@ -32,12 +37,17 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (ScalingConfig, "num_workers", True, "must be an int, found True \\(bool\\)"),
     (ScalingConfig, "num_workers", (1, "4"), "must be an int, found '4' \\(str\\)"),
     (ScalingConfig, "num_workers", None, "must be an int, found None"),
-    (ScalingConfig, "use_gpu", 1, "must be bool, found 1 \\(int\\)"),
-    (ScalingConfig, "resources_per_worker", [("CPU", 1)], "must be Mapping, found \\[\\('CPU', 1"),
+    (ScalingConfig, "use_gpu", 1, "must be a bool, found 1 \\(int\\)"),
+    (
+        ScalingConfig,
+        "resources_per_worker",
+        [("CPU", 1)],
+        "must be a Mapping, found \\[\\(",
+    ),
     (ScalingConfig, "resources_per_worker", {"CPU": "4"}, "'CPU'\\] must be a number, found '4'"),
     (ScalingConfig, "resources_per_worker", {"CPU": True}, "must be a number, found True"),
-    (ScalingConfig, "resources_per_worker", {4: 1}, "must be str, found 4 \\(int\\)"),
-    (ScalingConfig, "accelerator_type", 5, "must be str, found 5 \\(int\\)"),
+    (ScalingConfig, "resources_per_worker", {4: 1}, "must be a str, found 4 \\(int\\)"),
+    (ScalingConfig, "accelerator_type", 5, "must be a str or None, found 5 \\(int\\)"),
     (ScalingConfig, "label_selector", "zone=a", "must be a mapping, or a list .* found 'zone=a'"),
     (ScalingConfig, "label_selector", 3, "must be a mapping, or a list .* found 3"),
     (ScalingConfig, "label_selector", ["a"], "must be a mapping, or a list .* found \\['a'\\]"),
@@ -45,7 +55,7 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (FailureConfig, "max_failures", False, "must be an int, found False"),
     (FailureConfig, "max_preemption_failures", 1.0, "must be an int, found 1.0"),
     (FailureConfig, "max_startup_failures", None, "must be an int, found None"),
-    (FailureConfig, "reuse_workers", "yes", "must be bool, found 'yes' \\(str\\)"),
+    (FailureConfig, "reuse_workers", "yes", "must be a bool, found 'yes' \\(str\\)"),
     (FailureConfig, "hang_timeout", "10s", "must be seconds, a timedelta or None, found '10s'"),
     (
         FailureConfig,
@@ -55,15 +65,15 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     ),
     (FailureConfig, "hang_timeout", True, "must be seconds, a timedelta or None, found True"),
     (CheckpointConfig, "num_to_keep", "all", "must be an int, found 'all'"),
-    (CheckpointConfig, "checkpoint_score_attribute", 1, "must be str, found 1"),
-    (CheckpointConfig, "durable", 1, "must be bool, found 1"),
-    (LoggingConfig, "log_level", 20, "must be str, found 20"),
-    (RunConfig, "name", 5, "must be str, found 5"),
+    (CheckpointConfig, "checkpoint_score_attribute", 1, "must be a str or None, found 1"),
+    (CheckpointConfig, "durable", 1, "must be a bool, found 1"),
+    (LoggingConfig, "log_level", 20, "must be a str, found 20"),
+    (RunConfig, "name", 5, "must be a str, found 5"),
     (RunConfig, "storage_path", 5, "must be .*, found 5 \\(int\\)"),
     (RunConfig, "storage_path", b"/tmp", "must be .*, found b'/tmp' \\(bytes\\)"),
-    (RunConfig, "failure_config", {"max_failures": 1}, "must be FailureConfig, found {'max_fail"),
-    (RunConfig, "checkpoint_config", 3, "must be CheckpointConfig, found 3"),
-    (RunConfig, "logging_config", "INFO", "must be LoggingConfig, found 'INFO'"),
+    (RunConfig, "failure_config", {"max_failures": 1}, "must be a FailureConfig, found {'max_fail"),
+    (RunConfig, "checkpoint_config", 3, "must be a CheckpointConfig, found 3"),
+    (RunConfig, "logging_config", "INFO", "must be a LoggingConfig, found 'INFO'"),
     (
         RunConfig,
         "callbacks",
@@ -72,14 +82,14 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     ),
     (RunConfig, "callbacks", [UserCallback], "instances of drawbar.train.UserCallback, found .<cl"),
     (RunConfig, "callbacks", 5, "must .*, found 5"),
-    (RunConfig, "worker_runtime_env", "env.yaml", "must be Mapping, found 'env.yaml'"),
+    (RunConfig, "worker_runtime_env", "env.yaml", "must be a Mapping or None, found 'env.yaml'"),
     (RunConfig, "forward_env", "MY_*", "must be a list .* found 'MY_\\*'"),
     (RunConfig, "forward_env", 5, "must be a list of names or patterns .* found 5"),
     (RunConfig, "forward_env", [5], "must be a list of names or patterns .* found \\[5\\]"),
     (DataConfig, "datasets_to_split", "train", "must be \"all\" or a list .* found 'train'"),
     (DataConfig, "datasets_to_split", [1], 'must be "all" or a list of dataset names'),
     (DataConfig, "datasets_to_split", None, 'must be "all" or a list .* found None'),
-    (DataConfig, "enable_shard_locality", 1, "must be bool, found 1"),
+    (DataConfig, "enable_shard_locality", 1, "must be a bool, found 1"),
 ]
 
 WRONG_VALUES: list[tuple[type, str, Any, str]] = [
@@ -285,3 +295,45 @@ def test_run_config_with_ray_tune_callback_raises_with_replacement() -> None:
     callback = type("TuneReportCallback", (), module)()  # the real one wants to be in a trial
     with pytest.raises(TypeError, match=r"drawbar\.tune\.TuneReportCallback reports to Ray Tune"):
         RunConfig(callbacks=[callback])
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomConfig(BackendConfig):
+    mode: Literal["fast", "exact"] | None = None
+    ratio: float = 0.5
+    num_threads: Annotated[int, at_least(1)] = 8
+    timeout_s: Annotated[float | timedelta | None, parse_duration] = 60
+    hosts: list[str] | str | None = None
+    scale: Fraction | None = None  # not importable at run time, so it is not checked
+
+
+@dataclasses.dataclass(frozen=True)
+class DerivedConfig(CustomConfig):
+    num_threads: Annotated[int, at_least(4)] = 8
+
+
+def test_backend_config_fields_are_checked_against_annotations() -> None:
+    anything: Any = "1/2"
+    config = CustomConfig(ratio=1, timeout_s=timedelta(minutes=1), hosts="a", scale=anything)
+    assert (config.ratio, config.timeout_s, str(config.scale)) == (1, 60, "1/2")
+    assert CustomConfig(mode="fast", timeout_s=None).timeout_s is None
+    assert dataclasses.replace(config, mode="exact").timeout_s == 60
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "error", "message"),
+    [
+        (CustomConfig, "mode", "slow", ValueError, "one of 'fast', 'exact', None, found 'slow'"),
+        (CustomConfig, "ratio", "half", TypeError, "must be a float, found 'half'"),
+        (CustomConfig, "ratio", True, TypeError, "must be a float, found True"),
+        (CustomConfig, "num_threads", 0, ValueError, "must be at least 1, found 0"),
+        (CustomConfig, "timeout_s", 0, ValueError, "must be positive and finite, found 0"),
+        (CustomConfig, "hosts", 3, TypeError, "must be a list, str, or None, found 3"),
+        (DerivedConfig, "num_threads", 2, ValueError, "must be at least 4, found 2"),
+    ],
+)
+def test_backend_config_with_wrong_value_raises_with_field_and_value(
+    config: type, field: str, value: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=rf"^{config.__name__}\.{field} .*{message}"):
+        config(**{field: value})

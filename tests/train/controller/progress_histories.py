@@ -11,7 +11,7 @@ from collections import Counter
 from random import Random
 from typing import Any, Literal, get_args
 
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
+from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._protocol.messages import (
     CheckpointListRequest,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
+from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._controller.report_rounds import ReportRound

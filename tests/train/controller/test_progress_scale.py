@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
+from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_queries import CheckpointQueries
 from drawbar.train._controller.commits import CheckpointCommitter

@@ -610,7 +610,7 @@ async def coroutine(checkpoint: Checkpoint) -> dict[str, Any]:
         ),
         (
             lambda: ValidationConfig(squared, {"plus": 1}),  # type: ignore[arg-type]
-            "ValidationConfig.task_config must be ValidationTaskConfig, found {'plus': 1}",
+            "ValidationConfig.task_config must be a ValidationTaskConfig or None, found {'plus'",
         ),
         (
             lambda: ValidationConfig(squared, ray_remote_kwargs={"num_gpu": 1}),
@@ -634,11 +634,11 @@ async def coroutine(checkpoint: Checkpoint) -> dict[str, Any]:
         ),
         (
             lambda: ValidationTaskConfig([1]),  # type: ignore[arg-type]
-            "ValidationTaskConfig.fn_kwargs must be Mapping, found [1]",
+            "ValidationTaskConfig.fn_kwargs must be a Mapping or None, found [1]",
         ),
         (
             lambda: ValidationTaskConfig({1: 1}),  # type: ignore[dict-item]
-            "ValidationTaskConfig.fn_kwargs: a key must be str, found 1",
+            "ValidationTaskConfig.fn_kwargs: a key must be a str, found 1",
         ),
         (lambda: ValidationTaskConfig(timeout_s=0), "timeout_s must be positive and finite"),
         (lambda: ValidationTaskConfig(timeout_s=math.inf), "timeout_s must be positive and finite"),

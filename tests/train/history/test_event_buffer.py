@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from drawbar.train._config.preemption_info import PreemptionInfo
+from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import MAX_EVENTS, EventBuffer, EventPosition
 from drawbar.train._history.events import (
     CheckpointValidated,

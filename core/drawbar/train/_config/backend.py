@@ -6,15 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from drawbar.train._config.argument_errors import ArgumentErrors
+from drawbar.train._config.fields import CheckedConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
-"""A training function without arguments, or with `train_loop_config` as its argument."""
 
 
 class BackendWorkerGroup(Protocol):
@@ -173,18 +169,22 @@ class Backend:
         """
 
 
-class BackendConfig(ArgumentErrors):
+class BackendConfig(CheckedConfig):
     """User settings of a framework. Subclass it as a frozen dataclass.
 
-    The constructor rejects unknown arguments with a suggestion.
+    The constructor rejects unknown arguments with a suggestion, and checks the fields against
+    their annotations. A function in `Annotated`, such as `parse_duration` or `at_least(1)`,
+    replaces the check of the type: it receives the name and the value, and returns the value to
+    store. A subclass that defines `__post_init__` calls `super().__post_init__()`.
 
     Raises:
-        TypeError: An argument is unknown.
+        TypeError: An argument is unknown or has the wrong type.
+        ValueError: An argument has a value that its annotation does not allow.
 
     Example:
         @dataclass(frozen=True)
         class MyConfig(BackendConfig):
-            timeout_s: float = 60
+            timeout_s: Annotated[float | timedelta, parse_duration] = 60
 
             @property
             def backend_cls(self):

@@ -6,14 +6,9 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from drawbar.train._config.checks import (
-    ConfigRepr,
-    is_list_of,
-    require_choice,
-    require_type,
-)
+from drawbar.train._config.fields import ConfigRepr, list_of
 from drawbar.train._row_positions import UnevenRows
 
 if TYPE_CHECKING:
@@ -22,6 +17,13 @@ if TYPE_CHECKING:
 
 TRAIN_DATASET_KEY = "train"
 """Name of the dataset used for training."""
+
+
+def _check_datasets_to_split(name: str, value: Any) -> str | tuple[str, ...]:
+    if value == "all":
+        return "all"
+    names: tuple[str, ...] = list_of(str, '"all" or a list of dataset names')(name, value)
+    return names
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,55 +71,31 @@ class DataConfig(ConfigRepr):
         DataConfig(datasets_to_split=('train', 'val'), uneven_rows='pad')
     """
 
-    datasets_to_split: Literal["all"] | Sequence[str] = (TRAIN_DATASET_KEY,)
+    datasets_to_split: Annotated[Literal["all"] | Sequence[str], _check_datasets_to_split] = (
+        TRAIN_DATASET_KEY,
+    )
     execution_options: ExecutionOptions | Mapping[str, ExecutionOptions] | None = None
     enable_shard_locality: bool = True
     _: KW_ONLY
     uneven_rows: UnevenRows = "drop"
     group_column: str | None = None
     preprocessor: Preprocessor | None = None
-    datasets_to_shuffle: Sequence[str] = ()
+    datasets_to_shuffle: Annotated[Sequence[str], list_of(str, "a list of dataset names")] = ()
 
     def __post_init__(self) -> None:
-        require_type("DataConfig.enable_shard_locality", self.enable_shard_locality, bool)
-        require_choice("DataConfig.uneven_rows", self.uneven_rows, get_args(UnevenRows))
-        if self.group_column is not None:
-            require_type("DataConfig.group_column", self.group_column, str)
-            if self.uneven_rows != "keep":
-                raise ValueError(
-                    f"DataConfig.group_column={self.group_column!r} needs workers with different "
-                    f"numbers of rows, but uneven_rows={self.uneven_rows!r}. "
-                    'Set uneven_rows="keep"'
-                )
+        super().__post_init__()
+        if self.group_column is not None and self.uneven_rows != "keep":
+            raise ValueError(
+                f"DataConfig.group_column={self.group_column!r} needs workers with different "
+                f"numbers of rows, but uneven_rows={self.uneven_rows!r}. "
+                'Set uneven_rows="keep"'
+            )
         if self.preprocessor is not None and not hasattr(self.preprocessor, "fit_status"):
             raise TypeError(
                 "DataConfig.preprocessor must be one of ray.data.preprocessors, such as "
                 f"StandardScaler(columns=[...]), found {self.preprocessor!r}"
             )
-        self._check_shuffle()
-        names = self.datasets_to_split
-        if names == "all":
-            return
-        if not is_list_of(str, names):
-            raise TypeError(
-                'DataConfig.datasets_to_split must be "all" or a list of dataset names, '
-                f"found {names!r}"
-            )
-        object.__setattr__(self, "datasets_to_split", tuple(names))
-
-    def _check_shuffle(self) -> None:
-        """Check `datasets_to_shuffle` and store it as a tuple.
-
-        Raises:
-            TypeError: It is not a list of names.
-            ValueError: It cannot be combined with the other arguments.
-        """
         names = self.datasets_to_shuffle
-        if not is_list_of(str, names):
-            raise TypeError(
-                f"DataConfig.datasets_to_shuffle must be a list of dataset names, found {names!r}"
-            )
-        object.__setattr__(self, "datasets_to_shuffle", tuple(names))
         if names and self.uneven_rows == "drop":
             raise ValueError(
                 f"DataConfig.datasets_to_shuffle={list(names)} needs all rows before they "

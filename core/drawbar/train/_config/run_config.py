@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from drawbar.train._config.checks import (
-    ConfigRepr,
-    check_run_name,
-    is_list_of,
-    parse_duration,
-    require_choice,
-    require_int,
-    require_type,
-    warn_caller,
-)
+from drawbar.train._config import fields
+from drawbar.train._frames import warn_caller
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
 
 if TYPE_CHECKING:
-    from drawbar.train._config.preemption_info import PreemptionInfo
     from drawbar.train._config.scaling_config import ScalingConfig
+    from drawbar.train._errors import PreemptionInfo
     from drawbar.train._storage.checkpoint import Checkpoint
 
 
@@ -111,8 +106,18 @@ ScoreOrder = Literal["max", "min"]
 DEFAULT_STORAGE_PATH = "~/drawbar_results"
 
 
+_MAX_NAME_BYTES = 255  # bytes, in all usual file systems
+
+Limit = Annotated[int, fields.at_least(-1)]
+"""A maximum number. -1 is no limit."""
+
+
+def _to_timedelta(name: str, value: object, *, none_meaning: str) -> timedelta:
+    return timedelta(seconds=fields.parse_duration(name, value, none_meaning=none_meaning))
+
+
 @dataclass(frozen=True, repr=False)
-class FailureConfig(ConfigRepr):
+class FailureConfig(fields.ConfigRepr):
     """Failure handling: restart limits, hang detection, and reuse of worker processes.
 
     Configuration errors are never retried.
@@ -153,16 +158,20 @@ class FailureConfig(ConfigRepr):
         "fail_fast": "max_failures=0, the default, ends the run with its first failure"
     }
 
-    max_failures: int = 0
+    max_failures: Limit = 0
     _: KW_ONLY
     # No limit: a preempted node is no sign of a fault in the function, which restarts elsewhere.
-    max_preemption_failures: int = -1
+    max_preemption_failures: Limit = -1
     # A node may be lost during startup. A permanent error fails three times.
-    max_startup_failures: int = 2
+    max_startup_failures: Limit = 2
     reuse_workers: bool = True
     # None by default: a long epoch looks like a hang, and only the user knows how long one may be.
-    hang_timeout: float | timedelta | None = None
-    stall_warning_after: float | timedelta | None = timedelta(seconds=30)
+    hang_timeout: Annotated[
+        float | timedelta | None, partial(_to_timedelta, none_meaning="waits without limit")
+    ] = None
+    stall_warning_after: Annotated[
+        float | timedelta | None, partial(_to_timedelta, none_meaning="disables the warning")
+    ] = timedelta(seconds=30)
     controller_failure_limit: InitVar[int | None] = None
     relax_collectives_on_preemption: InitVar[bool] = False
     preemption_grace_s: InitVar[float] = 0.0
@@ -181,19 +190,7 @@ class FailureConfig(ConfigRepr):
                 "effect: ranks on preempted nodes run until their nodes stop or a checkpoint is "
                 "committed, and the run then continues on other nodes"
             )
-        for name in ("max_failures", "max_preemption_failures", "max_startup_failures"):
-            require_int(f"FailureConfig.{name}", getattr(self, name), at_least=-1)
-        self._check_duration("hang_timeout", none_means="waits without limit")
-        self._check_duration("stall_warning_after", none_means="disables the warning")
-        require_type("FailureConfig.reuse_workers", self.reuse_workers, bool)
-
-    def _check_duration(self, field_name: str, none_means: str) -> None:
-        name, timeout = f"FailureConfig.{field_name}", getattr(self, field_name)
-        if timeout is None:
-            return
-        seconds = parse_duration(name, timeout, none_meaning=none_means)
-        # Store either form as a timedelta. The dataclass is frozen, so bypass its __setattr__.
-        object.__setattr__(self, field_name, timedelta(seconds=seconds))
+        super().__post_init__()
 
 
 _SAVING_ADVICE = (
@@ -204,7 +201,7 @@ _SAVING_ADVICE = (
 
 
 @dataclass(frozen=True, repr=False)
-class CheckpointConfig(ConfigRepr):
+class CheckpointConfig(fields.ConfigRepr):
     """Retention and durability of checkpoints.
 
     Args:
@@ -233,28 +230,21 @@ class CheckpointConfig(ConfigRepr):
         "checkpoint_at_end": _SAVING_ADVICE,
     }
 
-    num_to_keep: int | None = None
+    num_to_keep: Annotated[int | None, fields.at_least(1)] = None
     checkpoint_score_attribute: str | None = None
     checkpoint_score_order: ScoreOrder = "max"
     _: KW_ONLY
     durable: bool = False
 
-    def __post_init__(self) -> None:
-        if self.num_to_keep is not None:
-            require_int("CheckpointConfig.num_to_keep", self.num_to_keep, at_least=1)
-        if self.checkpoint_score_attribute is not None:
-            name = "CheckpointConfig.checkpoint_score_attribute"
-            require_type(name, self.checkpoint_score_attribute, str)
-        require_choice(
-            "CheckpointConfig.checkpoint_score_order",
-            self.checkpoint_score_order,
-            get_args(ScoreOrder),
-        )
-        require_type("CheckpointConfig.durable", self.durable, bool)
+
+def _check_log_level(name: str, value: Any) -> str:
+    level: str = fields.require_type(name, value, str)
+    fields.require_choice(name, level.upper(), ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
+    return level
 
 
 @dataclass(frozen=True, repr=False)
-class LoggingConfig(ConfigRepr):
+class LoggingConfig(fields.ConfigRepr):
     """Console output of a run. The files in `<run>/logs` always contain everything.
 
     Args:
@@ -270,12 +260,7 @@ class LoggingConfig(ConfigRepr):
         RunConfig(logging_config=LoggingConfig(log_level='WARNING'))
     """
 
-    log_level: str = "INFO"
-
-    def __post_init__(self) -> None:
-        require_type("LoggingConfig.log_level", self.log_level, str)
-        levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-        require_choice("LoggingConfig.log_level", self.log_level.upper(), levels)
+    log_level: Annotated[str, _check_log_level] = "INFO"
 
     @property
     def level_number(self) -> int:
@@ -283,8 +268,44 @@ class LoggingConfig(ConfigRepr):
         return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
+def _check_run_name(name: str, value: Any) -> str:
+    """Check that a run name is a relative path of valid directory names."""
+    path = PurePath(fields.require_type(name, value, str))
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(
+            f"{name}={value!r} would leave the storage path; "
+            "give a plain name, and set the directory with storage_path="
+        )
+    if not value.strip() or value in (".", "./") or re.search(r"[\x00-\x1f]", value):
+        raise ValueError(f"{name}={value!r} is not a valid directory name")
+    if (length := max(len(os.fsencode(part)) for part in path.parts)) > _MAX_NAME_BYTES:
+        raise ValueError(
+            f"{name}={value[:20] + '...'!r} has {length} bytes; a directory name has at "
+            f"most {_MAX_NAME_BYTES}"
+        )
+    return str(value)
+
+
+def _check_storage_path(name: str, value: Any) -> str | os.PathLike[str]:
+    if not os.fspath(fields.require_type(name, value, (str, os.PathLike))):
+        raise ValueError(f"{name} must not be empty; None is the default")
+    path: str | os.PathLike[str] = value
+    return path
+
+
+def _check_callbacks(name: str, value: Any) -> tuple[UserCallback, ...]:
+    description = "a list of instances of drawbar.train.UserCallback"
+    try:
+        callbacks: tuple[UserCallback, ...] = fields.list_of(UserCallback, description)(
+            name, () if value is None else value
+        )
+    except TypeError as error:
+        raise TypeError(f"{error}{_suggest_callback(value)}") from None
+    return callbacks
+
+
 @dataclass(frozen=True, repr=False)
-class RunConfig(ConfigRepr):
+class RunConfig(fields.ConfigRepr):
     """Storage of a run, its failure handling, checkpoints, callbacks, and logging.
 
     Args:
@@ -331,59 +352,31 @@ class RunConfig(ConfigRepr):
         "local_dir": "write storage_path=",
     }
 
-    name: str | None = None
-    storage_path: str | os.PathLike[str] | None = None
+    name: Annotated[str | None, _check_run_name] = None
+    storage_path: Annotated[str | os.PathLike[str] | None, _check_storage_path] = None
     storage_filesystem: AnyFileSystem | None = None
-    failure_config: FailureConfig = field(default_factory=FailureConfig)
-    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
-    callbacks: Sequence[UserCallback] = ()
+    # None selects the default, as in Ray Train.
+    failure_config: Annotated[FailureConfig, partial(fields.resolve_config, kind=FailureConfig)] = (
+        field(default_factory=FailureConfig)
+    )
+    checkpoint_config: Annotated[
+        CheckpointConfig, partial(fields.resolve_config, kind=CheckpointConfig)
+    ] = field(default_factory=CheckpointConfig)
+    callbacks: Annotated[Sequence[UserCallback], _check_callbacks] = ()
     worker_runtime_env: Mapping[str, object] | None = None
-    logging_config: LoggingConfig = field(default_factory=LoggingConfig)
+    logging_config: Annotated[LoggingConfig, partial(fields.resolve_config, kind=LoggingConfig)] = (
+        field(default_factory=LoggingConfig)
+    )
     _: KW_ONLY
-    forward_env: Sequence[str] = ()
+    forward_env: Annotated[
+        Sequence[str], fields.list_of(str, "a list of names or patterns such as ['MY_*']")
+    ] = ()
     resume: ResumeMode = "auto"
     detached: bool = False
-    secret_keys: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        for name, expected_type in (
-            ("failure_config", FailureConfig),
-            ("checkpoint_config", CheckpointConfig),
-            ("logging_config", LoggingConfig),
-        ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, expected_type())
-            require_type(f"RunConfig.{name}", getattr(self, name), expected_type)
-        if self.name is not None:
-            check_run_name(self.name)
-        if self.storage_path is not None:
-            require_type("RunConfig.storage_path", self.storage_path, (str, os.PathLike))
-            if not os.fspath(self.storage_path):
-                raise ValueError("RunConfig.storage_path must not be empty; None is the default")
-        require_choice("RunConfig.resume", self.resume, get_args(ResumeMode))
-        require_type("RunConfig.detached", self.detached, bool)
-        if not is_list_of(str, self.secret_keys):
-            raise TypeError(
-                "RunConfig.secret_keys must be a list of keys of train_loop_config such as "
-                f"['license'], found {self.secret_keys!r}"
-            )
-        if not is_list_of(str, self.forward_env):
-            raise TypeError(
-                "RunConfig.forward_env must be a list of names or patterns such as ['MY_*'], "
-                f"found {self.forward_env!r}"
-            )
-        if self.worker_runtime_env is not None:
-            require_type("RunConfig.worker_runtime_env", self.worker_runtime_env, Mapping)
-        self._check_callbacks()
-
-    def _check_callbacks(self) -> None:
-        callbacks = () if self.callbacks is None else self.callbacks
-        if not is_list_of(UserCallback, callbacks):
-            raise TypeError(
-                "RunConfig.callbacks must be a list of instances of drawbar.train.UserCallback, "
-                f"found {callbacks!r}{_suggest_callback(callbacks)}"
-            )
-        object.__setattr__(self, "callbacks", tuple(callbacks))
+    secret_keys: Annotated[
+        Sequence[str],
+        fields.list_of(str, "a list of keys of train_loop_config such as ['license']"),
+    ] = ()
 
 
 def _suggest_callback(callbacks: object) -> str:

@@ -5,20 +5,55 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal
 
-from drawbar.train._config.checks import (
-    ConfigRepr,
-    require_choice,
-    require_int,
-    require_type,
-    warn_caller,
-)
-from drawbar.train._config.tpu_slice import TOPOLOGY_LABEL, compute_slice_workers
+from drawbar.train._config.fields import ConfigRepr, require_int, require_type
+from drawbar.train._frames import warn_caller
+
+TOPOLOGY_LABEL = "ray.io/tpu-topology"
+"""Ray's node label for the topology of a TPU slice, such as "2x2x2"."""
 
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 _RAY_RESOURCE_NAMES = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU", "memory": "memory"}
+
+
+def _check_num_workers(name: str, value: Any) -> int | tuple[int, int]:
+    if not isinstance(value, tuple | list):
+        return require_int(name, value, at_least=0)
+    if len(value) != 2:
+        raise ValueError(
+            f"{name} must be an int, or (low, high) for an elastic group, found {value!r}"
+        )
+    # Accept lists: configurations that are read from YAML or JSON have no tuples.
+    low, high = value
+    require_int(f"{name}[0]", low, at_least=1)
+    require_int(f"{name}[1]", high, at_least=low)
+    return low, high
+
+
+def _check_resources(name: str, value: Any) -> Mapping[str, float]:
+    for key, amount in require_type(name, value, Mapping).items():
+        require_type(f"{name}: a key", key, str)
+        entry = f"{name}[{key!r}]"
+        if key != (meant := _RAY_RESOURCE_NAMES.get(key.lower(), key)):
+            raise ValueError(f"{entry} is not a Ray resource; write {meant!r}")
+        if isinstance(amount, bool) or not isinstance(amount, int | float):
+            raise TypeError(f"{entry} must be a number, found {amount!r}")
+        if not 0 <= amount < math.inf:
+            raise ValueError(f"{entry} must be finite and not negative, found {amount!r}")
+    resources: Mapping[str, float] = value
+    return resources
+
+
+def _check_label_selector(name: str, value: Any) -> Any:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    selectors = value if is_list else [value]
+    if not all(isinstance(selector, Mapping) for selector in selectors):
+        raise TypeError(
+            f"{name} must be a mapping, or a list with one mapping per worker, found {value!r}"
+        )
+    return value
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,12 +101,14 @@ class ScalingConfig(ConfigRepr):
     """
 
     trainer_resources: InitVar[None] = None
-    num_workers: int | tuple[int, int] = 1
+    num_workers: Annotated[int | tuple[int, int], _check_num_workers] = 1
     use_gpu: bool = False
-    resources_per_worker: Mapping[str, float] | None = None
+    resources_per_worker: Annotated[Mapping[str, float] | None, _check_resources] = None
     placement_strategy: PlacementStrategy = "PACK"
     accelerator_type: str | None = None
-    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
+    label_selector: Annotated[
+        Mapping[str, str] | Sequence[Mapping[str, str]] | None, _check_label_selector
+    ] = None
     use_tpu: bool = False
     topology: str | None = None
     elastic_resize_monitor_interval_s: InitVar[float | None] = None
@@ -82,65 +119,21 @@ class ScalingConfig(ConfigRepr):
         elastic_resize_monitor_interval_s: float | None,
     ) -> None:
         _check_ignored_arguments(trainer_resources, elastic_resize_monitor_interval_s)
-        self._check_num_workers()
-        require_type("ScalingConfig.use_gpu", self.use_gpu, bool)
-        require_type("ScalingConfig.use_tpu", self.use_tpu, bool)
+        super().__post_init__()
         if self.use_gpu and self.use_tpu:
             raise ValueError(
                 "ScalingConfig has use_gpu=True and use_tpu=True, but a worker uses one kind of "
                 "accelerator; set one of them to False"
             )
-        require_choice(
-            "ScalingConfig.placement_strategy", self.placement_strategy, get_args(PlacementStrategy)
-        )
-        if self.accelerator_type is not None:
-            require_type("ScalingConfig.accelerator_type", self.accelerator_type, str)
-        self._check_resources()
-        self._check_labels()
+        for accelerator, is_used in (("GPU", self.use_gpu), ("TPU", self.use_tpu)):
+            _check_accelerator(accelerator, is_used, self.resources_per_worker or {})
+        self._check_label_count()
         self._check_topology()
 
-    def _check_num_workers(self) -> None:
-        if not isinstance(self.num_workers, tuple | list):
-            require_int("ScalingConfig.num_workers", self.num_workers, at_least=0)
-            return
-        if len(self.num_workers) != 2:
-            raise ValueError(
-                "ScalingConfig.num_workers must be an int, or (low, high) for an elastic group, "
-                f"found {self.num_workers!r}"
-            )
-        # Accept lists: configurations that are read from YAML or JSON have no tuples.
-        low, high = self.num_workers
-        require_int("ScalingConfig.num_workers[0]", low, at_least=1)
-        require_int("ScalingConfig.num_workers[1]", high, at_least=low)
-        object.__setattr__(self, "num_workers", (low, high))
-
-    def _check_resources(self) -> None:
-        resources = self.resources_per_worker
-        if resources is None:
-            return
-        require_type("ScalingConfig.resources_per_worker", resources, Mapping)
-        for key, amount in resources.items():
-            require_type("ScalingConfig.resources_per_worker: a key", key, str)
-            name = f"ScalingConfig.resources_per_worker[{key!r}]"
-            if key != (meant := _RAY_RESOURCE_NAMES.get(key.lower(), key)):
-                raise ValueError(f"{name} is not a Ray resource; write {meant!r}")
-            if isinstance(amount, bool) or not isinstance(amount, int | float):
-                raise TypeError(f"{name} must be a number, found {amount!r}")
-            if not 0 <= amount < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, found {amount!r}")
-        for accelerator, is_used in (("GPU", self.use_gpu), ("TPU", self.use_tpu)):
-            _check_accelerator(accelerator, is_used, resources)
-
-    def _check_labels(self) -> None:
+    def _check_label_count(self) -> None:
         selector = self.label_selector
         if selector is None or isinstance(selector, Mapping):
             return
-        is_list = isinstance(selector, Sequence) and not isinstance(selector, str)
-        if not is_list or not all(isinstance(mapping, Mapping) for mapping in selector):
-            raise TypeError(
-                "ScalingConfig.label_selector must be a mapping, or a list with one mapping per "
-                f"worker, found {selector!r}"
-            )
         if len(selector) != self.max_workers:
             raise ValueError(
                 f"ScalingConfig.label_selector lists {len(selector)} selectors for "
@@ -157,7 +150,6 @@ class ScalingConfig(ConfigRepr):
                     'label_selector={"ray.io/tpu-slice-name": ...}'
                 )
             return
-        require_type("ScalingConfig.topology", self.topology, str)
         if not self.use_tpu or self.accelerator_type is None:
             missing = "accelerator_type=" if self.use_tpu else "use_tpu=True"
             raise ValueError(
@@ -272,3 +264,32 @@ def _check_accelerator(name: str, is_used: bool, resources: Mapping[str, float])
             f"ScalingConfig has resources_per_worker[{name!r}]={amount} and {option}=False; "
             f"set {option}=True so that the workers use their {name}s"
         )
+
+
+def compute_slice_workers(
+    topology: str, accelerator_type: str, resources: Mapping[str, float] | None
+) -> tuple[int, float]:
+    """Return the number of workers of a slice and the number of chips of each worker.
+
+    Args:
+        topology: Topology such as "2x2x2".
+        accelerator_type: Accelerator such as "TPU-V4".
+        resources: Resources of one worker, if set. Without "TPU", a worker gets all chips of a
+            host.
+
+    Raises:
+        ValueError: The slice does not exist, or workers cannot divide it evenly.
+    """
+    from ray.util.tpu import get_tpu_worker_resources
+
+    try:
+        num_workers, worker_resources = get_tpu_worker_resources(
+            topology, accelerator_type, dict(resources or {})
+        )
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"ScalingConfig has topology={topology!r} and accelerator_type={accelerator_type!r}, "
+            f"which is no TPU slice that workers can divide: {error}. "
+            'Set, for example, topology="2x2x2" and accelerator_type="TPU-V4"'
+        ) from error
+    return num_workers, worker_resources["TPU"]

@@ -13,22 +13,40 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 
-from drawbar.train._config.checks import (
+from drawbar.train._config.fields import (
     ConfigRepr,
-    check_plain_function,
+    at_least,
     parse_duration,
-    require_int,
     require_type,
     to_journal_dict,
 )
+from drawbar.train._config.train_function import check_plain_function
 from drawbar.train._storage.manifest import Validation
 
 if TYPE_CHECKING:
     from drawbar.train._storage.checkpoint import Checkpoint
+
+
+class CheckpointConsistencyMode(Enum):
+    """Condition that `get_all_reported_checkpoints` waits for.
+
+    COMMITTED waits until every checkpoint of this rank's reports is committed. VALIDATED also waits
+    until the validations of these and all earlier checkpoints have ended.
+
+    Example:
+        checkpoints = train.get_all_reported_checkpoints(
+            consistency_mode=train.CheckpointConsistencyMode.VALIDATED
+        )
+    """
+
+    COMMITTED = "COMMITTED"
+    VALIDATED = "VALIDATED"
 
 
 class ValidationFn(Protocol):
@@ -76,14 +94,13 @@ class ValidationTaskConfig(ConfigRepr):
     """
 
     fn_kwargs: Mapping[str, object] | None = None
-    timeout_s: float | timedelta | None = None
+    timeout_s: Annotated[
+        float | timedelta | None, partial(parse_duration, none_meaning="sets no limit")
+    ] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "fn_kwargs", _to_json_kwargs(self.fn_kwargs))
-        if self.timeout_s is not None:
-            name = "ValidationTaskConfig.timeout_s"
-            seconds = parse_duration(name, self.timeout_s, none_meaning="sets no limit")
-            object.__setattr__(self, "timeout_s", seconds)
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,18 +136,15 @@ class ValidationConfig(ConfigRepr):
     fn: ValidationFn
     task_config: ValidationTaskConfig | None = None
     ray_remote_kwargs: Mapping[str, object] | None = None
-    max_concurrent: int = field(default=2, kw_only=True)
+    max_concurrent: Annotated[int, at_least(1)] = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
         check_plain_function("validation function", self.fn)
+        super().__post_init__()
         if self.task_config is None:
             object.__setattr__(self, "task_config", ValidationTaskConfig())
-        require_type("ValidationConfig.task_config", self.task_config, ValidationTaskConfig)
-        require_int("ValidationConfig.max_concurrent", self.max_concurrent, at_least=1)
         self._check_signature()
-        options = {} if self.ray_remote_kwargs is None else self.ray_remote_kwargs
-        require_type("ValidationConfig.ray_remote_kwargs", options, Mapping)
-        object.__setattr__(self, "ray_remote_kwargs", dict(options))
+        object.__setattr__(self, "ray_remote_kwargs", dict(self.ray_remote_kwargs or {}))
         self._check_task_options()
 
     def _check_signature(self) -> None:
@@ -232,13 +246,11 @@ def _apply_task_config(request: Validation, config: ValidationTaskConfig) -> Val
     )
 
 
-def _to_json_kwargs(fn_kwargs: object) -> dict[str, object]:
+def _to_json_kwargs(fn_kwargs: Mapping[str, object] | None) -> dict[str, object]:
     """Return keyword arguments after a round trip through JSON."""
     name = "ValidationTaskConfig.fn_kwargs"
     if fn_kwargs is None:
         return {}
-    require_type(name, fn_kwargs, Mapping)
-    assert isinstance(fn_kwargs, Mapping)
     for key in fn_kwargs:
         require_type(f"{name}: a key", key, str)
     try:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from drawbar.train._config.preemption_info import PreemptionInfo
 from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_queries import CheckpointQueries
@@ -25,6 +24,7 @@ from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._controller.validations import ValidationScheduler
+from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
     AttemptEndCause,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
+from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.indexed_heap import IndexedHeap
 from drawbar.train._controller.progress import AttemptProgress

@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 
 from drawbar.train._config.backend import BackendConfig
 from drawbar.train._config.data_config import DataConfig
-from drawbar.train._config.function_identity import FunctionIdentity
 from drawbar.train._config.run_config import RunConfig, RunContext
 from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._controller.decisions import UsedBudget
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.events import AttemptStarted

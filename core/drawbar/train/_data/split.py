@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._config.checks import warn_caller
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
 from drawbar.train._data.map_style import is_map_style, shard_map_style
 from drawbar.train._data.materialized_split import (
@@ -25,6 +24,7 @@ from drawbar.train._data.tables import (
     shard_table,
     to_arrow_table,
 )
+from drawbar.train._frames import warn_caller
 from drawbar.train._ray_compat import get_base_dataset, is_data_iterator
 from drawbar.train._row_positions import RowPosition, split_rows
 

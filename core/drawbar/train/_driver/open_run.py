@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from drawbar.train._config.function_identity import FunctionIdentity
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH, RunConfig
+from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._controller.decisions import count_used_budget
 from drawbar.train._controller.run import OpenRun, RunSpec
 from drawbar.train._driver.preflight import check_storage_path

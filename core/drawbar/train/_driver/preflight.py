@@ -21,7 +21,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from drawbar.train._config.checks import check_plain_function, get_function_name, warn_caller
+from drawbar.train._config.train_function import check_plain_function, get_function_name
+from drawbar.train._frames import warn_caller
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.sizes import format_size
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import cloudpickle
 
-from drawbar.train._config.checks import to_journal_dict
 from drawbar.train._config.data_config import DataConfig
+from drawbar.train._config.fields import to_journal_dict
 from drawbar.train._config.forwarded_env import select_forwarded
-from drawbar.train._config.function_identity import FunctionIdentity
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.secrets import redact_settings
+from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver import preflight

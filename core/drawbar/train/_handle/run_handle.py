@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from drawbar.train._config.checks import parse_duration
+from drawbar.train._config.fields import parse_duration
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._errors import UserAbort
 from drawbar.train._handle.run_view import EndedRun, RunSource, RunView, SameHostRun

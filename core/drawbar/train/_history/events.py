@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from drawbar.train._config.function_identity import FunctionIdentity
-from drawbar.train._config.preemption_info import PreemptionInfo
+from drawbar.train._config.train_function import FunctionIdentity
+from drawbar.train._errors import PreemptionInfo
 from drawbar.train._metrics import Metrics
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._protocol.messages import OutputLine, ShardEpochEnded

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
-from drawbar.train._config.preemption_info import PreemptionInfo
+from drawbar.train._config.validation_config import CheckpointConsistencyMode
+from drawbar.train._errors import PreemptionInfo
 from drawbar.train._metrics import Metrics
 from drawbar.train._protocol.codec import Codec
 from drawbar.train._row_positions import UnevenRows

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from drawbar.train._package_files import is_drawbar_frame
+from drawbar.train._frames import is_drawbar_frame
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.session_client import get_program_session
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from drawbar.train._package_files import is_drawbar_frame
+from drawbar.train._frames import format_caller_location, is_drawbar_frame
 from drawbar.train._protocol.commands import CollectiveResult
 from drawbar.train._protocol.messages import (
     CollectiveCalled,
@@ -17,7 +17,6 @@ from drawbar.train._protocol.messages import (
 )
 from drawbar.train._serialization import serialize
 from drawbar.train._worker.command_queue import CommandQueue
-from drawbar.train._worker.stack import format_caller_location
 from drawbar.train._worker.training_thread import ThreadGuard
 
 _CORE = "drawbar.train."

@@ -13,11 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from drawbar.train._config.checks import parse_duration
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY
-from drawbar.train._config.preemption_info import PreemptionInfo
-from drawbar.train._config.validation_config import ValidationTaskConfig
+from drawbar.train._config.fields import parse_duration
+from drawbar.train._config.validation_config import CheckpointConsistencyMode, ValidationTaskConfig
+from drawbar.train._errors import PreemptionInfo
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus

@@ -10,10 +10,9 @@ from pathlib import Path
 from traceback import StackSummary, TracebackException
 
 from drawbar.train._errors import ProgramFailedError, StorageError
-from drawbar.train._package_files import is_drawbar_file
+from drawbar.train._frames import format_user_location, is_drawbar_file, is_stdlib_file
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._serialization import serialize_without_references
-from drawbar.train._worker.stack import format_user_location, is_stdlib_file
 from drawbar.train._worker_failure import MAX_SHOWN_CHARS, FailureKind, WorkerFailure
 
 # An exception may contain a full batch, and is sent with every failure message.

@@ -25,6 +25,7 @@ from typing import IO, Literal
 import msgspec
 
 from drawbar.train._errors import ProgramFailedError
+from drawbar.train._frames import format_user_location
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import Heartbeat, OutputBytes
 from drawbar.train._worker import program_main, sentinel
@@ -33,7 +34,7 @@ from drawbar.train._worker.activity import ActivityMonitor
 from drawbar.train._worker.output import write_to_log
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.session_client import RankConnection
-from drawbar.train._worker.stack import Frame, Stack, detect_stopped_process, format_user_location
+from drawbar.train._worker.stack import Frame, Stack, detect_stopped_process
 from drawbar.train._worker.training_thread import AttemptInterrupted
 
 PROGRAM_MARKER_VARIABLE = "DRAWBAR_PROGRAM"

@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
-from drawbar.train._config.validation_config import resolve_validation
+from drawbar.train._config.validation_config import CheckpointConsistencyMode, resolve_validation
+from drawbar.train._frames import format_caller_location
 from drawbar.train._metrics import Metrics, normalize
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import (
@@ -56,7 +56,7 @@ from drawbar.train._worker.report_checks import (
     check_upload_fn,
     check_upload_mode,
 )
-from drawbar.train._worker.stack import Stack, format_caller_location
+from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.training_thread import InterruptScope, ThreadGuard
 from drawbar.train._worker.uploads import CheckpointUploadFn, Uploads
 

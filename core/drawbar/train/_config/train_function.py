@@ -1,4 +1,4 @@
-"""Identity of a training function, by which a rerun recognizes the function of an earlier start."""
+"""The user's training function: type, checks, and the identity by which a rerun finds it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,50 @@ import functools
 import inspect
 import os
 import types
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
+TrainFunction = Callable[[], Any] | Callable[[dict[str, Any]], Any]
+"""A training function without arguments, or with `train_loop_config` as its argument."""
+
 _SCRIPT_MODULE = "__main__"
+
+
+def check_plain_function(role: str, function: object) -> None:
+    """Check that a function is callable, and that calling it runs it.
+
+    Args:
+        role: Role of the function for messages, such as "training function".
+        function: Function to check.
+
+    Raises:
+        TypeError: The function is not callable, or it is a coroutine or generator function.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"the {role} must be callable, found {function!r} ({type(function).__name__}); "
+            "pass the function itself, not its return value"
+        )
+    is_deferred_checks = (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    )
+    for call in (function, type(function).__call__):
+        if any(is_deferred(call) for is_deferred in is_deferred_checks):
+            raise TypeError(
+                f"{get_function_name(function)} is an async or a generator function, so "
+                f"calling it does not run its code; a {role} must be a plain function"
+            )
+
+
+def get_function_name(function: object) -> str:
+    """Return the name of a function, of the function of a partial, or of an object's class."""
+    if isinstance(function, functools.partial):
+        return get_function_name(function.func)
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 class FunctionIdentity(msgspec.Struct, frozen=True):
