@@ -16,11 +16,10 @@ from drawbar.train._config.backend import (
     BackendWorkerGroup,
     LauncherStore,
 )
-from drawbar.train._config.driver_context import DriverContext
 from drawbar.train._config.fields import at_least, parse_duration, resolve_config
 from drawbar.train._config.packages import make_import_error, require_package, require_version
 from drawbar.train._config.train_function import TrainFunction
-from drawbar.train._driver_env import set_tune_trial
+from drawbar.train._driver_env import DriverContext, set_tune_trial
 from drawbar.train._worker.context import get_node_address, get_worker_address
 from drawbar.train._worker.integration_api import (
     add_final_notice,

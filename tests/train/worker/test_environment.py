@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train._config.forwarded_env import select_forwarded
+from drawbar.train._driver_env import select_forwarded
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._worker.worker_env import (
     THREAD_ENV_VARS,

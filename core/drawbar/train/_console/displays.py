@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
-from drawbar.train._lines import LineSplitter, StreamName
 from drawbar.train._protocol.messages import OutputLine
+from drawbar.train._protocol.output_lines import LineSplitter, StreamName
 
 if TYPE_CHECKING:
     from rich.console import RenderHook

@@ -12,7 +12,7 @@ from typing import Any
 
 from drawbar.train._console.displays import DisplayStatus, OutputStreams, PlainDisplay
 from drawbar.train._history.html import MAX_CURVE_POINTS, RunCard, iter_numbers
-from drawbar.train._lines import StreamName
+from drawbar.train._protocol.output_lines import StreamName
 
 _DRAW_PERIOD_S = 0.5
 

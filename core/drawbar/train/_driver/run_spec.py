@@ -11,7 +11,6 @@ import cloudpickle
 
 from drawbar.train._config.data_config import DataConfig
 from drawbar.train._config.fields import to_journal_dict
-from drawbar.train._config.forwarded_env import select_forwarded
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.secrets import redact_settings
@@ -20,7 +19,7 @@ from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver import preflight
 from drawbar.train._driver.open_run import add_default_name
-from drawbar.train._driver_env import DriverEnvironment
+from drawbar.train._driver_env import DriverEnvironment, select_forwarded
 from drawbar.train._errors import DamagedRunError
 from drawbar.train._protocol.assignment import WorkerSpec
 from drawbar.train._serialization import Serialized, serialize, serialize_without_references

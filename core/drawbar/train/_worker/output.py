@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from drawbar.train import _threads
-from drawbar.train._lines import LineSplitter, StreamName
 from drawbar.train._protocol.messages import OutputLine
+from drawbar.train._protocol.output_lines import LineSplitter, StreamName
 from drawbar.train._worker.log_file import LogFile, flush_c_stdout
 
 SendLine = Callable[[OutputLine], None]

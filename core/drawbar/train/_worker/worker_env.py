@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.train._config.forwarded_env import get_exclusion_reason
+from drawbar.train._driver_env import get_exclusion_reason
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
 
 _GPU_DEVICES = "nvidia[0-9]*"
