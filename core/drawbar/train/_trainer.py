@@ -21,7 +21,7 @@ from drawbar.train._config.train_function import FunctionIdentity, TrainFunction
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import RunSpec
-from drawbar.train._data import split
+from drawbar.train._data.user_datasets import check_datasets
 from drawbar.train._driver import preflight
 from drawbar.train._driver.controller_thread import start_local_run
 from drawbar.train._driver.detached import (
@@ -125,7 +125,7 @@ class DataParallelTrainer(ArgumentErrors):
             train_loop_per_worker, has_config=train_loop_config is not None
         )
         preflight.warn_of_unused_config(self._takes_config, train_loop_config)
-        split.check_datasets(datasets, self.dataset_config)
+        check_datasets(datasets, self.dataset_config)
         self.datasets: dict[str, Any] = dict(datasets or {})
 
     def fit(self) -> Result:

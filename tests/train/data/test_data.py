@@ -32,7 +32,6 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._data import split
-from drawbar.train._data.materialized_split import MaterializedSplits
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._row_positions import UnevenRows
 from drawbar.train._worker_group import cluster
@@ -200,7 +199,7 @@ def test_data_config_subclass_splits_with_configure(run_config: RunConfig) -> No
 def test_data_config_subclass_with_uneven_shards_raises_without_keep() -> None:
     def shards(uneven_rows: UnevenRows) -> list[dict[str, DatasetShard]]:
         config, nodes = OddAndEven(uneven_rows=uneven_rows), ["node"] * 2
-        return split.make_shards({"train": in_memory(5)}, config, nodes, {}, MaterializedSplits())
+        return split.make_shards({"train": in_memory(5)}, config, nodes, {}, {})
 
     with pytest.raises(ValueError, match=r"OddAndEven.configure\(\) gives .*'train'\]: \[3, 2\]"):
         shards("drop")
@@ -214,9 +213,7 @@ def test_data_config_subclass_with_uneven_shards_raises_without_keep() -> None:
 def test_stream_without_rows_for_any_rank_raises(run_config: RunConfig) -> None:
     """That it would is not known before; a rank that is given nothing would wait for the others."""
     nobodys = lazy(3).filter(expr=col("id") == 0)
-    shards = split.make_shards(
-        {"train": nobodys}, DataConfig(), ["node"] * 2, {}, MaterializedSplits()
-    )
+    shards = split.make_shards({"train": nobodys}, DataConfig(), ["node"] * 2, {}, {})
 
     def read(by_name: dict[str, DatasetShard]) -> None:
         with pytest.raises(ValueError, match=r"fewer rows than there are workers \(2\)"):

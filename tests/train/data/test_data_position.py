@@ -31,7 +31,6 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._data import split
-from drawbar.train._data.materialized_split import MaterializedSplits
 from drawbar.train._data.streams import shut_down_streams
 from drawbar.train._row_positions import RowPosition, RowsRead
 from drawbar.train.backend import register_data_position
@@ -182,7 +181,7 @@ class TestShards:
         handing_out: list[int] = []
         for workers, rows in ((2, 10), (3, 20), (3, 10), (2, ROWS)):
             nodes = [ray.get_runtime_context().get_node_id()] * workers
-            shards = split.make_shards(data, DataConfig(), nodes, positions, MaterializedSplits())
+            shards = split.make_shards(data, DataConfig(), nodes, positions, {})
             with ThreadPoolExecutor(workers) as pool:  # one thread for each rank
                 ranks = list(pool.map(lambda each, n=rows: take(each["train"], n), shards))
             positions = {"dataset:train": ranks[0][1]}
@@ -209,9 +208,7 @@ class TestShards:
         files = ray.data.read_csv(str(tmp_path), shuffle=shuffle, override_num_blocks=2)
 
         def shard(positions: Any) -> Any:
-            (found,) = split.make_shards(
-                {"train": files}, DataConfig(), ["node"], positions, MaterializedSplits()
-            )
+            (found,) = split.make_shards({"train": files}, DataConfig(), ["node"], positions, {})
             return found["train"]
 
         whole = shard({})

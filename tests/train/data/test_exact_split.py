@@ -25,7 +25,7 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._data import split
-from drawbar.train._data.materialized_split import MaterializedSplits, compute_split_indices
+from drawbar.train._data.indexed import compute_split_indices
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -54,7 +54,8 @@ def test_data_config_group_column_requires_keep() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_materialized_split_restart_resumes_within_epoch() -> None:
-    numbers, exact = ray.data.range(23, override_num_blocks=4), MaterializedSplits()
+    numbers = ray.data.range(23, override_num_blocks=4)
+    exact: split.MaterializedDatasets = {}
 
     def shards(workers: int, position: Any = None, **options: Any) -> list[Any]:
         positions = {"dataset:train": position} if position else {}
@@ -82,7 +83,7 @@ def test_materialized_split_restart_resumes_within_epoch() -> None:
 @pytest.mark.parametrize("make", [ray.data.range, lambda rows: one(rows)])
 def test_materialized_split_with_pad_fills_shorter_shards(make: Any) -> None:
     config = DataConfig(uneven_rows="pad")
-    shards = split.make_shards({"train": make(7)}, config, ["node"] * 3, {}, MaterializedSplits())
+    shards = split.make_shards({"train": make(7)}, config, ["node"] * 3, {}, {})
     counts = [len(list(each["train"].iter_rows())) for each in shards]
     assert counts == [len(each["train"]) for each in shards] == [3, 3, 3]
 

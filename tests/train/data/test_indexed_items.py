@@ -11,8 +11,7 @@ from torch.utils.data import TensorDataset
 
 from drawbar import train
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
-from drawbar.train._data import split
-from drawbar.train._data.materialized_split import MaterializedSplits
+from drawbar.train._data import split, user_datasets
 from drawbar.train._data.shard import DatasetShard
 
 
@@ -32,11 +31,11 @@ class Squares(torch.utils.data.Dataset[dict[str, Any]]):
 def shards(world_size: int, position: Any = None, rows: int = 1000) -> list[DatasetShard]:
     positions = {"dataset:train": position} if position else {}
     of_ranks = split.make_shards(
-        split.open_datasets({"train": Squares(rows)}),
+        user_datasets.open_datasets({"train": Squares(rows)}),
         DataConfig(),
         ["node"] * world_size,
         positions,
-        MaterializedSplits(),
+        {},
     )
     return [each["train"] for each in of_ranks]
 
@@ -76,9 +75,7 @@ def test_map_style_batches_match_data_loader() -> None:
     pairs = TensorDataset(torch.arange(4), torch.arange(4) * 2)
     (shard,) = (
         each["train"]
-        for each in split.make_shards(
-            {"train": pairs}, DataConfig(), ["node"], {}, MaterializedSplits()
-        )
+        for each in split.make_shards({"train": pairs}, DataConfig(), ["node"], {}, {})
     )
     assert [(x.tolist(), y.tolist()) for x, y in shard.iter_torch_batches(batch_size=3)] == [
         ([0, 1, 2], [0, 2, 4]),
@@ -127,14 +124,12 @@ def test_map_style_worker_without_torch_import_creates_batches(run_config: RunCo
 def test_map_style_with_columns_option_raises() -> None:
     config = DataConfig(uneven_rows="keep", group_column="id")
     with pytest.raises(ValueError, match=r"with columns, but .* is a PyTorch dataset \(Squares\)"):
-        split.make_shards({"train": Squares(3)}, config, ["node"], {}, MaterializedSplits())
+        split.make_shards({"train": Squares(3)}, config, ["node"], {}, {})
 
 
 def test_map_style_shuffle_gives_each_worker_a_random_sample() -> None:
     config = DataConfig(uneven_rows="keep", datasets_to_shuffle=["train"])
-    of_ranks = split.make_shards(
-        {"train": Squares(1000)}, config, ["node"] * 2, {}, MaterializedSplits()
-    )
+    of_ranks = split.make_shards({"train": Squares(1000)}, config, ["node"] * 2, {}, {})
     parts = [[row["id"] for row in each["train"].iter_rows()] for each in of_ranks]
     assert sorted(parts[0] + parts[1]) == list(range(1000))
     assert sum(parts[0]) / 500 == pytest.approx(500, rel=0.1)

@@ -18,8 +18,7 @@ from ray.data.preprocessors import MaxAbsScaler
 
 from drawbar import train
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
-from drawbar.train._data import split
-from drawbar.train._data.materialized_split import MaterializedSplits
+from drawbar.train._data import split, user_datasets
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._row_positions import UnevenRows, split_rows
 
@@ -72,9 +71,9 @@ def test_all_table_types_are_split_equally_without_free_cpus(
 def shards(table: Any, world_size: int, position: Any = None, **options: Any) -> list[DatasetShard]:
     """Every rank's shard of one table."""
     positions = {"dataset:train": position} if position else {}
-    opened = split.open_datasets({"train": table})
+    opened = user_datasets.open_datasets({"train": table})
     of_ranks = split.make_shards(
-        opened, DataConfig(**options), ["node"] * world_size, positions, MaterializedSplits()
+        opened, DataConfig(**options), ["node"] * world_size, positions, {}
     )
     return [each["train"] for each in of_ranks]
 
@@ -92,9 +91,9 @@ def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("to_split", "lengths"), [("all", (50, 5)), (["valid"], (100, 5))])
 def test_table_split_follows_datasets_to_split(to_split: Any, lengths: tuple[int, int]) -> None:
-    tables = split.open_datasets({"train": frame(100), "valid": frame(10)})
+    tables = user_datasets.open_datasets({"train": frame(100), "valid": frame(10)})
     config = DataConfig(datasets_to_split=to_split)
-    of_ranks = split.make_shards(tables, config, ["node"] * 2, {}, MaterializedSplits())
+    of_ranks = split.make_shards(tables, config, ["node"] * 2, {}, {})
     assert [(len(each["train"]), len(each["valid"])) for each in of_ranks] == [lengths] * 2
 
 

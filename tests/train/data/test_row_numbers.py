@@ -23,7 +23,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._data.row_notices import max_left_out_rows
+from drawbar.train._data.split import max_left_out_rows
 from drawbar.train._row_positions import NumberedRows, RowsRead, UnevenRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")

@@ -1,4 +1,4 @@
-"""Open the datasets of a trainer and make the shards of each rank.
+"""Make the shards of each rank from the datasets of a run.
 
 Ray Data is imported only if a dataset needs it.
 """
@@ -6,112 +6,23 @@ Ray Data is imported only if a dataset needs it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
-from drawbar.train._data.map_style import is_map_style, shard_map_style
-from drawbar.train._data.materialized_split import (
-    MaterializedSplits,
-    check_even_rows,
-    check_has_rows,
-)
+from drawbar.train._config.data_config import DataConfig
+from drawbar.train._data import indexed
 from drawbar.train._data.shard import DatasetShard, ShardSpec
 from drawbar.train._data.streams import count_rows_or_none, shard_stream
-from drawbar.train._data.tables import (
-    is_path_or_paths,
-    is_table,
-    read_parquet,
-    shard_table,
-    to_arrow_table,
+from drawbar.train._data.user_datasets import (
+    describe_value,
+    is_map_style,
+    is_ray_dataset,
+    to_ray_datasets,
 )
-from drawbar.train._frames import warn_caller
 from drawbar.train._ray_compat import get_base_dataset, is_data_iterator
-from drawbar.train._row_positions import RowPosition, split_rows
+from drawbar.train._row_positions import RowPosition, RowsRead
 
-if TYPE_CHECKING:
-    from ray.data import Dataset
-
-
-def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) -> None:
-    """Check the names and types of datasets before anything starts.
-
-    Warns about names in `DataConfig` that no dataset has.
-
-    Raises:
-        TypeError: The argument is not a mapping of names to datasets or dataset factories.
-    """
-    if datasets is not None and not isinstance(datasets, Mapping):
-        raise TypeError(
-            "datasets must be a dict of name to ray.data.Dataset, table or path, such as "
-            f"{{'{TRAIN_DATASET_KEY}': frame}}, found {_describe_value(datasets)}"
-        )
-    for name, dataset in (datasets or {}).items():
-        if not callable(dataset):
-            _check_dataset_type(name, dataset)
-    named = set() if config.datasets_to_split == "all" else set(config.datasets_to_split)
-    unknown = named - set(datasets or {}) - {TRAIN_DATASET_KEY}
-    if unknown:
-        warn_caller(
-            f"DataConfig.datasets_to_split names {sorted(unknown)}, but datasets has "
-            f"{sorted(datasets or {})}: each worker reads all rows of the datasets that are not "
-            "split"
-        )
-
-
-def _check_dataset_type(name: str, dataset: object) -> None:
-    checks = (_is_ray_dataset, is_table, is_path_or_paths, is_map_style)
-    if not any(check(dataset) for check in checks):
-        raise TypeError(
-            f"datasets[{name!r}] must be a ray.data.Dataset, a table (pandas, Arrow, Hugging "
-            "Face), the path of Parquet files, a PyTorch map-style dataset, or a function that "
-            f"returns one of these, found {_describe_value(dataset)}. Create one with "
-            "ray.data.from_items, read_csv ..."
-        )
-
-
-def _is_ray_dataset(dataset: object) -> bool:
-    return hasattr(dataset, "streaming_split")
-
-
-def _describe_value(value: object) -> str:
-    """Return a short description of a value, whose repr may be long."""
-    short = repr(value)
-    if len(short) <= 80 and "\n" not in short:
-        return short
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
-
-
-def open_datasets(datasets: Mapping[str, object]) -> dict[str, object]:
-    """Read tables and files. Dataset factories are called later."""
-    return {
-        name: dataset if callable(dataset) else _open_dataset(name, dataset)
-        for name, dataset in datasets.items()
-    }
-
-
-def make_datasets(datasets: Mapping[str, object]) -> dict[str, Any]:
-    """Call dataset factories.
-
-    Raises:
-        TypeError: A factory returns something else than a dataset.
-    """
-    return {
-        name: _open_dataset(name, dataset()) if callable(dataset) else dataset
-        for name, dataset in datasets.items()
-    }
-
-
-def _open_dataset(name: str, dataset: object) -> object:
-    if _is_ray_dataset(dataset) or is_map_style(dataset):
-        return dataset
-    _check_dataset_type(name, dataset)
-    try:
-        return to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
-    except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"datasets[{name!r}] cannot be read as a table: {_describe_value(dataset)}; "
-            f"{type(error).__name__}: {error}"
-        ) from error
+MaterializedDatasets = dict[str, indexed.IndexedBlocks]
+"""Datasets of a run that are split by row number, by name. Each is materialized on first use."""
 
 
 def list_streamed(datasets: Mapping[str, object], config: DataConfig) -> list[str]:
@@ -129,7 +40,7 @@ def list_datasets_to_execute(datasets: Mapping[str, object], config: DataConfig)
     return [
         name
         for name, dataset in datasets.items()
-        if _is_ray_dataset(dataset)
+        if is_ray_dataset(dataset)
         and (transforms or config.shuffles(name) or count_rows_or_none(dataset) is None)
     ]
 
@@ -156,7 +67,7 @@ def check_row_counts(datasets: Mapping[str, object], config: DataConfig, world_s
         is_cut = (
             config.is_split(name) and config.uneven_rows == "drop" and not config.has_custom_split
         )
-        check_has_rows(name, rows, world_size if is_cut else 1)
+        indexed.check_has_rows(name, rows, world_size if is_cut else 1)
 
 
 def make_shards(
@@ -164,7 +75,7 @@ def make_shards(
     config: DataConfig,
     node_ids: Sequence[str],
     positions: Mapping[str, Any],
-    materialized: MaterializedSplits,
+    materialized: MaterializedDatasets,
     remaining_resources: Mapping[str, float] | None = None,
 ) -> list[dict[str, DatasetShard]]:
     """Return the shards of each rank by dataset name.
@@ -174,7 +85,7 @@ def make_shards(
         config: Which datasets to split, and how Ray Data executes them.
         node_ids: Node id of each rank; its length is the world size.
         positions: Data positions from which the attempt resumes.
-        materialized: Materialized splits of the run.
+        materialized: Materialized datasets of the run.
         remaining_resources: Resources that the workers do not use, as far as they are known.
     """
     if config.has_custom_split:
@@ -182,58 +93,29 @@ def make_shards(
     shards: list[dict[str, DatasetShard]] = [{} for _ in node_ids]
     for name, dataset in datasets.items():
         position = RowPosition.decode(positions.get(make_position_key(name)))
-        if config.is_split(name) and not _is_ray_dataset(dataset):
-            # A dataset factory may return more rows than at the start of the run.
-            check_even_rows(name, len(dataset), len(node_ids), config.uneven_rows)
-        if is_map_style(dataset):
-            rank_shards = shard_map_style(name, dataset, config, len(node_ids), position)
-        elif not _is_ray_dataset(dataset):
-            rank_shards = shard_table(name, dataset, config, len(node_ids), position)
-        elif config.is_materialized_split(name):
-            rank_shards = _make_materialized_shards(
-                name, dataset, config, len(node_ids), position, materialized
-            )
-        else:
+        if is_ray_dataset(dataset) and not config.is_materialized_split(name):
             rank_shards = shard_stream(
                 name, dataset, config, node_ids, position, remaining_resources or {}
             )
+        else:
+            rows = _index_dataset(name, dataset, config, materialized)
+            rank_shards = indexed.shard_by_row_number(name, rows, config, len(node_ids), position)
         for by_name, shard in zip(shards, rank_shards, strict=True):
             by_name[name] = shard
     return shards
 
 
-def _make_materialized_shards(
-    name: str,
-    dataset: Dataset,
-    config: DataConfig,
-    world_size: int,
-    position: RowPosition,
-    materialized: MaterializedSplits,
-) -> list[DatasetShard]:
-    parts = materialized.get_shards(name, dataset, config, world_size)
-    first = (
-        materialized.get_unread_shards(name, config.uneven_rows, world_size, position)
-        if position.rows_read
-        else None
-    )
-    rows, by_number = materialized.count(name), config.group_column is None
-    bounds = split_rows(rows, world_size, config.uneven_rows)
-    return [
-        DatasetShard(
-            part,
-            ShardSpec(
-                dataset=name,
-                shard_index=number,
-                num_shards=world_size,
-                num_rows=bounds[number][1] - bounds[number][0] if by_number else None,
-                total_rows=rows if by_number else None,
-                uneven_rows=config.uneven_rows,
-            ),
-            position=position if first else position.rewind_epoch(),
-            unread_source=first[number] if first else None,
-        )
-        for number, part in enumerate(parts)
-    ]
+def _index_dataset(
+    name: str, dataset: Any, config: DataConfig, materialized: MaterializedDatasets
+) -> indexed.IndexedDataset:
+    """Return a dataset that is split by row number."""
+    if is_map_style(dataset):
+        return indexed.IndexedItems(name, dataset, config)
+    if not is_ray_dataset(dataset):
+        return indexed.IndexedTable.open(name, dataset, config)
+    if name not in materialized:
+        materialized[name] = indexed.IndexedBlocks.materialize(name, dataset, config)
+    return materialized[name]
 
 
 def _make_custom_shards(
@@ -251,7 +133,7 @@ def _make_custom_shards(
     if not is_valid or not all(isinstance(by_name, Mapping) for by_name in iterators):
         raise TypeError(
             f"{type(config).__name__}.configure() must return a dict of name to DataIterator for "
-            f"each of {world_size} workers, found {_describe_value(iterators)}"
+            f"each of {world_size} workers, found {describe_value(iterators)}"
         )
     for name in {name: None for by_name in iterators for name in by_name}:
         rows_per_rank = [_count_iterator_rows(by_name.get(name)) for by_name in iterators]
@@ -285,7 +167,7 @@ def _check_custom_shards(name: str, config: DataConfig, rows: Sequence[int | Non
     known = [count for count in rows if count is not None]
     if len(known) < len(rows):
         return
-    check_has_rows(name, sum(known), 1)
+    indexed.check_has_rows(name, sum(known), 1)
     if config.is_split(name) and config.uneven_rows != "keep" and len(set(known)) > 1:
         raise ValueError(
             f"{type(config).__name__}.configure() gives the ranks different numbers of rows of "
@@ -312,28 +194,11 @@ def list_streamed_shards(shards: Sequence[Mapping[str, DatasetShard]]) -> list[s
     return sorted(names)
 
 
-def to_ray_datasets(datasets: Mapping[str, object]) -> dict[str, Dataset]:
-    """Convert tables and map-style datasets to Ray Data datasets."""
-    return {name: _to_ray_dataset(dataset) for name, dataset in datasets.items()}
-
-
-def _to_ray_dataset(source: Any) -> Dataset:
-    import ray.data
-
-    if _is_ray_dataset(source):
-        dataset: Dataset = source
-    elif is_map_style(source):
-        dataset = ray.data.from_torch(source)
-    else:
-        dataset = ray.data.from_blocks([source])
-    return dataset
-
-
 def materialize_splits(
     datasets: Mapping[str, Any],
     config: DataConfig,
     world_sizes: Sequence[int],
-    materialized: MaterializedSplits,
+    materialized: MaterializedDatasets,
 ) -> None:
     """Materialize the datasets that need it, and split them for each possible world size.
 
@@ -347,13 +212,15 @@ def materialize_splits(
         ValueError: `uneven_rows="error"`, and a dataset cannot be divided evenly.
     """
     for name, source in datasets.items():
-        if not _is_ray_dataset(source):
+        if not is_ray_dataset(source):
             for size in world_sizes:
-                check_even_rows(name, len(source), size, config.uneven_rows)
+                indexed.check_even_rows(name, len(source), size, config.uneven_rows)
             continue
-        dataset = config.apply_options(name, source)
+        rows = _index_dataset(name, source, config, materialized)
         for size in world_sizes:
-            materialized.get_shards(name, dataset, config, size)
+            indexed.check_has_rows(name, rows.num_rows, 1)
+            indexed.check_even_rows(name, rows.num_rows, size, config.uneven_rows)
+            rows.make_sources(size, config.uneven_rows)
 
 
 def make_position_key(dataset_name: str) -> str:
@@ -371,3 +238,73 @@ def fetch_shards(reference: Any) -> dict[str, DatasetShard]:
 
     shards: dict[str, DatasetShard] = ray.get(reference)
     return shards
+
+
+def describe_left_out_rows(
+    datasets: Mapping[str, object], config: DataConfig, world_size: int
+) -> list[str]:
+    """Return a line for each dataset whose rows are left out, as far as known before the start."""
+    if config.uneven_rows != "drop" or config.has_custom_split:
+        return []
+    lines = []
+    for name, dataset in datasets.items():
+        is_known = not callable(dataset) and config.is_split(name)
+        rows = count_rows_or_none(dataset) if is_known else None
+        if rows is not None and rows % world_size:
+            lines.append(
+                f"datasets[{name!r}]: {rows % world_size} of {rows} rows are left out, so that "
+                f"all {world_size} workers get the same number of rows. Set "
+                "DataConfig.uneven_rows to change this"
+            )
+    return lines
+
+
+def describe_resume(
+    positions: Mapping[str, RowPosition],
+    shards: Mapping[str, DatasetShard],
+    config: DataConfig,
+) -> list[str]:
+    """Return a line for each dataset whose interrupted epoch cannot resume exactly.
+
+    Args:
+        positions: Position of each dataset in the checkpoint.
+        shards: Shards of one rank, made for these positions.
+        config: How the datasets are split.
+    """
+    lines = []
+    for name, shard in shards.items():
+        position = positions.get(name, RowPosition())
+        part = shard.spec
+        if not position.rows_read:
+            continue
+        if shard.is_restarted_from(position):
+            rows = sum(reads.num_workers * reads.rows_per_worker for reads in position.rows_read)
+            lines.append(
+                f"datasets[{name!r}]: epoch {position.epoch} restarts from its beginning, and "
+                f"{rows} rows that were read before are read again. {_cause(config)}"
+            )
+        elif part.has_equal_shards and config.is_split(name) and config.uneven_rows == "drop":
+            bound = max_left_out_rows(position.rows_read, part.num_shards)
+            if position.rows_read[-1].num_workers != part.num_shards and bound:
+                lines.append(
+                    f"datasets[{name!r}]: up to {bound} rows of epoch {position.epoch} are left "
+                    "out, because the number of workers has changed and each worker must get the "
+                    "same number of rows"
+                )
+    return lines
+
+
+def max_left_out_rows(read: Sequence[RowsRead], world_size: int) -> int:
+    """Return how many rows of a streamed epoch `uneven_rows="drop"` may leave out.
+
+    At each number of workers, it is one less than that number.
+    """
+    sizes = [reads.num_workers for reads in read] + [world_size]
+    changes = [size for before, size in zip([0, *sizes], sizes, strict=False) if size != before]
+    return sum(size - 1 for size in changes)
+
+
+def _cause(config: DataConfig) -> str:
+    if config.group_column is not None:
+        return f"With DataConfig.group_column={config.group_column!r}, epochs cannot be resumed"
+    return "With the changed DataConfig, the order of rows is not fixed"

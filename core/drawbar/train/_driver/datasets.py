@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from drawbar.train._controller.run import RunSpec
-from drawbar.train._data import preprocessing, row_notices, split
-from drawbar.train._data.materialized_split import MaterializedSplits
+from drawbar.train._data import split, user_datasets
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._data.streams import shut_down_streams
 from drawbar.train._row_positions import RowPosition
@@ -41,27 +40,29 @@ class RunDatasets:
         # With num_workers=0, Ray is possibly not started. Ray Data would start it with defaults.
         connect_to_ray()
         self._config, self._scaling = spec.dataset_config, spec.scaling_config
-        self._datasets = split.open_datasets(spec.datasets)
+        self._datasets = user_datasets.open_datasets(spec.datasets)
         split.check_row_counts(self._datasets, self._config, self._max_workers)
         driver_env = spec.worker_spec.driver_env
         self._is_in_trial = driver_env is not None and driver_env.tune_trial is not None
         self._check_trial_cpus(split.list_datasets_to_execute(self._datasets, self._config))
         self.fitted_preprocessor: Preprocessor | None = None
         if self._config.preprocessor is not None:
-            if not preprocessing.is_fitted(self._config.preprocessor):
+            if not user_datasets.is_fitted(self._config.preprocessor):
                 self._check_trial_cpus(list(self._datasets))
-            self.fitted_preprocessor = preprocessing.fit_preprocessor(
+            self.fitted_preprocessor = user_datasets.fit_preprocessor(
                 self._config.preprocessor, self._datasets
             )
-            self._datasets = preprocessing.apply_preprocessor(
+            self._datasets = user_datasets.apply_preprocessor(
                 self.fitted_preprocessor, self._datasets
             )
         world_sizes = range(max(self._scaling.min_workers, 1), self._max_workers + 1)
         check_dataset_cpus(self._scaling, split.list_streamed(self._datasets, self._config))
-        self._materialized_splits = MaterializedSplits()
-        materialized = split.make_datasets(split.select_materialized(self._datasets, self._config))
+        self._materialized: split.MaterializedDatasets = {}
+        materialized = user_datasets.make_datasets(
+            split.select_materialized(self._datasets, self._config)
+        )
         self._check_trial_cpus(split.list_datasets_to_execute(materialized, self._config))
-        split.materialize_splits(materialized, self._config, world_sizes, self._materialized_splits)
+        split.materialize_splits(materialized, self._config, world_sizes, self._materialized)
         self._shards: list[dict[str, DatasetShard]] = []
         self._has_started = False
         self.notices: list[str] = []
@@ -72,7 +73,7 @@ class RunDatasets:
 
     def describe_left_out_rows(self) -> list[str]:
         """Return a console line for each dataset that has rows which no rank receives."""
-        return row_notices.describe_left_out_rows(self._datasets, self._config, self._max_workers)
+        return split.describe_left_out_rows(self._datasets, self._config, self._max_workers)
 
     def make_shards(
         self, node_ids: Sequence[str], positions: Mapping[str, object]
@@ -88,10 +89,10 @@ class RunDatasets:
         Returns:
             The shards of each rank.
         """
-        datasets = split.make_datasets(self._datasets)
-        split.check_row_counts(datasets, self._config, len(node_ids))
+        created = user_datasets.make_datasets(self._datasets)
+        split.check_row_counts(created, self._config, len(node_ids))
         # Checked again, because the datasets that functions create are known only now.
-        streamed = split.list_streamed(datasets, self._config)
+        streamed = split.list_streamed(created, self._config)
         self._check_cpus(streamed)
         # Otherwise, the streams of the previous attempt would continue to use CPUs.
         self.close()
@@ -100,7 +101,7 @@ class RunDatasets:
         reserved = {name: amount * len(node_ids) for name, amount in bundle.items()}
         remaining = get_remaining_resources(reserved) if streamed else {}
         self._shards = split.make_shards(
-            datasets, self._config, node_ids, positions, self._materialized_splits, remaining
+            created, self._config, node_ids, positions, self._materialized, remaining
         )
         if self._config.has_custom_split:  # `configure()` may have created other datasets
             self._check_cpus(split.list_streamed_shards(self._shards))
@@ -109,7 +110,7 @@ class RunDatasets:
             name: RowPosition.decode(positions.get(split.make_position_key(name)))  # type: ignore[arg-type]  # from RowPosition.encode()
             for name in self._shards[0]
         }
-        self.notices = row_notices.describe_resume(start_positions, self._shards[0], self._config)
+        self.notices = split.describe_resume(start_positions, self._shards[0], self._config)
         if is_local:
             return self._shards
         import ray
