@@ -46,7 +46,7 @@ def set_public_module(namespace: dict[str, Any]) -> None:
 
 
 def evaluate_annotations(cls: type) -> dict[str, Any]:
-    """Return the annotations of a class without those of its bases, evaluated in its module.
+    """Return the annotations of a class, evaluated in its module. Inherited ones are omitted.
 
     Annotations that cannot be evaluated, such as names that are only imported for type checkers,
     stay strings.

@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import ray.data
 
@@ -86,6 +87,24 @@ def test_materialized_split_with_pad_fills_shorter_shards(make: Any) -> None:
     shards = split.make_shards({"train": make(7)}, config, ["node"] * 3, {}, {})
     counts = [len(list(each["train"].iter_rows())) for each in shards]
     assert counts == [len(each["train"]) for each in shards] == [3, 3, 3]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("make", [ray.data.from_pandas, pa.Table.from_pandas])
+def test_grouped_shards_have_length_and_restart_epoch(make: Any) -> None:
+    dataset = make(pd.DataFrame({"row": range(7), "group": list("babcacb")}))
+    config = DataConfig(uneven_rows="keep", group_column="group")
+
+    def shards(position: Any = None) -> list[Any]:
+        positions = {"dataset:train": position} if position else {}
+        made = split.make_shards({"train": dataset}, config, ["node"] * 2, positions, {})
+        return [by_name["train"] for by_name in made]
+
+    ranks = shards()
+    assert [len(shard) for shard in ranks] == [2, 5]
+    next(iter(ranks[1].iter_rows()))
+    restarted = shards(ranks[1].encode_position())
+    assert [len(list(shard.iter_rows())) for shard in restarted] == [2, 5]
 
 
 def rows_of(name: str) -> list[int]:
