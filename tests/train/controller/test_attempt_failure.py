@@ -19,8 +19,7 @@ from drawbar.train import (
     WorkerGroupError,
     get_context,
 )
-from drawbar.train._controller.attempt_failure import AttemptFailure
-from drawbar.train._controller.failures import make_training_failed_error
+from drawbar.train._controller.failures import AttemptFailure, make_training_failed_error
 from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train.testing import run_in_threads
 

@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 from drawbar.train import CheckpointConfig
-from drawbar.train._controller.commits import CheckpointCommitter
+from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
+from drawbar.train._controller.commits import CommitContext, StorageFailed
+from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.report_rounds import ReportRound
 from drawbar.train._protocol.commands import Command, FileChunkAck, PersistFiles
 from drawbar.train._protocol.messages import CheckpointOffer, FileChunk, Report
@@ -36,30 +38,32 @@ async def send_chunks_of_two_ranks(path: Path) -> None:
     directory = RunDirectory(path)
     upkeep.create_directories(directory)
     replies: asyncio.Queue[object] = asyncio.Queue()
-    commits = CheckpointCommitter(
+    checkpoints = CheckpointCoordinator(
         directory,
         CheckpointConfig(),
         metadata={},
+        validator=None,
         emit=lambda _: None,
-        on_committed=replies.put_nowait,
-        on_failed=replies.put_nowait,
+        put_event=replies.put_nowait,
     )
 
     async def receive_reply() -> object:
         return await asyncio.wait_for(replies.get(), TIMEOUT_S)
 
     def send_command(rank: int, command: Command) -> None:
-        assert isinstance(command, PersistFiles)
+        if not isinstance(command, PersistFiles):
+            replies.put_nowait(command)
 
     report_round = ReportRound(0, {0: make_report(0), 1: make_report(1)}, {0: FILES, 1: FILES})
-    commits.start(report_round, run_id="r", attempt=0, world_size=2, send_command=send_command)
-    commits.on_chunk(0, make_chunk(0, "fast", b"f"), replies.put_nowait)
+    checkpoints.start_attempt(AttemptProgress(2, 0), CommitContext("r", 0, 2, send_command))
+    checkpoints.commit_round(report_round)
+    checkpoints.on_message(0, make_chunk(0, "fast", b"f"))
     assert await receive_reply() == FileChunkAck(request_id=0)
     (staging_directory,) = directory.staging.list_directories()
     slow_file = staging_directory / "slow"
     os.mkfifo(slow_file)  # opening it blocks until it is read, as on a slow disk
-    commits.on_chunk(0, make_chunk(1, "slow", b"s"), replies.put_nowait)
-    commits.on_chunk(1, make_chunk(2, "fast", b"f"), replies.put_nowait)
+    checkpoints.on_message(0, make_chunk(1, "slow", b"s"))
+    checkpoints.on_message(1, make_chunk(2, "fast", b"f"))
     assert await receive_reply() == FileChunkAck(request_id=2)
     reader = await asyncio.to_thread(open, slow_file, "rb")
     with reader:
@@ -67,9 +71,11 @@ async def send_chunks_of_two_ranks(path: Path) -> None:
         assert await asyncio.to_thread(reader.read) == b"s"
     slow_file.unlink()
     slow_file.mkdir()
-    commits.on_chunk(0, make_chunk(3, "slow", b"s"), replies.put_nowait)
-    assert isinstance(await receive_reply(), IsADirectoryError)
-    await commits.close()
+    checkpoints.on_message(0, make_chunk(3, "slow", b"s"))
+    failed = await receive_reply()
+    assert isinstance(failed, StorageFailed)
+    assert isinstance(failed.error, IsADirectoryError)
+    await checkpoints.close()
 
 
 def test_chunks_of_other_ranks_are_acknowledged_during_slow_write(tmp_path: Path) -> None:

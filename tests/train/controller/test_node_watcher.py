@@ -33,7 +33,7 @@ def test_node_watcher_reports_unresponsive_and_recovered_gcs(
             if len(notices) == 2:
                 has_both_notices.set()
 
-        task = asyncio.create_task(NodeWatcher(get_draining_nodes, lambda: None, emit).run())
+        task = asyncio.create_task(NodeWatcher(get_draining_nodes, lambda _: None, emit).run())
         await asyncio.wait_for(has_both_notices.wait(), 60)
         task.cancel()
 

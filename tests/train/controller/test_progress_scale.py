@@ -13,7 +13,8 @@ import pytest
 
 from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.batch_counts import BatchCountCheck
-from drawbar.train._controller.checkpoint_queries import CheckpointQueries
+from drawbar.train._controller.checkpoint_coordinator import CheckpointQueries
+from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
 from drawbar.train._controller.commits import CheckpointCommitter
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.validations import ValidationScheduler
@@ -153,11 +154,12 @@ def look_at_activity_during_barrier(progress: AttemptProgress) -> None:
 
 
 def request_uncommitted_checkpoints(progress: AttemptProgress) -> None:
-    commits = SimpleNamespace(first_uncommitted=0, registry=SimpleNamespace(list_entries=tuple))
+    commits = SimpleNamespace(first_uncommitted=0)
     validations = SimpleNamespace(first_pending=math.inf)
     replies: list[int] = []
     queries = CheckpointQueries(
         progress,
+        cast(CheckpointRegistry, SimpleNamespace(list_entries=tuple)),
         cast(CheckpointCommitter, commits),
         cast(ValidationScheduler, validations),
         lambda rank, _: replies.append(rank),

@@ -1,29 +1,29 @@
 """State of one attempt and the handling of its messages.
 
 An attempt starts when every worker process has started and has a rank. It ends when the training
-function has returned on every rank or has failed on one. The worker group calls `on_messages` on
-the event loop, and the controller awaits `wait`.
+function has returned on every rank or has failed on one. The controller calls `on_messages` for the
+messages on its queue, until `has_ended` is true.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import NamedTuple
 
-from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._controller.batch_counts import BatchCountCheck
-from drawbar.train._controller.checkpoint_queries import CheckpointQueries
+from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.collective_calls import collect_payloads
-from drawbar.train._controller.commits import CheckpointCommitter
-from drawbar.train._controller.failures import describe_divergence, describe_interruption
+from drawbar.train._controller.commits import CommitContext
+from drawbar.train._controller.failures import (
+    AttemptFailure,
+    describe_divergence,
+    describe_interruption,
+)
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._controller.report_emitter import ReportEmitter
-from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
@@ -36,7 +36,7 @@ from drawbar.train._history.events import (
     UserFunctionStarted,
 )
 from drawbar.train._protocol.assignment import WorkerInfo
-from drawbar.train._protocol.commands import CollectiveResult, Command
+from drawbar.train._protocol.commands import CollectiveResult, Command, CommitCompleted
 from drawbar.train._protocol.messages import (
     CheckpointDiscarded,
     CheckpointListRequest,
@@ -77,10 +77,13 @@ class Attempt:
         broadcast_command: Sends a command to several ranks.
         emit: Callback that publishes events.
         should_emit_rounds: Whether to emit `RoundCompleted` events.
-        commits: Commits the checkpoints of complete rounds.
-        validations: Validations of committed checkpoints.
+        checkpoints: Checkpoints of the run.
         on_diagnosis_request: Collects the stacks of all ranks and replies to the rank that requests
             them.
+
+    Attributes:
+        failure: Failure that ended the attempt; None if there is none.
+        error: Error in the driver that ended the attempt, for example of the journal.
     """
 
     def __init__(
@@ -94,42 +97,41 @@ class Attempt:
         broadcast_command: Callable[[Collection[int], Command], None],
         emit: Emit,
         should_emit_rounds: bool,
-        commits: CheckpointCommitter,
-        validations: ValidationScheduler,
+        checkpoints: CheckpointCoordinator,
         on_diagnosis_request: Callable[[int, DiagnosisRequest], None],
     ) -> None:
         self.number = number
         self.workers = list(workers)
         self.finished: dict[int, RankFinished] = {}
         self.requests = ControllerRequests()
-        self._run_id = run_id
         self.reports = ReportEmitter(number, emit, send_command, broadcast_command)
         self._emit = self.reports.emit_after_reports
         self._send_command = self.reports.send_after_reports
         self._broadcast_command = self.reports.broadcast_after_reports
         self._should_emit_rounds = should_emit_rounds
-        self._commits = commits
+        self._checkpoints = checkpoints
         self._on_diagnosis_request = on_diagnosis_request
         self._progress = AttemptProgress(
             len(workers), first_index, should_keep_all_rounds=should_emit_rounds
         )
-        self.checkpoint_queries = CheckpointQueries(
-            self._progress, commits, validations, self._send_command
+        checkpoints.start_attempt(
+            self._progress, CommitContext(run_id, number, len(workers), self._send_command)
         )
         self._round_metrics: dict[int, list[dict[str, object]]] = {}
-        # The timeout of `wait` starts here and does not include the start of the workers.
+        # The hang timeout starts here and does not include the start of the workers.
         self._last_activity = dict.fromkeys(range(len(workers)), time.monotonic())
         # By rank: line of the last report or collective.
         self._last_locations: dict[int, str] = {}
         self.batch_counts = BatchCountCheck(len(workers))
-        self._ended = asyncio.Event()
-        self._error: Exception | None = None
+        self.has_ended = False
+        self.failure: AttemptFailure | None = None
+        self.error: Exception | None = None
         self._failure_times: dict[int, float] = {}  # by rank: when its function raised
 
     def on_messages(self, rank: int, messages: Sequence[GroupMessage]) -> None:
-        """Handle messages from a rank in order. Errors are raised by `wait()`."""
+        """Handle messages from a rank in order. An exception ends the attempt with an `error`."""
         for message in messages:
-            if self._ended.is_set():
+            if self.has_ended:
                 self._handle_late_message(rank, message)
                 continue
             try:
@@ -137,61 +139,47 @@ class Attempt:
                     self.reports.flush()
                 self._handle_message(rank, message)
             except Exception as error:
-                self.reports.try_flush(self.fail)
-                self.fail(error)
-        self.reports.try_flush(self.fail)
+                self.reports.try_flush(self._set_error)
+                self._set_error(error)
+        self.reports.try_flush(self._set_error)
 
-    def fail(self, error: Exception) -> bool:
-        """End the attempt. Messages about failures are added to the error from now on.
-
-        Args:
-            error: Exception that `wait()` raises.
+    def fail(self, failure: AttemptFailure) -> bool:
+        """End the attempt. Messages about failures are added to the failure from now on.
 
         Returns:
             False if the attempt had already ended.
         """
-        if self._ended.is_set():
+        if self.has_ended:
             return False
         # Ranks that have raised by now may be the root cause, although their errors have not
         # arrived yet.
-        if isinstance(error, AttemptFailure):
-            error.failure_times = self._failure_times
-            error.returned = set(self.finished)
-        self._error = error
-        self._ended.set()
+        failure.failure_times = self._failure_times
+        failure.returned = set(self.finished)
+        self.failure = failure
+        self.has_ended = True
         return True
+
+    def _set_error(self, error: Exception) -> None:
+        """End the attempt because of an error in the driver."""
+        if not self.has_ended:
+            self.error = error
+            self.has_ended = True
 
     def close(self) -> None:
         """Ignore all further messages."""
-        # Without an error, late messages are not added to it either.
-        self._error = None
-        self._ended.set()
+        # Without a failure, late messages are not added to it either.
+        self.failure = None
+        self.has_ended = True
 
-    async def wait(self, timeout: float | None) -> bool:
-        """Wait until every function has returned.
+    def get_remaining_seconds(self, timeout: float) -> float:
+        """Return the time until no rank has sent a message for `timeout` seconds, at least 0.
 
-        Returns:
-            False if no rank has sent a message for `timeout` seconds. A rank that waits for
-            validations suspends the timeout: validations have their own.
-
-        Raises:
-            AttemptFailure: A rank failed or died, or the ranks have diverged.
-            OSError: The journal cannot be written.
+        A rank that waits for validations suspends the timeout: validations have their own.
         """
-        while not self._ended.is_set():
-            remaining = None
-            if timeout is not None:
-                remaining = max(self._last_activity.values()) + timeout - time.monotonic()
-                if remaining <= 0 and not self.checkpoint_queries.is_waiting_for_validation:
-                    return False
-                # A rank is waiting for a validation: check again after another timeout.
-                remaining = remaining if remaining > 0 else timeout
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(remaining):
-                    await self._ended.wait()
-        if self._error is not None:
-            raise self._error
-        return True
+        remaining = max(self._last_activity.values()) + timeout - time.monotonic()
+        if remaining <= 0 and self._checkpoints.is_rank_waiting_for_validation:
+            return timeout  # check again after another timeout
+        return max(remaining, 0.0)
 
     def _handle_late_message(self, rank: int, message: GroupMessage) -> None:
         match message:
@@ -200,8 +188,8 @@ class Attempt:
             # output of a script is shown completely instead, as under torchrun.
             case OutputLine(stream="stdout") | OutputBytes():
                 self._emit_output(rank, message)
-            case _ if isinstance(self._error, AttemptFailure):
-                self._error.on_message(rank, message)
+            case _ if self.failure is not None:
+                self.failure.on_message(rank, message)
 
     def _emit_output(self, rank: int, message: OutputLine | OutputBytes) -> None:
         if isinstance(message, OutputLine):
@@ -210,11 +198,6 @@ class Attempt:
             self._emit(BytesWritten(message.data, message.stream))
 
     def _handle_message(self, rank: int, message: GroupMessage) -> None:
-        """Handle one message.
-
-        Raises:
-            AttemptFailure: As for `wait`.
-        """
         # Use the clock of this process: the clocks of the nodes may differ.
         self._last_activity[rank] = time.monotonic()
         match message:
@@ -227,19 +210,13 @@ class Attempt:
             case CheckpointWaitStarted():
                 self._progress.on_waiting_for_checkpoint(rank, message.report_index)
                 self._check_divergence()
-            case FilesPersisted():
-                self._commits.on_persisted(rank, message)
-            case FileChunk():
-                self._commits.on_chunk(rank, message, partial(self._send_command, rank))
-            case FileRequest():
-                self._commits.transfers.read_chunk(message, partial(self._send_command, rank))
+            case FilesPersisted() | FileChunk() | FileRequest() | CheckpointDiscarded():
+                self._checkpoints.on_message(rank, message)
+            case CheckpointListRequest():
+                self._checkpoints.on_message(rank, message)
+                self._check_divergence()
             case CollectiveCalled():
                 self._on_collective(rank, message)
-            case CheckpointListRequest():
-                self.checkpoint_queries.add(rank, message)
-                self._check_divergence()
-            case CheckpointDiscarded():
-                self._commits.registry.discard(message.checkpoint_name)
             case ShardEpochEnded():
                 self._on_epoch_ended(rank, message)
             case DiagnosisRequest():
@@ -254,16 +231,15 @@ class Attempt:
                 if message.serialization_error:
                     self._emit(Notice(f"rank {rank}: {message.serialization_error}"))
                 self._progress.on_finished(rank)
-                self.checkpoint_queries.send_ready_replies()
+                self._checkpoints.send_ready_replies()
                 self._check_divergence()
-                if self.is_finished:
-                    self._ended.set()
+                self.has_ended |= self.is_finished
             case RankFailed():
-                raise AttemptFailure(_get_end_cause(message.failure), [message.failure])
+                self.fail(AttemptFailure(_get_end_cause(message.failure), [message.failure]))
             case WorkerDied():
-                raise AttemptFailure("worker", deaths={rank: message})
+                self.fail(AttemptFailure("worker", deaths={rank: message}))
             case RankInterrupted():
-                raise AttemptFailure("worker", [describe_interruption(rank)])
+                self.fail(AttemptFailure("worker", [describe_interruption(rank)]))
 
     @property
     def is_finished(self) -> bool:
@@ -312,32 +288,26 @@ class Attempt:
         """Return the number of reports of a rank in this attempt."""
         return self._progress.ranks[rank].reports - self._progress.first_index
 
-    def on_committed(self, manifest: Manifest, command: Command) -> None:
+    def on_committed(self, manifest: Manifest, command: CommitCompleted) -> None:
         """Record a commit and notify every rank."""
         self._progress.on_committed(manifest.index)
         # A rank that has returned would ignore the command, which is a remote call on Ray.
         running = [rank for rank in range(len(self.workers)) if rank not in self.finished]
         self._broadcast_command(running, command)
-        self.checkpoint_queries.send_ready_replies()
+        self._checkpoints.send_ready_replies()
         metrics = self._round_metrics.pop(manifest.index, None)
         if metrics is not None:
-            checkpoint = self._commits.registry.get_checkpoint(manifest)
+            checkpoint = self._checkpoints.registry.get_checkpoint(manifest)
             self._emit(RoundCompleted(manifest.index, metrics, checkpoint))
 
     def _on_report(self, rank: int, report: Report) -> None:
         self.reports.add(rank, report)
         self._last_locations[rank] = report.location
-        # Only files that are moved by a report that does not block can get lost unnoticed.
-        if report.offer is not None and report.offer.should_move and not report.is_blocking:
-            self._commits.moved_files.add(
-                report.index,
-                rank,
-                node=self.workers[rank].hostname,
-                directory=report.offer.directory,
-            )
+        self._checkpoints.record_moved_files(rank, self.workers[rank], report)
         for complete in self._progress.on_report(rank, report):
             if conflict := complete.find_conflict():
-                raise AttemptFailure("divergence", [describe_divergence(conflict)])
+                self.fail(AttemptFailure("divergence", [describe_divergence(conflict)]))
+                return
             if self._should_emit_rounds:
                 # Emit after the commit, so that callbacks only receive committed checkpoints.
                 metrics = [report.metrics for _, report in sorted(complete.reports.items())]
@@ -345,14 +315,8 @@ class Attempt:
                     self._round_metrics[complete.index] = metrics
                 else:
                     self._emit(RoundCompleted(complete.index, metrics, None))
-            self._commits.start(
-                complete,
-                run_id=self._run_id,
-                attempt=self.number,
-                world_size=len(self.workers),
-                send_command=self._send_command,
-            )
-        self.checkpoint_queries.send_ready_replies()
+            self._checkpoints.commit_round(complete)
+        self._checkpoints.send_ready_replies()
         if report.offer is not None:
             self._check_divergence()
 
@@ -366,7 +330,7 @@ class Attempt:
             if text := self.batch_counts.add(rank, shard_epoch):
                 self._emit(Notice(text))
         except ValueError as error:
-            raise AttemptFailure("configuration", exception=error) from error
+            self.fail(AttemptFailure("configuration", exception=error))
 
     def _on_collective(self, rank: int, call: CollectiveCalled) -> None:
         self._last_locations[rank] = call.location
@@ -374,7 +338,11 @@ class Attempt:
         if calls is None:
             self._check_divergence()
             return
-        payloads = collect_payloads(calls)
+        try:
+            payloads = collect_payloads(calls)
+        except ValueError as error:
+            self.fail(AttemptFailure("configuration", exception=error))
+            return
         if call.kind == "requests":
             payloads = (serialize(self.requests),)
         self._broadcast_command(calls, CollectiveResult(sequence=call.sequence, payloads=payloads))
@@ -382,7 +350,7 @@ class Attempt:
     def _check_divergence(self) -> None:
         reason = self._progress.find_divergence()
         if reason is not None:
-            raise AttemptFailure("divergence", [describe_divergence(reason)])
+            self.fail(AttemptFailure("divergence", [describe_divergence(reason)]))
 
 
 def _get_end_cause(failure: WorkerFailure) -> AttemptEndCause:
@@ -391,3 +359,17 @@ def _get_end_cause(failure: WorkerFailure) -> AttemptEndCause:
             return failure.kind
         case _:
             return "worker"
+
+
+class MessagesReceived(NamedTuple):
+    """Event: a rank of an attempt has sent messages, or its process has died."""
+
+    attempt: Attempt
+    rank: int
+    messages: Sequence[GroupMessage]
+
+
+class HangCheckDue(NamedTuple):
+    """Event: check whether the ranks of an attempt have made progress within `hang_timeout`."""
+
+    attempt: Attempt

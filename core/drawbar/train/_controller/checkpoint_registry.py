@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from functools import partial
 
 from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._controller.background import BackgroundTasks
@@ -14,6 +13,7 @@ from drawbar.train._history.events import CheckpointDeleted, CheckpointValidated
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage import resume_point
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.contents import is_external
 from drawbar.train._storage.manifest import (
     Manifest,
     ReportedCheckpointStatus,
@@ -72,6 +72,11 @@ class CheckpointRegistry:
         """Return the checkpoint of a manifest."""
         return self._checkpoints.get_checkpoint(manifest.name)
 
+    def get_path(self, manifest: Manifest) -> str:
+        """Return the path of a checkpoint, or the name of an external one, for the journal."""
+        name = manifest.name
+        return name if is_external(name) else self.get_checkpoint(manifest).path
+
     def list_entries(self) -> tuple[tuple[str, Metrics, ReportedCheckpointStatus], ...]:
         """Return name, metrics, and status of each checkpoint, oldest first."""
         return tuple(
@@ -101,12 +106,14 @@ class CheckpointRegistry:
             self._emit(Notice(f"Skipped damaged checkpoint {name}: {reason}"))
             await run_in_daemon_thread(resume_point.quarantine, self._checkpoints, name)
 
-    async def add_validation(self, manifest: Manifest, validation: Validation) -> None:
-        """Attach a validation result to a checkpoint and apply the retention policy again.
+    def add_validation(self, manifest: Manifest, validation: Validation) -> Manifest:
+        """Attach a validation result to a checkpoint and journal it.
+
+        Returns:
+            The manifest with the result, for `save_validation`.
 
         Raises:
-            OSError: The result could not be written. It is used for ranking until the run ends,
-                but is lost after that.
+            OSError: The result cannot be journaled.
             ValueError: The checkpoint was removed because it is damaged.
         """
         if self._manifests.get(manifest.name) != manifest:
@@ -114,14 +121,20 @@ class CheckpointRegistry:
         validated = manifest.with_validation(validation)
         # Update memory first: retention must use the new score even if the write fails.
         self._manifests[manifest.name] = validated
-        try:
-            self._emit(CheckpointValidated.from_manifest(manifest, validation))
-            write_validation = partial(
-                self._checkpoints.write_validation, validated, durable=self._config.durable
-            )
-            await run_in_daemon_thread(write_validation)
-        finally:
-            self.apply_retention()
+        self._emit(CheckpointValidated.from_manifest(manifest, validation))
+        return validated
+
+    async def save_validation(self, validated: Manifest) -> None:
+        """Write the result of a validation to the run directory.
+
+        Raises:
+            OSError: The result could not be written. It is used for ranking until the run ends,
+                but is lost after that.
+        """
+        durable = self._config.durable
+        await run_in_daemon_thread(
+            lambda: self._checkpoints.write_validation(validated, durable=durable)
+        )
         self._background.submit(self._directory.run_files.upload)
 
     def apply_retention(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drawbar.train._controller.attempt_failure import AttemptFailure
 from drawbar.train._protocol.messages import CollectiveCalled, CollectiveKind
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.sizes import format_exact_size
@@ -70,19 +69,18 @@ def collect_payloads(calls: Mapping[int, CollectiveCalled]) -> tuple[Serialized,
     The payloads are not deserialized: only ranks deserialize user objects.
 
     Raises:
-        AttemptFailure: The payloads are larger than `MAX_RESULT_BYTES`.
+        ValueError: The payloads are larger than `MAX_RESULT_BYTES`.
     """
     # Without the calls that have no payload: all of a barrier, and all but one of a broadcast.
     payloads = tuple(call.payload for _, call in sorted(calls.items()) if call.payload is not None)
     size = sum(payload.size for payload in payloads)
     if size > MAX_RESULT_BYTES:
         call = calls[0]
-        error = ValueError(
+        raise ValueError(
             f"{get_collective_name(call)}() at {call.location} has a result of "
             f"{format_exact_size(size)}, but every rank can receive at most "
             f"{format_exact_size(MAX_RESULT_BYTES)}. Pass smaller values, save them in a "
             "checkpoint, or use a collective of the framework, such as "
             "torch.distributed.all_gather."
         )
-        raise AttemptFailure("configuration", exception=error)
     return payloads

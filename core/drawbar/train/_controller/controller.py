@@ -1,39 +1,54 @@
 """Supervise a run: start attempts, handle their end, and decide on restarts.
 
-`Controller.run` starts the workers and waits for one attempt after another. It ends when the
-training function has returned on every rank, or when the failure budget is used. `ControllerThread`
-runs it on the event loop of a thread, in the driver or in an actor. Everything is driven by events
-of workers, storage, and user; only `NodeWatcher` and `StallDetector` poll.
+The controller is the only consumer of one event queue. Messages of ranks, deaths, timers, draining
+nodes, requests of the user, and finished commits and validations are events on the queue, and only
+the controller changes the state of the run. While it waits, for example for processes to start, it
+continues to handle events. `ControllerThread` runs it on the event loop of a thread, in the driver
+or in an actor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
 
-from drawbar.train._controller.attempt import Attempt
-from drawbar.train._controller.attempt_failure import AttemptFailure
-from drawbar.train._controller.backend_hooks import BackendHooks
-from drawbar.train._controller.commits import CheckpointCommitter
+from drawbar.train._controller import failures
+from drawbar.train._controller.attempt import Attempt, HangCheckDue, MessagesReceived
+from drawbar.train._controller.callbacks import BackendHooks
+from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointEvent
+from drawbar.train._controller.commits import CommitFinished, StorageFailed
 from drawbar.train._controller.decisions import GiveUp
 from drawbar.train._controller.diagnosis import DiagnosisWriter
-from drawbar.train._controller.failures import classify_startup_error, describe_delay, describe_hang
-from drawbar.train._controller.node_watcher import NodeWatcher
+from drawbar.train._controller.event_queue import EventQueue
+from drawbar.train._controller.failures import AttemptFailure
+from drawbar.train._controller.node_watcher import NodesDraining, NodeWatcher
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.run import AssignmentPlanner, ControllerOutcome, OpenRun
 from drawbar.train._controller.stall_detector import StallDetector
-from drawbar.train._controller.validations import ValidationScheduler
+from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
+from drawbar.train._history import events
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import AttemptStarted, Notice, RunEnded, WorkersStarted
-from drawbar.train._storage.contents import is_external
-from drawbar.train._storage.manifest import Manifest
+from drawbar.train._history.events import Notice
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker_group.ranks import assign_ranks, sort_by_rank
 from drawbar.train._worker_group.validators import Validator
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
+T = TypeVar("T")
+
 STOP_GRACE_SECONDS = 5.0  # for clean-up in the training function; a second Ctrl-C cuts it short
+
+
+class StopRequested(NamedTuple):
+    """Event: the user stops the run, at once or after the next commit."""
+
+    should_save: bool
+
+
+ControllerEvent = MessagesReceived | StopRequested | HangCheckDue | NodesDraining | CheckpointEvent
 
 
 class Controller:
@@ -59,147 +74,146 @@ class Controller:
         self._planner = planner
         self._group = group
         self._emit = emit
-        self._diagnosis = DiagnosisWriter(group, run.directory, emit)
-        self._backend = BackendHooks(run.spec.backend_config, group, emit)
+        self._loop = asyncio.get_running_loop()
+        self._queue = EventQueue[ControllerEvent](self._handle_event)
+        put_event = self._queue.put
         self._attempt: Attempt | None = None
         self._attempt_number = run.next_attempt
+        self._is_hanging = False
         self._should_stop_at_commit = False
-        self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[ControllerOutcome] | None = None
-        self._commits = CheckpointCommitter(
-            run.directory,
-            run.spec.run_config.checkpoint_config,
-            planner.metadata,
-            emit=emit,
-            on_committed=self._on_committed,
-            on_failed=self._on_commit_failed,
+        self._is_stopping = False
+        self._has_ended = False  # training has ended, and only background tasks are left
+        self._diagnosis = DiagnosisWriter(group, run.directory, emit)
+        self._backend = BackendHooks(run.spec.backend_config, group, emit)
+        config = run.spec.run_config
+        self._checkpoints = CheckpointCoordinator(
+            run.directory, config.checkpoint_config, planner.metadata, validator, emit, put_event
         )
-        self._validations = ValidationScheduler(
-            validator, self._commits.registry, emit, self._on_validated
+        stall_threshold = config.failure_config.stall_warning_after
+        hang_timeout = config.failure_config.hang_timeout
+        # FailureConfig makes them a timedelta.
+        assert not isinstance(stall_threshold, int | float)
+        assert not isinstance(hang_timeout, int | float)
+        self._hang_timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
+        self._stall_detector = StallDetector(stall_threshold, lambda: self._attempt, group, emit)
+        self._node_watcher = NodeWatcher(planner.get_draining_nodes, put_event, emit)
+        self._recovery = Recovery(
+            run, group, self._backend, self._checkpoints, emit, self._queue.join
         )
-        threshold = run.spec.run_config.failure_config.stall_warning_after
-        assert not isinstance(threshold, int | float)  # FailureConfig makes it a timedelta
-        self._stall_detector = StallDetector(threshold, lambda: self._attempt, group, emit)
-        self._node_watcher = NodeWatcher(planner.get_draining_nodes, lambda: self._attempt, emit)
-        self._recovery = Recovery(run, group, self._backend, self._commits, emit)
 
-    def stop(self) -> None:
-        """Request a graceful stop: interrupt the functions and finish the commits. Thread-safe."""
-        self._loop.call_soon_threadsafe(self._cancel)
+    # -- called from any thread
 
-    def _cancel(self) -> None:
-        if self._task is None:
-            return
-        if self._task.done():  # training has ended, and only background tasks are left
-            self._commits.stop_waiting()
-        self._task.cancel()
+    def stop(self, *, save: bool) -> None:
+        """Stop the run: interrupt the functions, and finish the commits.
 
-    def stop_after_checkpoint(self) -> None:
-        """Request a checkpoint, and stop the run when it is committed. Thread-safe.
-
-        If no function is running, the run stops now.
+        Args:
+            save: Whether to request a checkpoint first, and stop when it is committed. If no
+                function is running, the run stops now.
         """
-        self._loop.call_soon_threadsafe(self._request_checkpoint)
-
-    def _request_checkpoint(self) -> None:
-        self._should_stop_at_commit = True
-        has_ended = self._task is not None and self._task.done()
-        attempt = self._attempt
-        is_only_validating = (
-            attempt is not None and attempt.is_finished and self._validations.has_running()
-        )
-        # In these cases no function is running that could report a checkpoint.
-        if has_ended or attempt is None or is_only_validating:
-            self._cancel()
-        else:
-            attempt.request_checkpoint()
+        self._queue.put_from_thread(StopRequested(save))
 
     def write_diagnosis(self) -> Future[str]:
-        """Write the stacks of all ranks to the run directory and emit a notice. Thread-safe."""
+        """Write the stacks of all ranks to the run directory and emit a notice."""
         return asyncio.run_coroutine_threadsafe(self._diagnosis.emit(), self._loop)
 
     def kill(self) -> None:
-        """Kill every worker process immediately. Thread-safe."""
+        """Kill every worker process immediately."""
+        # Not an event: it must not wait for the events on the queue, and changes no state.
         self._loop.call_soon_threadsafe(self._group.kill)
+
+    # -- the run
 
     async def run(self) -> ControllerOutcome:
         """Supervise the run to its end. All worker processes have ended when this returns."""
-        self._task = asyncio.create_task(self._run_attempts())
         # These tasks span all attempts: a node may be lost while an attempt is starting.
         watchers = [
             asyncio.create_task(watcher.run())
             for watcher in (self._node_watcher, self._stall_detector)
         ]
-        self._validations.resume_pending()
+        self._checkpoints.validations.resume_pending()
         try:
-            outcome = await self._task
-        except asyncio.CancelledError:
-            outcome = ControllerOutcome()
-            if self._attempt is not None:
-                self._attempt.close()
-            # Interrupt instead of kill, so that the function can clean up. Its last reports are
-            # committed below.
-            await self._group.end_attempt(
-                grace=STOP_GRACE_SECONDS,
-                should_keep=True,
-                should_replace=False,
-                is_user_request=True,
-            )
-            self._emit_run_ended("stopped")
+            outcome = await self._run_attempts()
+            self._has_ended = True
+            if outcome is None:
+                outcome = ControllerOutcome()
+                await self._call(self._stop_workers())
+                self._emit_run_ended("stopped")
         finally:
+            self._has_ended = True
             for task in watchers:
                 task.cancel()
-            # Validations end first, because their results are saved by background tasks of the
-            # commits. Processes end last, because a commit may still need files from them.
-            await self._validations.cancel()
-            await self._commits.close()
-            await self._group.stop()
+            # Processes end last, because a commit may still need files from them.
+            await self._call(self._checkpoints.close())
+            await self._call(self._group.stop())
         return outcome
 
-    async def _run_attempts(self) -> ControllerOutcome:
+    async def _run_attempts(self) -> ControllerOutcome | None:
+        """Run attempts until one succeeds or no other one follows. Return None if stopped."""
         while True:
-            try:
-                attempt = await self._start_attempt()
-                await self._wait_for_attempt(attempt)
-            except AttemptFailure as failure:
-                decision = await self._recovery.handle_failure(
-                    self._attempt_number, self._attempt, failure
-                )
-                if isinstance(decision, GiveUp):
-                    error = self._recovery.make_error(failure, decision)
-                    self._emit_run_ended("failed", error.error_message)
-                    return ControllerOutcome(error=error)
-                self._attempt_number += 1
-                if self._should_stop_at_commit:  # the attempt failed before it saved a checkpoint
-                    raise asyncio.CancelledError from failure
-                if decision.delay:
-                    self._emit(Notice(describe_delay(failure, decision)))
-                    await asyncio.sleep(decision.delay)  # stop() cancels it
-            else:
-                await self._wait_for_validations()
-                for notice in attempt.get_final_notices():
-                    self._emit(Notice(notice))
-                self._emit_run_ended("finished")
-                return ControllerOutcome(finished=attempt.finished)
+            failure = await self._call(self._start_attempt())
+            if failure is None and self._attempt is not None:
+                failure = await self._wait_for_attempt(self._attempt)
+            if self._is_stopping:
+                return None
+            if failure is None:
+                return await self._finish()
+            decision = await self._call(
+                self._recovery.handle_failure(self._attempt_number, self._attempt, failure)
+            )
+            if isinstance(decision, GiveUp):
+                error = self._recovery.make_error(failure, decision)
+                self._emit_run_ended("failed", error.error_message)
+                return ControllerOutcome(error=error)
+            self._attempt_number += 1
+            # With `_should_stop_at_commit`, the attempt failed before it saved a checkpoint.
+            if decision is None or self._should_stop_at_commit:
+                return None
+            if decision.delay:
+                self._emit(Notice(failures.describe_delay(failure, decision)))
+                await self._call(asyncio.sleep(decision.delay))
+                if self._is_stopping:
+                    return None
 
-    async def _wait_for_validations(self) -> None:
-        if self._validations.has_running():
+    async def _finish(self) -> ControllerOutcome | None:
+        """End a run whose functions have returned. Return None if stopped."""
+        attempt, validations = self._attempt, self._checkpoints.validations
+        assert attempt is not None  # it has succeeded
+        if validations.has_running():
             if self._should_stop_at_commit:  # the function has returned without another checkpoint
-                raise asyncio.CancelledError
-            await self._group.stop()  # validations may need the resources of the workers
-            await self._validations.wait_for_all()
+                return None
+            # Validations may need the resources of the workers.
+            await self._call(self._group.stop())
+            await self._call(validations.wait_for_all())
+            if self._is_stopping:
+                return None
+        for notice in attempt.get_final_notices():
+            self._emit(Notice(notice))
+        self._emit_run_ended("finished")
+        return ControllerOutcome(finished=attempt.finished)
+
+    async def _stop_workers(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+        # Interrupt instead of kill, so that the function can clean up. Its last reports are
+        # committed afterwards.
+        await self._group.end_attempt(
+            grace=STOP_GRACE_SECONDS, should_keep=True, should_replace=False, is_user_request=True
+        )
 
     def _emit_run_ended(self, status: str, error: str = "") -> None:
         num_reports = None if self._attempt is None else self._attempt.reports.num_reports
-        self._emit(RunEnded(time=time.time(), outcome=status, error=error, num_reports=num_reports))
+        self._emit(
+            events.RunEnded(time=time.time(), outcome=status, error=error, num_reports=num_reports)
+        )
 
     # -- one attempt
 
-    async def _start_attempt(self) -> Attempt:
+    async def _start_attempt(self) -> AttemptFailure | None:
+        """Start the workers and their functions. Return the failure if they do not start."""
         # A commit or a stop() before the next attempt runs does not belong to any attempt.
         self._attempt = None
         if self._attempt_number != self._run.next_attempt:  # `open_run` verified the checkpoints
-            await self._commits.registry.drop_damaged()
+            await self._checkpoints.registry.drop_damaged()
         start = self._make_attempt_started()
         # Emit before anything starts. If the start kills the driver, the next driver must not use
         # the same attempt number, because it would also use the staged files of this attempt.
@@ -216,8 +230,8 @@ class Controller:
                 self._planner.make_assignments, start, workers, ranks
             )
         except Exception as error:
-            cause = classify_startup_error(error)
-            raise AttemptFailure(cause, exception=error, started=start.time) from error
+            cause = failures.classify_startup_error(error)
+            return AttemptFailure(cause, exception=error, started=start.time)
         for text in self._planner.notices:
             self._emit(Notice(text))
         attempt = self._attempt = Attempt(
@@ -229,79 +243,151 @@ class Controller:
             broadcast_command=self._group.broadcast_command,
             emit=self._emit,
             should_emit_rounds=bool(self._run.spec.run_config.callbacks),
-            commits=self._commits,
-            validations=self._validations,
+            checkpoints=self._checkpoints,
             on_diagnosis_request=self._diagnosis.reply,
         )
         # Emit before the functions start, so that the journal has the workers before their reports.
         self._emit(
-            WorkersStarted(
+            events.WorkersStarted(
                 time=time.time(),
                 attempt=self._attempt_number,
                 workers=list(zip(workers, ranks, strict=True)),
             )
         )
-        self._group.run(assignments, attempt.on_messages)
-        return attempt
+        self._group.run(
+            assignments,
+            lambda rank, messages: self._queue.put(MessagesReceived(attempt, rank, messages)),
+        )
+        return None
 
-    def _make_attempt_started(self) -> AttemptStarted:
-        latest = self._commits.registry.latest
+    def _make_attempt_started(self) -> events.AttemptStarted:
+        registry = self._checkpoints.registry
         initial_checkpoint = self._run.spec.resume_from_checkpoint
         checkpoint = initial_checkpoint.path if initial_checkpoint else None
-        if latest is not None:
-            checkpoint = (
-                latest.name
-                if is_external(latest.name)
-                else self._commits.registry.get_checkpoint(latest).path
-            )
-        return AttemptStarted(
+        latest = registry.latest
+        return events.AttemptStarted(
             time=time.time(),
             attempt=self._attempt_number,
             first_report_index=latest.index + 1 if latest else 0,
-            resume_checkpoint=checkpoint,
+            resume_checkpoint=registry.get_path(latest) if latest else checkpoint,
         )
 
     def _emit_waiting_notice(self, num_ready: int, is_placed: bool) -> None:
         self._emit(Notice(self._planner.describe_wait(num_ready, is_placed)))
 
-    async def _wait_for_attempt(self, attempt: Attempt) -> None:
-        hang_timeout = self._run.spec.run_config.failure_config.hang_timeout
-        assert not isinstance(hang_timeout, int | float)  # FailureConfig makes it a timedelta
-        timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
-        if not await attempt.wait(timeout):
-            assert timeout is not None  # otherwise `wait` never returns False
-            directory, difference = await self._diagnosis.write(f"hang_{attempt.number}")
-            hang = describe_hang(
-                timeout, difference + attempt.batch_counts.describe_ranks_ahead(), directory
-            )
-            # Collecting the stacks took seconds, in which the attempt may have ended. Then `fail`
-            # has no effect, and `wait` returns or raises how it ended.
-            attempt.fail(AttemptFailure("hang", [hang]))
-            await attempt.wait(None)
-        await self._commits.finish_attempt()
-        await self._backend.run_shutdown_hook()
+    async def _wait_for_attempt(self, attempt: Attempt) -> AttemptFailure | None:
+        """Wait until an attempt has ended or the run is stopped. Return the failure, if any."""
+        self._check_hang(attempt)
+        await self._queue.handle_until(
+            lambda: attempt.has_ended or self._is_hanging or self._is_stopping
+        )
+        if self._is_hanging:
+            self._is_hanging = False
+            await self._call(self._fail_hanging_attempt(attempt))
+        if attempt.error is not None:
+            raise attempt.error
+        if attempt.failure is None:
+            await self._call(self._checkpoints.finish_attempt())
+            await self._call(self._backend.run_shutdown_hook())
+        return attempt.failure
 
-    def _on_committed(self, manifest: Manifest) -> None:
-        # Schedule first: checkpoints of a failed attempt are committed while there is no attempt.
-        self._validations.schedule(manifest)
-        attempt = self._attempt
-        if attempt is None:
+    def _check_hang(self, attempt: Attempt) -> None:
+        """Record whether the attempt hangs, or check it again later."""
+        if self._hang_timeout is None or attempt.has_ended:
             return
-        attempt.on_committed(manifest, self._commits.make_committed_command(manifest))
-        if self._should_stop_at_commit:
-            self.stop()
+        remaining = attempt.get_remaining_seconds(self._hang_timeout)
+        self._is_hanging = not remaining
+        if remaining:
+            self._loop.call_later(remaining, self._queue.put, HangCheckDue(attempt))
+
+    async def _fail_hanging_attempt(self, attempt: Attempt) -> None:
+        assert self._hang_timeout is not None  # otherwise hangs are not detected
+        directory, difference = await self._diagnosis.write(f"hang_{attempt.number}")
+        difference += attempt.batch_counts.describe_ranks_ahead()
+        hang = failures.describe_hang(self._hang_timeout, difference, directory)
+        # Collecting the stacks took seconds, in which the attempt may have ended. Then `fail` has
+        # no effect.
+        attempt.fail(AttemptFailure("hang", [hang]))
+
+    # -- events
+
+    async def _call(self, operation: Coroutine[Any, Any, T]) -> T | None:
+        """Handle events until an operation has ended.
+
+        Returns:
+            The result of the operation; None if it was cancelled, because the user stops the run.
+            After the end of training, operations are not cancelled.
+        """
+        if self._is_stopping and not self._has_ended:
+            operation.close()
+            return None
+        return await self._queue.call(operation)
+
+    def _handle_event(self, event: ControllerEvent) -> None:
+        match event:
+            case MessagesReceived():
+                event.attempt.on_messages(event.rank, event.messages)
+            case CommitFinished():
+                self._on_commit_finished(event)
+            case StorageFailed():
+                self._on_storage_failed(event.error)
+            case ValidationFinished() | ValidationSaved():
+                self._checkpoints.on_validation_event(event)
+            case StopRequested():
+                self._on_stop_requested(event.should_save)
+            case HangCheckDue():
+                self._check_hang(event.attempt)
+            case NodesDraining():
+                attempt = self._attempt
+                info = attempt.on_draining_nodes(event.nodes) if attempt is not None else None
+                if info is not None:
+                    self._emit(events.PreemptionAnnounced(info))
+
+    def _on_stop_requested(self, should_save: bool) -> None:
+        if self._has_ended:
+            self._checkpoints.stop_waiting()
+            return
+        self._should_stop_at_commit |= should_save
+        attempt = self._attempt
+        is_only_validating = (
+            attempt is not None
+            and attempt.is_finished
+            and self._checkpoints.validations.has_running()
+        )
+        # In these cases no function is running that could report a checkpoint.
+        if not should_save or attempt is None or is_only_validating:
+            self._stop()
+        else:
+            attempt.request_checkpoint()
+
+    def _stop(self) -> None:
+        """Cancel the current operation, and end the run."""
+        self._is_stopping = True
+        self._queue.cancel_operation()
+
+    def _on_commit_finished(self, event: CommitFinished) -> None:
+        attempt = self._attempt
+        try:
+            manifest, command = self._checkpoints.on_commit_finished(event)
+            if attempt is not None:
+                attempt.on_committed(manifest, command)
+                self._end_attempt_after_commit(attempt)
+            self._checkpoints.clean_up_after_commit(manifest)
+        except Exception as error:
+            self._on_storage_failed(error)
+        self._checkpoints.commit_next()
+
+    def _end_attempt_after_commit(self, attempt: Attempt) -> None:
+        """End an attempt if that was planned for its next commit: a restart loses no progress."""
+        if self._should_stop_at_commit and not self._has_ended:
+            self._stop()
         elif attempt.requests.preemption is not None:
             attempt.fail(AttemptFailure("preemption"))  # restart on other nodes
-        # Right after a commit, a restart with more workers loses no progress.
         elif self._group.num_idle_workers:
-            attempt.fail(AttemptFailure("resize"))
+            attempt.fail(AttemptFailure("resize"))  # restart with more workers
 
-    def _on_commit_failed(self, error: Exception) -> None:
+    def _on_storage_failed(self, error: Exception) -> None:
         failure = AttemptFailure("storage", exception=error)
         # Emit a notice if there is no running attempt that could fail with this error.
         if self._attempt is None or not self._attempt.fail(failure):
             self._emit(Notice(f"A checkpoint was not committed: {error}"))
-
-    def _on_validated(self) -> None:
-        if self._attempt is not None:
-            self._attempt.checkpoint_queries.send_ready_replies()

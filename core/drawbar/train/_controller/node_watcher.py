@@ -6,11 +6,11 @@ They are polled, because no event reports them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from drawbar.train._controller.attempt import Attempt
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Notice, PreemptionAnnounced
+from drawbar.train._history.events import Notice
 from drawbar.train._threads import run_in_daemon_thread
 
 DRAIN_CHECK_SECONDS = 2.0
@@ -24,34 +24,42 @@ _GCS_UNRESPONSIVE = (
 )
 
 
+@dataclass(frozen=True)
+class NodesDraining:
+    """Event: Ray is about to remove nodes. It is repeated while nodes are draining.
+
+    Attributes:
+        nodes: Draining nodes: id to deadline in ms since the epoch, 0 if unknown.
+    """
+
+    nodes: Mapping[str, int]
+
+
 class NodeWatcher:
-    """Poll Ray for draining nodes and announce the ones that the current attempt uses.
+    """Poll Ray for draining nodes.
 
     Args:
         get_draining_nodes: Returns the draining nodes, as `AssignmentPlanner.get_draining_nodes`.
-        get_attempt: Returns the current attempt; None while there is none.
+        put_event: Puts an event on the controller's queue.
         emit: Callback that publishes events.
     """
 
     def __init__(
         self,
         get_draining_nodes: Callable[[], dict[str, int]],
-        get_attempt: Callable[[], Attempt | None],
+        put_event: Callable[[NodesDraining], None],
         emit: Emit,
     ) -> None:
         self._get_draining_nodes = get_draining_nodes
-        self._get_attempt = get_attempt
+        self._put_event = put_event
         self._emit = emit
 
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
-            draining_nodes = await self._query_draining_nodes()
-            attempt = self._get_attempt()
-            info = attempt.on_draining_nodes(draining_nodes) if attempt is not None else None
-            if info is not None:
-                self._emit(PreemptionAnnounced(info))
+            if nodes := await self._query_draining_nodes():
+                self._put_event(NodesDraining(nodes))
 
     async def _query_draining_nodes(self) -> dict[str, int]:
         """Query Ray's control service, which does not respond while a head node is restarting."""

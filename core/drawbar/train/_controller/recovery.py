@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from drawbar.train._controller.attempt import Attempt
-from drawbar.train._controller.attempt_failure import AttemptFailure
-from drawbar.train._controller.backend_hooks import BackendHooks
-from drawbar.train._controller.commits import CheckpointCommitter
+from drawbar.train._controller.callbacks import BackendHooks
+from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.decisions import GiveUp, Restart, decide_after_failure, startup_delay
 from drawbar.train._controller.failures import (
+    AttemptFailure,
     describe_death,
     describe_startup_death,
     make_training_failed_error,
@@ -40,8 +40,9 @@ class Recovery:
         run: Open run.
         group: Workers.
         backend: Hooks of the backend.
-        commits: Commits checkpoints. After a failure, it completes the commits of the attempt.
+        checkpoints: Checkpoints of the run. After a failure, its commits are completed.
         emit: Callback that publishes events.
+        wait_for_events: Waits until the controller has handled the events on its queue.
     """
 
     def __init__(
@@ -49,14 +50,16 @@ class Recovery:
         run: OpenRun,
         group: WorkerGroup,
         backend: BackendHooks,
-        commits: CheckpointCommitter,
+        checkpoints: CheckpointCoordinator,
         emit: Emit,
+        wait_for_events: Callable[[], Awaitable[None]],
     ) -> None:
         self._run = run
         self._group = group
         self._backend = backend
-        self._commits = commits
+        self._checkpoints = checkpoints
         self._emit = emit
+        self._wait_for_events = wait_for_events
         self._used_budget = run.used_budget
         self._failed_starts = 0  # in a row
 
@@ -64,6 +67,8 @@ class Recovery:
         self, number: int, attempt: Attempt | None, failure: AttemptFailure
     ) -> Restart | GiveUp:
         """Stop the workers, describe the failures, and decide whether the run restarts.
+
+        Meanwhile, the controller handles the messages of the workers.
 
         Args:
             number: Number of the attempt.
@@ -81,6 +86,7 @@ class Recovery:
         await self._stop_workers(failure, should_relocate=_should_relocate(attempt))
         if attempt is not None:
             # Ranks send failures until their process has stopped, so close the attempt only now.
+            await self._wait_for_events()
             attempt.close()
             await self._describe_deaths(attempt, failure)
         elif failure.exception is not None and (
@@ -92,7 +98,7 @@ class Recovery:
         # All failures are known now. Sort them by time: they arrive in any order.
         failure.failures = sort_root_cause_first(failure.failures)
         # Commit the checkpoints that all ranks have persisted. A restart resumes from them.
-        await self._commits.finish_attempt()
+        await self._checkpoints.finish_attempt()
         # After these causes the backend was not set up.
         if failure.cause not in ("startup", "configuration"):
             await self._backend.run_shutdown_hook()
@@ -184,7 +190,7 @@ class Recovery:
             failure.exception,
             reason=decision.reason,
             path=self._run.directory.uri,
-            recoverable=self._commits.describe_remaining_files(),
+            recoverable=self._checkpoints.describe_remaining_files(),
         )
 
 

@@ -29,6 +29,35 @@ from drawbar.train._worker_group.validators import Validator
 _MAX_SHOWN_NAMES = 3
 
 
+@dataclass(frozen=True)
+class ValidationFinished:
+    """Event: a validation has a result.
+
+    Attributes:
+        manifest: Manifest of the checkpoint.
+        validation: The result.
+    """
+
+    manifest: Manifest
+    validation: Validation
+
+
+@dataclass(frozen=True)
+class ValidationSaved:
+    """Event: the result of a validation was saved, or could not be saved.
+
+    Attributes:
+        manifest: Manifest of the checkpoint.
+        error: Why the result was not saved; None if it was.
+    """
+
+    manifest: Manifest
+    error: Exception | None
+
+
+ValidationEvent = ValidationFinished | ValidationSaved
+
+
 class ValidationScheduler:
     """Start the validations of a run and track them until they finish.
 
@@ -38,7 +67,7 @@ class ValidationScheduler:
         validator: Runs validations; None if the trainer has no `validation_config`.
         registry: Checkpoints, to which the results are added.
         emit: Callback that publishes events.
-        on_ended: Called on the event loop after each validation.
+        put_event: Puts an event on the controller's queue.
     """
 
     def __init__(
@@ -46,14 +75,15 @@ class ValidationScheduler:
         validator: Validator | None,
         registry: CheckpointRegistry,
         emit: Emit,
-        on_ended: Callable[[], None],
+        put_event: Callable[[ValidationEvent], None],
     ) -> None:
         self._validator = validator
         self._registry = registry
         self._emit = emit
-        self._on_ended = on_ended
+        self._put_event = put_event
         self._semaphore = asyncio.Semaphore(validator.max_concurrent if validator else 1)
         self._running: dict[int, _RunningValidation] = {}
+        self._has_changed = asyncio.Event()
         self._should_emit_status = False
         self._warned_metrics: set[str] = set()
 
@@ -91,20 +121,21 @@ class ValidationScheduler:
         self._should_emit_status = True
         while self._running:
             self._emit_status()
-            tasks = [running.task for running in self._running.values()]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await self._wait_for_change()
 
     async def cancel(self) -> None:
         """Cancel the running validations, and wait for those that already have a result."""
         self._should_emit_status = False
-        all_running = list(self._running.values())
-        unfinished = [running for running in all_running if not running.has_result]
-        for running in unfinished:
-            running.task.cancel()
-        if all_running:
-            await asyncio.wait([running.task for running in all_running])
-        if unfinished:
-            names = _join_names([running.name for running in unfinished])
+        tasks = [running.task for running in self._running.values() if not running.has_result]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        cancelled = [index for index, running in self._running.items() if not running.has_result]
+        names = _join_names([self._running.pop(index).name for index in cancelled])
+        while self._running:
+            await self._wait_for_change()
+        if cancelled:
             self._emit(
                 Notice(
                     f"The validation of {names} has not finished. It restarts when the run is "
@@ -112,16 +143,17 @@ class ValidationScheduler:
                 )
             )
 
+    async def _wait_for_change(self) -> None:
+        """Wait until a result is saved."""
+        self._has_changed.clear()
+        await self._has_changed.wait()
+
     async def _validate(self, validator: Validator, manifest: Manifest) -> None:
-        try:
-            async with self._semaphore:
-                validation = await self._run_validation(validator, manifest)
-            # From here on, `cancel()` waits until the result is saved.
-            self._running[manifest.index].has_result = True
-            await self._store_result(manifest, validation)
-        finally:
-            del self._running[manifest.index]
-        self._on_ended()
+        async with self._semaphore:
+            validation = await self._run_validation(validator, manifest)
+        # From here on, `cancel()` waits until the result is saved.
+        self._running[manifest.index].has_result = True
+        self._put_event(ValidationFinished(manifest, validation))
 
     async def _run_validation(self, validator: Validator, manifest: Manifest) -> Validation:
         start_time = time.monotonic()
@@ -137,11 +169,39 @@ class ValidationScheduler:
             validation = pending.with_failure(f"{type(error).__name__}: {error}")
         return msgspec.structs.replace(validation, seconds=time.monotonic() - start_time)
 
-    async def _store_result(self, manifest: Manifest, validation: Validation) -> None:
-        self._warn_of_replaced_metrics(manifest.metrics.keys() & validation.metrics.keys())
+    def on_event(self, event: ValidationEvent) -> None:
+        """Save the result of a validation, or remove a validation whose result is saved."""
+        manifest = event.manifest
+        match event:
+            case ValidationFinished():
+                names = manifest.metrics.keys() & event.validation.metrics.keys()
+                self._warn_of_replaced_metrics(names)
+                try:
+                    validated = self._registry.add_validation(manifest, event.validation)
+                except Exception as error:
+                    self._on_saved(manifest, error)
+                else:
+                    save = self._save(manifest, validated)
+                    self._running[manifest.index].task = asyncio.create_task(save)
+            case ValidationSaved():
+                self._on_saved(manifest, event.error)
+
+    async def _save(self, manifest: Manifest, validated: Manifest) -> None:
+        error = None
         try:
-            await self._registry.add_validation(manifest, validation)
-        except Exception as error:
+            await self._registry.save_validation(validated)
+        except Exception as exception:
+            error = exception
+        self._put_event(ValidationSaved(manifest, error))
+
+    def _on_saved(self, manifest: Manifest, error: Exception | None) -> None:
+        del self._running[manifest.index]
+        self._has_changed.set()
+        try:
+            self._registry.apply_retention()
+        except OSError as retention_error:
+            error = error or retention_error
+        if error is not None:
             self._emit(Notice(f"The validation result of {manifest.name} was not saved: {error}"))
 
     def _warn_of_replaced_metrics(self, names: set[str]) -> None:

@@ -225,7 +225,7 @@ class ControllerThread:
 
     def stop(self, *, save: bool) -> None:
         """Stop the run: gracefully after its next commit, or immediately."""
-        self._call_controller(Controller.stop_after_checkpoint if save else Controller.stop)
+        self._call_controller(lambda controller: controller.stop(save=save))
 
     def kill(self) -> None:
         """Kill every process of the run immediately."""

@@ -1,0 +1,69 @@
+"""The design page and the contributing guide name only files and tests that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+FILES = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+    cwd=REPO,
+    capture_output=True,
+    text=True,
+    check=True,
+).stdout.split()
+ABSENT = {"drawbar/__init__.py"}  # the contributing guide says that it must not exist
+
+POLLING = {
+    "_controller/node_watcher.py",
+    "_controller/stall_detector.py",
+    "_handle/host_actor.py",
+    "_history/run_record.py",
+    "_storage/journal_file.py",
+    "_storage/retries.py",
+    "_worker/log_file.py",
+    "_worker/sentinel.py",
+    "_worker_group/cluster.py",
+    "_worker_group/exit_status.py",
+}
+"""Files of the core with a loop that sleeps. The design page lists what they wait for."""
+
+NOT_POLLING = {
+    "_controller/controller.py",  # the delay before a start
+    "_worker/interrupt.py",  # yields to another thread once
+}
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "CONTRIBUTING.md"])
+def test_design_pages_name_only_existing_files(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (REPO / page).read_text(), flags=re.M | re.S)
+    named = set(re.findall(r"`([\w./-]+\.(?:py|md|toml))`", text)) - ABSENT
+    paths = [f"/{path}" for path in FILES]
+    missing = [name for name in named if not any(path.endswith(f"/{name}") for path in paths)]
+    assert missing == []
+
+
+def test_design_invariants_name_existing_tests() -> None:
+    page = (REPO / "docs/design.md").read_text()
+    invariants = page.split("## Invariants")[1].split("\n## ")[0]
+    sources = [(REPO / path).read_text() for path in FILES if re.search(r"/test_\w+\.py$", path)]
+    defined = set(re.findall(r"^ *def (test_\w+)\(", "\n".join(sources), re.M))
+    for number, text in enumerate(re.split(r"^\d+\. ", invariants, flags=re.M)[1:], 1):
+        tests = re.findall(r"`(test_\w+)`", text.split("Tests: ")[-1])
+        assert tests, f"invariant {number} names no test"
+        assert set(tests) <= defined, f"invariant {number} names tests that do not exist"
+
+
+def test_design_core_polls_only_where_documented() -> None:
+    root = REPO / "core/drawbar/train"
+    pattern = re.compile(r"\bsleep\(|\.wait\(_?(?:LOG_)?POLL")
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if pattern.search(path.read_text())
+    }
+    assert found - NOT_POLLING == POLLING
