@@ -20,7 +20,7 @@ ABSENT = {"drawbar/__init__.py"}  # the contributing guide says that it must not
 
 POLLING = {
     "_controller/node_watcher.py",
-    "_controller/stall_detector.py",
+    "_controller/diagnosis.py",
     "_handle/host_actor.py",
     "_history/run_record.py",
     "_storage/journal_file.py",
@@ -34,7 +34,7 @@ POLLING = {
 
 NOT_POLLING = {
     "_controller/controller.py",  # the delay before a start
-    "_worker/interrupt.py",  # yields to another thread once
+    "_worker/training_thread.py",  # yields to another thread once
 }
 
 

@@ -22,14 +22,7 @@ from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._data.user_datasets import check_datasets
-from drawbar.train._driver import preflight
-from drawbar.train._driver.controller_thread import start_local_run
-from drawbar.train._driver.detached import (
-    check_not_detached,
-    warn_if_driver_owns_objects,
-    warn_if_driver_owns_ray,
-)
-from drawbar.train._driver.local_programs import start_program_run
+from drawbar.train._driver import preflight, start_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._errors import without_internal_frames
 from drawbar.train._handle.run_handle import RunHandle
@@ -275,9 +268,9 @@ class DataParallelTrainer(ArgumentErrors):
         self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool
     ) -> RunSource:
         if self.scaling_config.max_workers == 0:
-            check_not_detached(self.run_config)
+            start_run.check_not_detached(self.run_config)
             store = self.backend_config.get_launcher_store()
-            start = start_local_run if store is None else _make_torchrun_starter(store)
+            start = start_run.start_local_run if store is None else _make_torchrun_starter(store)
             return start(
                 spec,
                 payload,
@@ -286,21 +279,22 @@ class DataParallelTrainer(ArgumentErrors):
                 use_caller_thread=use_caller_thread,
             )
         if not self._uses_ray:
-            return start_program_run(
+            return start_run.start_program_run(
                 spec, payload, self._make_console, use_caller_thread=use_caller_thread
             )
         # Only now, so that errors in arguments are raised without waiting for Ray.
         connect_to_ray()
-        # Here, because these modules import Ray, which other runs do not need.
-        from drawbar.train._driver.ray_run import start_ray_run
+        # Here, because this module imports Ray, which other runs do not need.
         from drawbar.train._handle.host_actor_run import start_host_actor_run
 
         if self.run_config.detached or is_ray_client():
             if self.run_config.detached:
-                warn_if_driver_owns_ray()
-                warn_if_driver_owns_objects(spec)
+                start_run.warn_if_driver_owns_ray()
+                start_run.warn_if_driver_owns_objects(spec)
             return start_host_actor_run(spec)
-        return start_ray_run(spec, self._make_console, use_caller_thread=use_caller_thread)
+        return start_run.start_ray_run(
+            spec, self._make_console, use_caller_thread=use_caller_thread
+        )
 
     def _make_console(self, path: str) -> Console:
         is_live = self.scaling_config.max_workers > 0

@@ -23,7 +23,8 @@ from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.train_function import TrainFunction
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
-from drawbar.train._driver.controller_thread import ControllerThread, start_local_run
+from drawbar.train._driver.controller_thread import ControllerThread
+from drawbar.train._driver.start_run import start_local_run
 from drawbar.train._errors import WorkerGroupError
 from drawbar.train._handle.run_view import RunSource
 from drawbar.train._history.audit import check_run

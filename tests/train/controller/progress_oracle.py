@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from drawbar.train._controller.report_rounds import ReportRound
+from drawbar.train._controller.progress import ReportRound
 from drawbar.train._protocol.messages import CheckpointListRequest, CollectiveCalled, Report
 from drawbar.train._storage.contents import FileEntry
 

@@ -43,7 +43,7 @@ def test_collectives_large_values_reach_all_ranks(tmp_path: Path) -> None:
 def test_all_gather_above_limit_names_line_and_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drawbar.train._controller.collective_calls.MAX_RESULT_BYTES", 1000)
+    monkeypatch.setattr("drawbar.train._controller.rank_progress.MAX_RESULT_BYTES", 1000)
 
     def function() -> None:
         collective.all_gather(b"0" * 400)

@@ -9,8 +9,7 @@ from pathlib import Path
 from drawbar.train import CheckpointConfig
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.commits import CommitContext, StorageFailed
-from drawbar.train._controller.progress import AttemptProgress
-from drawbar.train._controller.report_rounds import ReportRound
+from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._protocol.commands import Command, FileChunkAck, PersistFiles
 from drawbar.train._protocol.messages import CheckpointOffer, FileChunk, Report
 from drawbar.train._storage import upkeep

@@ -23,9 +23,8 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train._controller.diagnosis import format_difference
+from drawbar.train._controller.diagnosis import Stacks, find_stalled_ranks, format_difference
 from drawbar.train._controller.rank_progress import RankActivity
-from drawbar.train._controller.stall_detector import Stacks, find_stalled_ranks
 from drawbar.train._frames import find_user_frames
 from drawbar.train._worker.stack import Frame, Stack
 

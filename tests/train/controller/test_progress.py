@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from drawbar.train._config.validation_config import CheckpointConsistencyMode
-from drawbar.train._controller.progress import AttemptProgress
+from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._controller.rank_progress import RankActivity
-from drawbar.train._controller.report_rounds import ReportRound
 from drawbar.train._protocol.messages import (
     CheckpointListRequest,
     CheckpointOffer,

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
-from drawbar.train._controller.collective_calls import collect_payloads
 from drawbar.train._controller.commits import CommitContext
 from drawbar.train._controller.failures import (
     AttemptFailure,
@@ -22,7 +21,7 @@ from drawbar.train._controller.failures import (
     describe_interruption,
 )
 from drawbar.train._controller.progress import AttemptProgress
-from drawbar.train._controller.rank_progress import RankActivity
+from drawbar.train._controller.rank_progress import RankActivity, collect_payloads
 from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import Emit

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from drawbar.train._config.consistency_mode import CheckpointConsistencyMode
 from drawbar.train._config.run_config import CheckpointConfig
-from drawbar.train._controller.background import BackgroundTasks, run_and_log_errors
+from drawbar.train._config.validation_config import CheckpointConsistencyMode
+from drawbar.train._controller.background import BackgroundTasks, FileTransfers, run_and_log_errors
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
 from drawbar.train._controller.commits import (
     CheckpointCommitter,
@@ -23,9 +23,7 @@ from drawbar.train._controller.commits import (
     StorageFailed,
 )
 from drawbar.train._controller.indexed_heap import IndexedHeap
-from drawbar.train._controller.progress import AttemptProgress
-from drawbar.train._controller.report_rounds import ReportRound
-from drawbar.train._controller.transfers import FileTransfers
+from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._controller.validations import ValidationEvent, ValidationScheduler
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._protocol.assignment import WorkerInfo

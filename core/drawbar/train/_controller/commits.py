@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from drawbar.train._config.run_config import CheckpointConfig
-from drawbar.train._controller.report_rounds import ReportRound
+from drawbar.train._controller.progress import ReportRound
 from drawbar.train._history.events import CheckpointCommitted
 from drawbar.train._protocol.commands import Command, PersistFiles
 from drawbar.train._protocol.messages import FilesPersisted

@@ -21,13 +21,12 @@ from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointEvent
 from drawbar.train._controller.commits import CommitFinished, StorageFailed
 from drawbar.train._controller.decisions import GiveUp
-from drawbar.train._controller.diagnosis import DiagnosisWriter
+from drawbar.train._controller.diagnosis import DiagnosisWriter, StallDetector
 from drawbar.train._controller.event_queue import EventQueue
 from drawbar.train._controller.failures import AttemptFailure
 from drawbar.train._controller.node_watcher import NodesDraining, NodeWatcher
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.run import AssignmentPlanner, ControllerOutcome, OpenRun
-from drawbar.train._controller.stall_detector import StallDetector
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
 from drawbar.train._history import events
 from drawbar.train._history.event_stream import Emit
@@ -219,7 +218,9 @@ class Controller:
         # the same attempt number, because it would also use the staged files of this attempt.
         self._emit(start)
         try:
-            workers = await self._group.start(self._emit_waiting_notice)
+            workers = await self._group.start(
+                lambda *missing: self._emit(Notice(self._planner.describe_wait(*missing)))
+            )
             ranks = assign_ranks(workers)
             # Set before the hooks, which address workers by rank.
             self._group.set_ranks(ranks)
@@ -254,10 +255,8 @@ class Controller:
                 workers=list(zip(workers, ranks, strict=True)),
             )
         )
-        self._group.run(
-            assignments,
-            lambda rank, messages: self._queue.put(MessagesReceived(attempt, rank, messages)),
-        )
+        put = self._queue.put
+        self._group.run(assignments, lambda *sent: put(MessagesReceived(attempt, *sent)))
         return None
 
     def _make_attempt_started(self) -> events.AttemptStarted:
@@ -272,9 +271,6 @@ class Controller:
             resume_checkpoint=registry.get_path(latest) if latest else checkpoint,
         )
 
-    def _emit_waiting_notice(self, num_ready: int, is_placed: bool) -> None:
-        self._emit(Notice(self._planner.describe_wait(num_ready, is_placed)))
-
     async def _wait_for_attempt(self, attempt: Attempt) -> AttemptFailure | None:
         """Wait until an attempt has ended or the run is stopped. Return the failure, if any."""
         self._check_hang(attempt)
@@ -283,7 +279,14 @@ class Controller:
         )
         if self._is_hanging:
             self._is_hanging = False
-            await self._call(self._fail_hanging_attempt(attempt))
+            written = await self._call(self._diagnosis.write(f"hang_{attempt.number}"))
+            # Collecting the stacks took seconds, in which the attempt may have ended. Then `fail`
+            # has no effect.
+            if written is not None and self._hang_timeout is not None:
+                directory, difference = written
+                difference += attempt.batch_counts.describe_ranks_ahead()
+                hang = failures.describe_hang(self._hang_timeout, difference, directory)
+                attempt.fail(AttemptFailure("hang", [hang]))
         if attempt.error is not None:
             raise attempt.error
         if attempt.failure is None:
@@ -299,15 +302,6 @@ class Controller:
         self._is_hanging = not remaining
         if remaining:
             self._loop.call_later(remaining, self._queue.put, HangCheckDue(attempt))
-
-    async def _fail_hanging_attempt(self, attempt: Attempt) -> None:
-        assert self._hang_timeout is not None  # otherwise hangs are not detected
-        directory, difference = await self._diagnosis.write(f"hang_{attempt.number}")
-        difference += attempt.batch_counts.describe_ranks_ahead()
-        hang = failures.describe_hang(self._hang_timeout, difference, directory)
-        # Collecting the stacks took seconds, in which the attempt may have ended. Then `fail` has
-        # no effect.
-        attempt.fail(AttemptFailure("hang", [hang]))
 
     # -- events
 

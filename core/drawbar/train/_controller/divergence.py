@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drawbar.train._controller.collective_calls import CollectiveCalls, get_collective_name
 from drawbar.train._controller.indexed_heap import IndexedHeap
-from drawbar.train._controller.rank_progress import RankProgress
+from drawbar.train._controller.rank_progress import (
+    CollectiveCalls,
+    RankProgress,
+    get_collective_name,
+)
 
 
 class DivergenceDetector:

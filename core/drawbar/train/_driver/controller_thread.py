@@ -1,4 +1,4 @@
-"""Run the controller on an event loop in a thread of this process."""
+"""Run the controller in a thread of this process, and functions in the thread that waits for it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import math
+import queue
 import threading
+import time
 from collections.abc import Callable
 
-from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.callbacks import CallbackRunner
 from drawbar.train._controller.controller import Controller
-from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
+from drawbar.train._controller.run import ControllerOutcome, OpenRun, RunOutcome, RunSpec
 from drawbar.train._driver.assignments import RunAssignmentPlanner
-from drawbar.train._driver.caller_executor import CallerExecutor
 from drawbar.train._driver.control_socket import ControlSocket
 from drawbar.train._driver.open_run import open_run
 from drawbar.train._errors import ControllerError
-from drawbar.train._history.event_stream import EventStream, Watcher
+from drawbar.train._history.event_stream import Emit, EventStream, Watcher
 from drawbar.train._history.events import ControllerFailed, Notice
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import inherit_directory_mode, write_atomically
 from drawbar.train._threads import run_in_daemon_thread
-from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.cluster import is_connected_to_ray
-from drawbar.train._worker_group.ranks import get_local_gpu_ids
-from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
-from drawbar.train._worker_group.validators import ThreadValidator, Validator
+from drawbar.train._worker_group.thread_group import SubmitCall
+from drawbar.train._worker_group.validators import Validator
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 DIAGNOSIS_TIMEOUT_S = 10.0
@@ -38,6 +35,48 @@ EXIT_SECONDS = 3.0
 STOPPED_AT_EXIT = "the program ends without wait(): the run is stopped, and can be resumed"
 
 _logger = logging.getLogger("drawbar.train")
+
+
+Call = Callable[[], None]
+
+
+class CallerExecutor:
+    """Executor of functions that a run calls in this process, mainly the training function.
+
+    Args:
+        use_caller_thread: Run functions in the thread that waits for the run, where `pdb` works and
+            Ctrl-C arrives, instead of a new thread for each.
+    """
+
+    def __init__(self, *, use_caller_thread: bool) -> None:
+        self._use_caller_thread = use_caller_thread
+        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+
+    def submit(self, call: Call) -> None:
+        """Submit a function."""
+        if self._use_caller_thread:
+            self._queue.put(call)
+        else:
+            threading.Thread(target=call, name="drawbar-function", daemon=True).start()
+
+    def run_until(self, ended: threading.Event, timeout: float | None) -> bool:
+        """Run functions until `ended` is set or the timeout expires. Return whether it is set."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not ended.is_set():
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                call = self._queue.get(timeout=remaining)
+            except queue.Empty:
+                return False
+            if call is None:
+                self.wake_up()  # other waiting threads
+            else:
+                call()
+        return True
+
+    def wake_up(self) -> None:
+        """Make waiting threads check whether the run has ended."""
+        self._queue.put(None)
 
 
 class ControllerThread:
@@ -107,13 +146,7 @@ class ControllerThread:
             self._socket = ControlSocket(self.directory.local_path, self)
             on_error.pop_all()  # from here on, `_close` closes them
         try:
-            self._write_trainer_state()
-            if self._open_run.warning:
-                self._events.emit(Notice(self._open_run.warning))
-            self._check_initial_checkpoint()
-            self._plan = RunAssignmentPlanner(self._open_run)
-            for text in self._plan.describe_left_out_rows():
-                self._events.emit(Notice(text))
+            self._plan = _plan_run(self._open_run, self._events.emit)
         except BaseException:
             self._close()
             raise
@@ -129,24 +162,6 @@ class ControllerThread:
     def path(self) -> str:
         """Run directory, as a path or URI."""
         return self.directory.uri
-
-    def _write_trainer_state(self) -> None:
-        """Write the state of the trainer, and upload all files of the run.
-
-        If the driver dies before the first worker starts, others can find and restore the run.
-        """
-        directory = self.directory
-        write_atomically(
-            directory.trainer_path, self._spec.trainer_state, temp_directory=directory.staging.path
-        )
-        inherit_directory_mode(directory.trainer_path)
-        directory.run_files.upload(everything=True)
-
-    def _check_initial_checkpoint(self) -> None:
-        checkpoint = self._spec.resume_from_checkpoint
-        # A resumed run uses its own checkpoints, and the initial one may have been deleted.
-        if checkpoint is not None and not self.directory.checkpoints.list_intact():
-            checkpoint.check_exists()
 
     # -- in the controller thread
 
@@ -280,47 +295,29 @@ class ControllerThread:
             self._ended.wait(EXIT_SECONDS)
 
 
+def _plan_run(run: OpenRun, emit: Emit) -> RunAssignmentPlanner:
+    """Write the state of the trainer, check the initial checkpoint, and open the datasets."""
+    directory = run.directory
+    write_atomically(
+        directory.trainer_path, run.spec.trainer_state, temp_directory=directory.staging.path
+    )
+    inherit_directory_mode(directory.trainer_path)
+    # If the driver dies before the first worker starts, others can find and restore the run.
+    directory.run_files.upload(everything=True)
+    if run.warning:
+        emit(Notice(run.warning))
+    checkpoint = run.spec.resume_from_checkpoint
+    # A resumed run uses its own checkpoints, and the initial one may have been deleted.
+    if checkpoint is not None and not directory.checkpoints.list_intact():
+        checkpoint.check_exists()
+    plan = RunAssignmentPlanner(run)
+    for text in plan.describe_left_out_rows():
+        emit(Notice(text))
+    return plan
+
+
 def _make_controller_error(error: BaseException) -> ControllerError:
     message = f"the run's controller failed: {type(error).__name__}: {error}"
     controller_error = ControllerError(message, error if isinstance(error, Exception) else None)
     controller_error.__cause__ = error
     return controller_error
-
-
-def start_local_run(
-    spec: RunSpec,
-    payload: TrainLoop,
-    validation_config: ValidationConfig | None,
-    make_console: Callable[[str], Watcher],
-    *,
-    use_caller_thread: bool,
-    num_threads: int | None = None,
-) -> ControllerThread:
-    """Start a run whose training function runs in this process.
-
-    Args:
-        spec: The run.
-        payload: The training function, which is not pickled.
-        validation_config: Validation of checkpoints in threads, or None.
-        make_console: As in `ControllerThread`.
-        use_caller_thread: As in `ControllerThread`.
-        num_threads: Number of ranks, each in a separate thread. None means `num_workers=0`: one
-            rank, submitted as a call.
-
-    Returns:
-        The started run.
-
-    Raises:
-        Exception: The run cannot be opened, as in `ControllerThread`.
-    """
-    gpu_ids = get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker))
-
-    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
-        if num_threads is None:
-            return ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=[gpu_ids])
-        return ThreadWorkerGroup(payload, num_threads)
-
-    validator = ThreadValidator(validation_config) if validation_config is not None else None
-    return ControllerThread(
-        spec, make_worker_group, make_console, validator, use_caller_thread=use_caller_thread
-    )

@@ -19,7 +19,7 @@ import ray
 
 from drawbar.train._controller.run import RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
-from drawbar.train._driver.ray_run import start_ray_run
+from drawbar.train._driver.start_run import start_ray_run
 from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._history.event_stream import EventBuffer, EventPosition
 from drawbar.train._history.events import Event

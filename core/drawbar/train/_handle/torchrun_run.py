@@ -23,8 +23,7 @@ from drawbar.train._config.backend import LauncherStore
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._console.console import Console
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
-from drawbar.train._driver.caller_executor import CallerExecutor
-from drawbar.train._driver.controller_thread import ControllerThread
+from drawbar.train._driver.controller_thread import CallerExecutor, ControllerThread
 from drawbar.train._errors import ControllerError
 from drawbar.train._handle.run_view import RunSource
 from drawbar.train._history.timeline import RunState
