@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
+from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.run_record import RunRecord
 from drawbar.train._storage.contents import is_directory
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
@@ -54,10 +55,22 @@ def find_run(
         is_name = not os.path.exists(text) and (default / text / JOURNAL_FILE).exists()
     path = default / text if is_name else resolve_path(text, storage_filesystem)
     try:
-        return RunRecord.from_directory(make_run_directory(path))
+        return _read_record(path)
     except FileNotFoundError:
         storage = default if is_name else path.parent
         raise LookupError(_describe_missing_run(path, storage)) from None
+
+
+def _read_record(path: Path | RemotePath, name: str = "") -> RunRecord:
+    """Read a run. `name` is its name in the storage path that lists it.
+
+    Raises:
+        FileNotFoundError: There is no run.
+        OSError: The storage cannot be read.
+    """
+    directory = make_run_directory(path)
+    history, damage = RunHistory.read_readable(directory)
+    return RunRecord(directory, history, damage, name)
 
 
 def _describe_missing_run(path: Path | RemotePath, storage: Path | RemotePath) -> str:
@@ -121,7 +134,7 @@ def _read_run(path: Path | RemotePath, name: str) -> RunRecord | None:
     if isinstance(path, Path) and not _can_be_run(path):
         return None
     try:
-        return RunRecord.from_directory(make_run_directory(path), name)
+        return _read_record(path, name)
     except FileNotFoundError:
         return None
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from drawbar.train._errors import DamagedRunError
+from drawbar.train._errors import DamagedRunError, UnsupportedFormatError
 from drawbar.train._history.events import CheckpointCommitted, JournaledEvent
-from drawbar.train._history.journal import decode_events, make_journal_lost_error, replay
+from drawbar.train._history.journal import (
+    decode_events,
+    decode_readable_events,
+    make_journal_lost_error,
+    replay,
+)
 from drawbar.train._history.report_blocks import ReportBlock
 from drawbar.train._history.report_ranges import (
     AttemptReports,
@@ -67,13 +73,49 @@ class RunHistory:
         if not events and (manifests := directory.checkpoints.list_committed()):
             raise make_journal_lost_error(path, manifests[-1].name)
         if data is None:
-            raise FileNotFoundError(
-                f"{directory.uri} is not a Drawbar run: it has no {directory.journal_path.name}. "
-                "Pass the directory of a run."
-            )
+            raise _make_no_run_error(directory)
         history = cls(events, StoredReports(directory.run_files))
         history.require_complete(names, directory)
         return history
+
+    @classmethod
+    def read_readable(cls, directory: RunDirectory) -> tuple[RunHistory, str]:
+        """Read as much as possible of the history of a run that may be damaged.
+
+        A journal on this machine that cannot be opened is reported as damage.
+
+        Returns:
+            The history, and a description of the parts that could not be read, or "".
+
+        Raises:
+            FileNotFoundError: There is no run.
+            OSError: The storage cannot be read.
+        """
+        reports = StoredReports(directory.run_files, strict=False)
+        try:
+            data = directory.run_files.read_journal()
+        except (OSError, DamagedRunError) as error:
+            # An error of remote storage does not mean that the run is damaged. An error of an
+            # existing local file does.
+            is_mounted = directory.remote_path is None and os.path.isdir(directory.local_path)
+            if isinstance(error, OSError) and not is_mounted:
+                raise
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            return cls((), reports), f"the journal cannot be read: {reason}"
+        if data is None and not any(directory.checkpoints.list_readable()):
+            raise _make_no_run_error(directory)
+        path = directory.root / directory.journal_path.name
+        try:
+            events, unreadable = decode_readable_events(data or b"", path)
+        except UnsupportedFormatError as error:
+            return cls((), reports), str(error)
+        if not events:
+            return cls((), reports), "the journal is empty or missing"
+        lines = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
+        damage = [f"the journal cannot be read in line {lines}"] if unreadable else []
+        history = cls(events, reports)
+        _ = history.last_time  # reads only the last segment, and records its damage
+        return history, "; ".join([*damage, *reports.damage.values()])
 
     @classmethod
     def read_local_or_remote(cls, directory: RunDirectory) -> RunHistory:
@@ -271,6 +313,13 @@ class RunHistory:
             lowest.append(min(firsts, default=math.inf))
             lowest[-1] = min(lowest[-2:])
         return lowest[::-1]
+
+
+def _make_no_run_error(directory: RunDirectory) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{directory.uri} is not a Drawbar run: it has no {directory.journal_path.name}. "
+        "Pass the directory of a run."
+    )
 
 
 def _count_below(rows: Sequence[Metrics], index: float) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.train._errors import CheckpointError, DamagedRunError, UnsupportedFormatError
+from drawbar.train._errors import CheckpointError
 from drawbar.train._history.cleanup import UnusedFile, find_unused_files
-from drawbar.train._history.events import JournaledEvent
 from drawbar.train._history.html import extract_curves
 from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.report_ranges import (
@@ -19,13 +18,12 @@ from drawbar.train._history.report_ranges import (
     list_committed_names,
 )
 from drawbar.train._history.run_history import RunHistory
-from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState, Timeline
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.contents import MANIFEST_FILE
 from drawbar.train._storage.external_checkpoints import INDEX_FILE
 from drawbar.train._storage.files import compute_tree_size
-from drawbar.train._storage.journal_file import JOURNAL_FILE, is_locked, strip_torn_line
+from drawbar.train._storage.journal_file import is_locked, strip_torn_line
 from drawbar.train._storage.manifest import Manifest, read_file_or_none
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY
 from drawbar.train._storage.run_directory import RunDirectory
@@ -59,54 +57,6 @@ class RunRecord:
     damage: str = ""
     _listed_name: str = ""
 
-    @classmethod
-    def from_directory(cls, directory: RunDirectory, name: str = "") -> RunRecord:
-        """Read as much as possible of a run.
-
-        A journal on this machine that cannot be opened is reported as damage.
-
-        Args:
-            directory: Directory of the run.
-            name: Name of the run in the storage path that lists it. Default: the directory's name.
-
-        Returns:
-            The run.
-
-        Raises:
-            FileNotFoundError: There is no run.
-            OSError: The storage cannot be read.
-        """
-        reports = StoredReports(directory.run_files, strict=False)
-        empty = RunHistory((), reports)
-        try:
-            data = directory.run_files.read_journal()
-        except (OSError, DamagedRunError) as error:
-            # An error of remote storage does not mean that the run is damaged. An error of an
-            # existing local file does.
-            is_mounted = directory.remote_path is None and os.path.isdir(directory.local_path)
-            if isinstance(error, OSError) and not is_mounted:
-                raise
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            return cls(directory, empty, f"the journal cannot be read: {reason}", name)
-        if data is None and not any(directory.checkpoints.list_readable()):
-            raise FileNotFoundError(
-                f"{directory.uri} is not a Drawbar run: it has no {directory.journal_path.name}. "
-                "Pass the directory of a run."
-            )
-        try:
-            events, unreadable = decode_readable_events(data or b"", directory.root / JOURNAL_FILE)
-        except UnsupportedFormatError as error:
-            return cls(directory, empty, str(error), name)
-        if not events:
-            return cls(directory, empty, "the journal is empty or missing", name)
-        lines = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        damage = [f"the journal cannot be read in line {lines}"] if unreadable else []
-        history = RunHistory(events, reports)
-        # This reads only the last segment, and records its damage.
-        _ = history.last_time
-        damage += reports.damage.values()
-        return cls(directory, history, "; ".join(damage), name)
-
     # -- properties of the run
 
     @property
@@ -128,7 +78,7 @@ class RunRecord:
         means that the journal is lost, or that a run in an object store has not ended and is not
         controlled by a process of this machine.
         """
-        if not self._events:
+        if not self._history.events:
             return UNKNOWN
         status = self._history.state.status
         if status in FINAL_STATUSES or is_locked(self._directory.journal_path):
@@ -146,7 +96,7 @@ class RunRecord:
     @property
     def start_time(self) -> float | None:
         """Time of the first start, in seconds since the epoch; None if the journal is lost."""
-        return self._events[0].time if self._events else None
+        return self._history.events[0].time if self._history.events else None
 
     @property
     def last_event_time(self) -> float | None:
@@ -202,10 +152,6 @@ class RunRecord:
         """
         return extract_curves(self._history, is_sampled=is_sampled)
 
-    @property
-    def _events(self) -> Sequence[JournaledEvent]:
-        return self._history.events
-
     # -- files
 
     def list_checkpoints(self) -> list[Manifest]:
@@ -227,7 +173,7 @@ class RunRecord:
         manifests, errors = self._directory.checkpoints.list_readable()
         if self.status in (*FINAL_STATUSES, INTERRUPTED):
             missing = sorted(
-                list_committed_names(self._events)
+                list_committed_names(self._history.events)
                 - {manifest.name for manifest in manifests}
                 - set(errors)
             )
@@ -258,8 +204,8 @@ class RunRecord:
         # While a run is active, checkpoints may be newer than the events that were read.
         is_over = self.status in (*FINAL_STATUSES, INTERRUPTED)
         missing = []
-        if is_over and self._events:
-            missing = find_missing_reports(self._events, self._history.reports, manifests)
+        if is_over and self._history.events:
+            missing = find_missing_reports(self._history.events, self._history.reports, manifests)
         if missing:
             checkpoint = missing[0].checkpoint
             reason = f", which are older than {checkpoint}," if checkpoint else ""
@@ -269,7 +215,7 @@ class RunRecord:
         names = (
             {manifest.name for manifest in manifests}
             | errors.keys()
-            | list_committed_names(self._events)
+            | list_committed_names(self._history.events)
         )
         for name in sorted(names.union(damaged)):
             try:
@@ -310,7 +256,7 @@ class RunRecord:
                     file.remove()
         """
         if self.status != UNKNOWN:
-            yield from find_unused_files(self._directory, self._events, num_to_keep)
+            yield from find_unused_files(self._directory, self._history.events, num_to_keep)
 
     def read_stacks(self) -> dict[int, str]:
         """Return the stacks of each rank from the last hang that was recorded on this machine.
