@@ -98,3 +98,21 @@ def test_program_that_closes_all_descriptors_may_have_raised(tmp_path: Path) -> 
     with pytest.raises(train.WorkerGroupError, match=r"code 1 .* or after closing all descriptors"):
         fit(tmp_path, source=source)
     assert "ValueError: boom" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+
+
+REPORTS = 300
+REPORT_AND_END = """
+import os
+from drawbar import train
+for step in range({reports}):
+    train.report({{"step": step}})
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_program_ends_right_after_report_loses_nothing(tmp_path: Path, end: str) -> None:
+    with pytest.raises(train.WorkerGroupError):
+        fit(tmp_path, source=REPORT_AND_END.format(reports=REPORTS, end=end))
+    steps = train.Result.from_path(tmp_path / "run").metrics_dataframe["step"]
+    assert list(steps) == list(range(REPORTS))
