@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import queue
+import resource
 import socket
 import struct
 import subprocess
@@ -359,6 +360,16 @@ def test_torchrun_server_accepts_again_after_file_descriptors_ran_out(tmp_path: 
     connection, _ = connect_to_rank_zero(store, "run", 1, LOCAL_INFO)
     assert server.wait_for_peers(PATIENCE_S) == 1
     connection.close()
+
+
+def test_torchrun_server_of_many_ranks_raises_limit_of_descriptors() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    try:
+        TorchrunServer(300, LOOPBACK).stop_listening()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 600
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_torchrun_server_random_kills_lose_no_message(pytestconfig: pytest.Config) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import pickle
+import resource
 import secrets
 import socket
 import threading
@@ -53,6 +54,9 @@ HANDSHAKE_SECONDS = 10.0
 
 MAX_HANDSHAKES = 64
 """Maximum number of connections that are not peers yet. Others wait until one is closed."""
+
+SPARE_DESCRIPTORS = 512
+"""Descriptors of rank 0 that are not connections."""
 
 MAX_HELLO_BYTES = 1 << 16
 CONNECT_SECONDS = 60.0
@@ -128,6 +132,7 @@ class TorchrunServer:
     def __post_init__(self) -> None:
         # The launcher shares the key only with its own processes.
         self._key = secrets.token_bytes(32)
+        _raise_descriptor_limit(2 * self.count + SPARE_DESCRIPTORS)
         self._listener = _listen_on_free_port(self.host)
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._command_connections: dict[int, Connection] = {}  # also of peers that have not joined
@@ -326,6 +331,18 @@ def _open_connection(server_address: ServerAddress) -> Connection:
 def get_peer_address(ranks: Ranks) -> str:
     """Return the address at which the other ranks reach this process."""
     return LOOPBACK if ranks.local_world_size == ranks.world_size else get_node_address()
+
+
+def _raise_descriptor_limit(required: int) -> None:
+    """Raise the number of descriptors that this process may open, up to its hard limit.
+
+    The default of 1,024 is too low for the connections of 512 ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        with contextlib.suppress(OSError, ValueError):  # a system-wide limit is lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def _listen_on_free_port(host: str) -> socket.socket:
