@@ -34,7 +34,7 @@ from drawbar.train._worker_group.cluster import (
 )
 from drawbar.train._worker_group.ranks import assign_local_gpus, get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
-from drawbar.train._worker_group.validators import ThreadValidator
+from drawbar.train._worker_group.validators import RayValidator, ThreadValidator
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 
@@ -60,7 +60,6 @@ def start_ray_run(
     from drawbar.train._worker_group.actor_pool import ActorPool
     from drawbar.train._worker_group.placement import Placement
     from drawbar.train._worker_group.ray_group import RayWorkerGroup
-    from drawbar.train._worker_group.ray_validator import RayValidator
 
     check_cluster_fits(spec.scaling_config)
     if spec.datasets:

@@ -1,4 +1,4 @@
-"""Run one validation in a thread, and describe the validation tasks of Ray."""
+"""Run validations in Ray tasks or in threads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from drawbar.train._config.validation_config import ValidationConfig, ValidationFn
 from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._metrics import normalize
-from drawbar.train._protocol.codec import Codec
+from drawbar.train._protocol.codec import Codec, ProtocolError
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Validation
@@ -117,6 +117,65 @@ def run_validation_task(
     """Yield no bytes when the task starts, and then the encoded result of the validation."""
     yield b""
     yield VALIDATIONS.encode(task.run(checkpoint, validation))
+
+
+class RayValidator:
+    """Runs each validation as a Ray task."""
+
+    def __init__(self, task: ValidationTask) -> None:
+        import ray  # not at the top: runs without Ray import this module, too
+
+        self.max_concurrent = task.max_concurrent
+        self.resources: Mapping[str, float] = task.task_resources
+        remote: Any = ray.remote  # its stub does not know streaming tasks
+        self._run_task = remote(num_returns="streaming", **task.task_options)(run_validation_task)
+        self._task = ray.put(task)
+        retries = task.task_options.get("max_retries")
+        tries = f", {retries + 1} times" if isinstance(retries, int) and retries else ""
+        # Ray reports nothing more specific, and no sentinel watches a process that Ray reuses.
+        self._death_message = (
+            f"the process of its task died{tries}: by SIGKILL (from the kernel's OOM killer, for "
+            "example), by a crash in C code, or by os._exit. Check Ray's worker logs on its node "
+            'for a crash, or set ValidationConfig(ray_remote_kwargs={"memory": ...}) to add memory'
+        )
+
+    async def run(
+        self, checkpoint: Checkpoint, validation: Validation, on_started: Callable[[], None]
+    ) -> Validation:
+        """Run a validation as a task whose timeout starts when the task starts."""
+        import ray
+        from ray.exceptions import RayError, RayTaskError, WorkerCrashedError
+
+        stream = self._run_task.remote(self._task, checkpoint, validation)
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                async for reference in stream:
+                    result: bytes = await reference
+                    if result:
+                        return VALIDATIONS.decode(result)
+                    on_started()
+                    limit.reschedule(_compute_deadline(validation))
+            return validation.with_failure("its task ended without a result")
+        except WorkerCrashedError:
+            return validation.with_failure(self._death_message)
+        except (RayError, ProtocolError) as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            return validation.with_failure(f"{type(cause).__name__}: {cause}")
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            ray.cancel(stream, force=True)
+            return validation.with_timeout()
+        except asyncio.CancelledError:
+            ray.cancel(stream, force=True)
+            raise
+
+
+def _compute_deadline(validation: Validation) -> float | None:
+    if validation.timeout_s is None:
+        return None
+    return asyncio.get_running_loop().time() + validation.timeout_s
 
 
 class ThreadValidator:
