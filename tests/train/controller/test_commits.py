@@ -12,7 +12,6 @@ from drawbar.train._controller.commits import CommitContext, StorageFailed
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._protocol.commands import Command, FileChunkAck, PersistFiles
 from drawbar.train._protocol.messages import CheckpointOffer, FileChunk, Report
-from drawbar.train._storage import upkeep
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.run_directory import RunDirectory
 
@@ -35,7 +34,7 @@ def make_chunk(number: int, path: str, data: bytes) -> FileChunk:
 
 async def send_chunks_of_two_ranks(path: Path) -> None:
     directory = RunDirectory(path)
-    upkeep.create_directories(directory)
+    directory.create_directories()
     replies: asyncio.Queue[object] = asyncio.Queue()
     checkpoints = CheckpointCoordinator(
         directory,

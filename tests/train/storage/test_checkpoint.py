@@ -14,7 +14,6 @@ import cloudpickle
 import pytest
 
 from drawbar.train import Checkpoint, CheckpointError
-from drawbar.train._storage import upkeep
 from drawbar.train._storage.checkpoint_store import CheckpointDraft
 from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.manifest import Manifest
@@ -26,7 +25,7 @@ from drawbar.train._storage.staging import StagedFiles
 def checkpoint(tmp_path: Path) -> Checkpoint:
     """Return a committed checkpoint with checksums."""
     run = RunDirectory(tmp_path / "run")
-    upkeep.create_directories(run)
+    run.create_directories()
     staged = run.staging.make_directory("rank_0")
     (staged / "deep").mkdir()
     (staged / "model.pt").write_text("weights")

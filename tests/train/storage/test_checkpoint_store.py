@@ -17,7 +17,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
 from drawbar.train._history.run_history import RunHistory
-from drawbar.train._storage import upkeep
 from drawbar.train._storage.checkpoint_store import CheckpointDraft
 from drawbar.train._storage.contents import (
     CHECKSUMS_FILE,
@@ -45,7 +44,7 @@ ENTRY_EVENTS = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, created, 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "run")
-    upkeep.create_directories(directory)
+    directory.create_directories()
     return directory
 
 
@@ -278,7 +277,7 @@ def test_clean_up_deletes_uncommitted_files(run: RunDirectory) -> None:
     path = commit(run, stage_files(make_staged(run, {"a": "a"})))
     make_staged(run, {"half": "written"})
     run.get_exit_report_path("h", 1).write_text("{}")
-    upkeep.clean_up(run)
+    run.clean_up()
     assert list(run.staging.path.iterdir()) == []
     assert not run.get_exit_report_path("h", 1).exists()
     assert read(path) == {"a": "a"}

@@ -26,7 +26,6 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import open_run_directory
 from drawbar.train.testing import run_in_threads
 
@@ -164,7 +163,7 @@ def test_local_journal_that_continues_the_remote_one_is_used(
     result = fit(three_steps(), storage)
     newest = read_journal(storage)
     directory = open_run_directory(*get_result_arguments(storage).values())
-    upkeep.create_directories(directory)
+    directory.create_directories()
     directory.journal_path.write_bytes(newest)  # as a killed driver leaves it
     assert result.checkpoint is not None
     run_path = result.checkpoint.path.rpartition("/")[0]

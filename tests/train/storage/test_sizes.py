@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawbar.train._storage.sizes import format_exact_size, format_size
+from drawbar.train._storage.contents import format_exact_size, format_size
 
 
 @pytest.mark.parametrize(

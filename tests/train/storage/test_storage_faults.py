@@ -39,7 +39,7 @@ from drawbar.train import (
     WorkerGroupError,
 )
 from drawbar.train._history import report_log
-from drawbar.train._storage import remote_journal
+from drawbar.train._storage import journal_file
 from drawbar.train._storage import retries as retry
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.filesystem import to_pyarrow
@@ -515,7 +515,7 @@ def test_upload_after_commit_does_not_grow_with_the_run(
         for step in range(40):
             save(str(step))
 
-    monkeypatch.setattr(remote_journal, "PART_BYTES", 1000)
+    monkeypatch.setattr(journal_file, "PART_BYTES", 1000)
     result = fit(function, tmp_path, Faulty(record_size))
     run = tmp_path / "far" / "run"
     assert len(sizes) > 20

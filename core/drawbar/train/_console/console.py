@@ -26,8 +26,8 @@ from drawbar.train._console.notebook import NotebookDisplay
 from drawbar.train._history import events
 from drawbar.train._history.events import Event
 from drawbar.train._protocol.messages import OutputLine
+from drawbar.train._storage.contents import format_size
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.sizes import format_size
 from drawbar.train._worker_failure import WorkerFailure
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from drawbar.train._protocol.messages import (
     FilesPersisted,
     Report,
 )
-from drawbar.train._storage import fault_points, upkeep
+from drawbar.train._storage import fault_points
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import Manifest, make_already_committed_error
 from drawbar.train._storage.run_directory import RunDirectory
@@ -118,7 +118,7 @@ class CheckpointCoordinator:
         await self._commits.wait_for_commits()
         await run_in_daemon_thread(self._moved_files.warn_of_remaining)
         # Preserve moved files before the staging directories are removed: there is no other copy.
-        await run_in_daemon_thread(upkeep.preserve_uncommitted, self._directory)
+        await run_in_daemon_thread(self._directory.preserve_uncommitted)
         for directory in self._directory.staging.list_directories():
             self._background.submit(remove_tree, directory)
 

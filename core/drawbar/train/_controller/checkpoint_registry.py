@@ -11,8 +11,8 @@ from drawbar.train._history import ranking
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import CheckpointDeleted, CheckpointValidated, Notice
 from drawbar.train._metrics import Metrics
-from drawbar.train._storage import resume_point
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.checkpoint_store import quarantine, split_damaged
 from drawbar.train._storage.contents import is_external
 from drawbar.train._storage.manifest import (
     Manifest,
@@ -98,13 +98,13 @@ class CheckpointRegistry:
     async def drop_damaged(self) -> None:
         """Remove damaged checkpoints from the end of the list and move them to quarantine."""
         intact, damage = await run_in_daemon_thread(
-            resume_point.split_damaged, self._checkpoints, self.manifests
+            split_damaged, self._checkpoints, self.manifests
         )
         self._manifests = _index_by_name(intact)
         for name, reason in damage.items():
             self._emit(CheckpointDeleted(time=time.time(), name=name))
             self._emit(Notice(f"Skipped damaged checkpoint {name}: {reason}"))
-            await run_in_daemon_thread(resume_point.quarantine, self._checkpoints, name)
+            await run_in_daemon_thread(quarantine, self._checkpoints, name)
 
     def add_validation(self, manifest: Manifest, validation: Validation) -> Manifest:
         """Attach a validation result to a checkpoint and journal it.

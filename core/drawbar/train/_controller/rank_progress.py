@@ -12,7 +12,7 @@ from drawbar.train._protocol.messages import (
     Report,
 )
 from drawbar.train._serialization import Serialized
-from drawbar.train._storage.sizes import format_exact_size
+from drawbar.train._storage.contents import format_exact_size
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from drawbar.train._history.event_stream import Emit, EventStream, Watcher
 from drawbar.train._history.events import ControllerFailed, Notice
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
-from drawbar.train._storage import upkeep
 from drawbar.train._storage.files import inherit_directory_mode, write_atomically
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker_group.cluster import is_connected_to_ray
@@ -227,7 +226,7 @@ class ControllerThread:
     def _upload_and_finish(self) -> None:
         """Upload all run files, while the lock of the journal keeps other processes away."""
         if self.directory.run_files.upload(everything=True):
-            upkeep.finish(self.directory)
+            self.directory.finish()
 
     # -- called from any thread
 

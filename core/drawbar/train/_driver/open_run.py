@@ -38,11 +38,10 @@ from drawbar.train._history.report_ranges import (
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._history.timeline import RunState
-from drawbar.train._storage import upkeep
+from drawbar.train._storage.checkpoint_store import quarantine, split_damaged
 from drawbar.train._storage.files import inherit_directory_mode
 from drawbar.train._storage.filesystem import resolve_path
 from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.resume_point import quarantine, split_damaged
 from drawbar.train._storage.run_directory import RunDirectory, make_run_directory
 
 
@@ -104,7 +103,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         directory.run_files.sync_journal(journal)
         existing = _inspect_directory(directory, journal, spec)
         # After the inspection: if `resume` forbids the start, all files stay unchanged.
-        upkeep.clean_up(directory)
+        directory.clean_up()
         inherit_directory_mode(directory.journal_path)
         for name in existing.damaged:
             quarantine(directory.checkpoints, name)

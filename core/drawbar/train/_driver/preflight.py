@@ -24,7 +24,7 @@ from pathlib import Path
 from drawbar.train._config.train_function import check_plain_function, get_function_name
 from drawbar.train._frames import warn_caller
 from drawbar.train._serialization import serialize
-from drawbar.train._storage.sizes import format_size
+from drawbar.train._storage.contents import format_size
 
 LARGE_PICKLE_BYTES = 100_000_000
 """Bytes of a pickled training function above which `check_train_function_pickles` warns."""

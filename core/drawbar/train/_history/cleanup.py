@@ -20,7 +20,6 @@ from drawbar.train._history.events import CheckpointDeleted, JournaledEvent, Run
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.ranking import parse_checkpoint_config, select_surplus
 from drawbar.train._history.report_ranges import list_committed_names
-from drawbar.train._storage import upkeep
 from drawbar.train._storage.contents import is_external, list_parents
 from drawbar.train._storage.download_cache import get_user_temp_directory, remove_if_unused
 from drawbar.train._storage.files import compute_tree_size, has_open_files, remove_tree
@@ -143,13 +142,13 @@ def _lock_run(directory: RunDirectory) -> Iterator[Journal]:
         directory.run_files.upload()
     finally:
         journal.close()
-    upkeep.finish(directory)
+    directory.finish()
 
 
 def _remove_uncommitted(directory: RunDirectory, path: Path) -> None:
     with _lock_run(directory):
         # A rank has moved these files here, so there is no other copy.
-        upkeep.preserve_uncommitted(directory)
+        directory.preserve_uncommitted()
         _remove_completely(path)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from drawbar.train._errors import CheckpointError
+from drawbar.train._storage.arrow_filesystems import is_same_filesystem
 from drawbar.train._storage.contents import MANIFEST_FILE, METADATA_FILE, list_files
 from drawbar.train._storage.download_cache import keep_copy, use_cached_copy
 from drawbar.train._storage.files import copy_files, write_atomically
@@ -27,7 +28,6 @@ from drawbar.train._storage.filesystem import (
     make_local_filesystem,
     resolve_path,
 )
-from drawbar.train._storage.filesystem_identity import is_same_filesystem
 from drawbar.train._storage.manifest import (
     Manifest,
     check_file_sizes,

@@ -1,24 +1,41 @@
-"""Interface to the checkpoints of a run: commit, list, verify, and delete."""
+"""Interface to the checkpoints of a run: commit, list, verify, quarantine, and delete."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from drawbar.train._errors import CheckpointError, DamagedRunError
+from drawbar.train._storage import fault_points
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.contents import is_external
+from drawbar.train._storage.contents import (
+    CHECKSUMS_FILE,
+    MANIFEST_FILE,
+    METADATA_FILE,
+    has_reserved_files,
+    is_external,
+    list_files,
+)
 from drawbar.train._storage.external_checkpoints import INDEX_FILE, list_names
+from drawbar.train._storage.files import fsync_path
 from drawbar.train._storage.filesystem import resolve_path
 from drawbar.train._storage.manifest import (
     Manifest,
     assign_directory_names,
     check_file_sizes,
+    list_user_files,
     make_already_committed_error,
     read_manifest,
+    write_manifest,
 )
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
@@ -235,3 +252,97 @@ def make_name_conflict_error(path: Path | RemotePath) -> FileExistsError:
 def make_default_name(index: int) -> str:
     """Return the default name of the checkpoint of a report."""
     return f"checkpoint_{index:06d}"
+
+
+def commit_in_place(path: Path | RemotePath, draft: CheckpointDraft) -> Manifest:
+    """Commit every file in a directory where it is, and return the manifest."""
+    if isinstance(path, RemotePath):
+        manifest = draft.manifest.with_files(list_user_files(path))
+        finalize_remote(path, manifest, draft)
+    else:
+        manifest = draft.manifest.with_files(list_files(path))
+        finalize_local(path, manifest, draft)
+        if draft.durable:
+            fsync_path(path.parent)
+    fault_points.maybe_stop_at("commit.renamed")
+    return manifest
+
+
+def finalize_local(directory: Path, manifest: Manifest, draft: CheckpointDraft) -> None:
+    """Write Drawbar's files into a local directory, the manifest last."""
+    if draft.metadata is not None and not (directory / METADATA_FILE).exists():
+        (directory / METADATA_FILE).write_bytes(draft.metadata)
+    fault_points.maybe_stop_at("commit.merged")
+    # The manifest makes the directory a checkpoint, so all other files must exist before it.
+    write_manifest(directory, manifest, durable=draft.durable)
+    fault_points.maybe_stop_at("commit.manifest")
+
+
+def finalize_remote(directory: RemotePath, manifest: Manifest, draft: CheckpointDraft) -> None:
+    """Write Drawbar's files into a remote directory, after checking that all files exist."""
+    if draft.metadata is not None and directory.read_or_none(METADATA_FILE) is None:
+        directory.write(METADATA_FILE, draft.metadata)
+    sums = {
+        path: value for staged in draft.staged_files for path, value in staged.checksums.items()
+    }
+    if sums:
+        directory.write(CHECKSUMS_FILE, msgspec.json.encode(sums))
+    fault_points.maybe_stop_at("commit.merged")
+    check_file_sizes(directory, manifest)
+    directory.write(MANIFEST_FILE, manifest.encode())
+    fault_points.maybe_stop_at("commit.manifest")
+
+
+MAX_HASHED_BYTES = 1_000_000_000
+"""Maximum size up to which checksums are verified, which takes less time than loading."""
+
+
+def split_damaged(
+    checkpoints: CheckpointStore, committed: Sequence[Manifest]
+) -> tuple[list[Manifest], dict[str, str]]:
+    """Remove damaged checkpoints from the end of the list.
+
+    Returns:
+        The checkpoints up to the newest intact one, and the reason for each damaged one by name.
+    """
+    intact, damage = list(committed), dict[str, str]()
+    while intact and (reason := _find_damage_reason(checkpoints, intact[-1])):
+        damage[intact.pop().name] = reason
+    return intact, damage
+
+
+def quarantine(checkpoints: CheckpointStore, name: str) -> None:
+    """Move a damaged checkpoint to `broken` in the run directory, so that its name can be reused.
+
+    These directories are not moved:
+      - directories without Drawbar's files, which belong to the user
+      - checkpoints in an object store, which cannot rename; the next commit replaces them
+      - checkpoints that are not direct children of the run directory
+    """
+    path = checkpoints.path(name)
+    if "/" not in name and isinstance(path, Path) and path.is_dir() and has_reserved_files(path):
+        target = path.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
+        target.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # nothing is left of the checkpoint
+            os.rename(path, target)
+
+
+def _find_damage_reason(checkpoints: CheckpointStore, manifest: Manifest) -> str:
+    """Return how a checkpoint is damaged; "" if it is intact.
+
+    Each file must have its size. Checksums are compared for local checkpoints of at most
+    `MAX_HASHED_BYTES`. Remote checkpoints are not downloaded for this.
+    """
+    path = checkpoints.path(manifest.name)
+    try:
+        if isinstance(path, Path) and manifest.nbytes <= MAX_HASHED_BYTES:
+            checkpoints.get_checkpoint(manifest.name).verify()
+        else:
+            check_file_sizes(path, manifest)
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno != errno.EIO:  # EIO: the disk has lost data
+            raise
+        return str(error)
+    return ""

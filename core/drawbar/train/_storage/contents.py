@@ -1,4 +1,4 @@
-"""List the files of a checkpoint directory and validate paths in it."""
+"""List the files of a checkpoint directory, validate paths in it, and format sizes."""
 
 from __future__ import annotations
 
@@ -202,3 +202,18 @@ def has_symlink_in_path(path: str, links: set[str]) -> bool:
 def list_parents(path: str) -> list[str]:
     """Return the parent directories of a file, as relative paths."""
     return [str(parent) for parent in PurePosixPath(path).parents[:-1]]
+
+
+def format_size(nbytes: int) -> str:
+    """Return a size with a suitable unit, such as "1.23 GB"."""
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 999.5:  # larger values are rounded to 1000 of this unit
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} TB"
+
+
+def format_exact_size(nbytes: int) -> str:
+    """Return a size with a suitable unit and the exact number of bytes."""
+    return f"{nbytes} bytes" if nbytes < 1000 else f"{format_size(nbytes)} ({nbytes} bytes)"

@@ -43,7 +43,9 @@ def use_cached_copy(directory: RemotePath) -> Iterator[Path]:
     remove_if_unused(copy)
     with _CopyLock(copy) as lock:
         try:
-            lock.acquire_shared(lambda: _download(directory, copy))
+            lock.acquire_shared(
+                lambda target: directory.download_files(target, directory.list_files())
+            )
             yield copy
         finally:
             lock.remove_if_unused()
@@ -52,21 +54,9 @@ def use_cached_copy(directory: RemotePath) -> Iterator[Path]:
 def keep_copy(identity: str, download: Callable[[Path], None]) -> Path:
     """Return a permanent copy, downloaded by the first process of this node with this identity."""
     copy = get_user_temp_directory() / f"checkpoint_{identity}"
-    lock = copy.with_suffix(".lock")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if not copy.exists():
-            partial = copy.with_suffix(".partial")
-            remove_tree(partial)  # of a process that was killed while this one waited
-            partial.mkdir()
-            download(partial)
-            # The rename makes sure that an existing copy is complete: a killed process leaves only
-            # a `.partial` directory.
-            os.rename(partial, copy)
-        lock.unlink(missing_ok=True)  # processes that wait for it find the copy
-    finally:
-        os.close(descriptor)
+    with _CopyLock(copy) as lock:
+        lock.acquire_shared(download)
+        lock.path.unlink(missing_ok=True)  # processes that wait for it find the copy
     return copy
 
 
@@ -112,31 +102,26 @@ def _compute_cache_key(directory: RemotePath) -> str:
     return hashlib.sha256(key).hexdigest()[:24]
 
 
-def _download(directory: RemotePath, copy: Path) -> None:
-    partial = copy.with_suffix(".partial")
-    remove_tree(partial)  # of a process that was killed while this one waited
-    partial.mkdir()
-    directory.download_files(partial, directory.list_files())
-    os.rename(partial, copy)
-
-
 class _CopyLock:
     """Lock of one copy. Its exclusive holder may delete the lock file, so users check for it."""
 
     def __init__(self, copy: Path) -> None:
         self._copy = copy
-        self._path = copy.with_suffix(".lock")
+        self.path = copy.with_suffix(".lock")
         self._descriptor = -1
 
     def __enter__(self) -> _CopyLock:
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
-    def acquire_shared(self, download: Callable[[], None]) -> None:
+    def acquire_shared(self, download: Callable[[Path], object]) -> None:
         """Acquire the shared lock and make sure that the copy exists.
+
+        The rename makes sure that an existing copy is complete: a killed process leaves only a
+        `.partial` directory.
 
         After the exclusive lock is released and before the shared one is taken, another reader
         can leave and remove both. The copy is then downloaded again.
@@ -150,10 +135,14 @@ class _CopyLock:
                 os.close(self._descriptor)
                 self.__enter__()
             elif not self._copy.exists():
-                download()
+                partial = self._copy.with_suffix(".partial")
+                remove_tree(partial)  # of a process that was killed while this one waited
+                partial.mkdir()
+                download(partial)
+                os.rename(partial, self._copy)
 
     def _is_current(self) -> bool:
-        return is_current_file(self._path, self._descriptor)
+        return is_current_file(self.path, self._descriptor)
 
     def remove_if_unused(self) -> None:
         """Remove the copy, a partial download, and the lock, unless a process reads the copy."""
@@ -164,4 +153,4 @@ class _CopyLock:
         if self._is_current():
             remove_tree(self._copy)
             remove_tree(self._copy.with_suffix(".partial"))
-            self._path.unlink()
+            self.path.unlink()

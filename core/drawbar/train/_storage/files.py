@@ -16,13 +16,13 @@ from drawbar.train._storage import fault_points
 from drawbar.train._storage.contents import (
     FileEntry,
     find_symlinks,
+    format_exact_size,
     has_symlink_in_path,
     list_files,
     list_parents,
     walk_entries,
 )
 from drawbar.train._storage.retries import add_context
-from drawbar.train._storage.sizes import format_exact_size
 from drawbar.train._threads import DaemonThreadPool
 
 _COPY_THREADS = 8

@@ -20,9 +20,10 @@ from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import (
     CheckpointDraft,
     CheckpointStore,
+    commit_in_place,
+    finalize_local,
     make_name_conflict_error,
 )
-from drawbar.train._storage.commit_steps import commit_in_place, finalize_local
 from drawbar.train._storage.contents import (
     CHECKSUMS_FILE,
     VALIDATION_FILE,

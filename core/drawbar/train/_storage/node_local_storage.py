@@ -19,13 +19,13 @@ from drawbar.train._storage.contents import (
     CHECKSUMS_FILE,
     MANIFEST_FILE,
     FileEntry,
+    format_exact_size,
     is_external,
     list_files,
 )
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.sizes import format_exact_size
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles, hold_file_lock
 
 

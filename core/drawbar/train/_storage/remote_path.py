@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from drawbar.train._storage import fault_points
-from drawbar.train._storage.contents import FileEntry, check_relative_path
-from drawbar.train._storage.filesystem_identity import is_same_filesystem
-from drawbar.train._storage.fsspec_listing import get_fsspec_filesystem, iter_fsspec_infos
+from drawbar.train._storage.arrow_filesystems import (
+    get_fsspec_filesystem,
+    is_same_filesystem,
+    iter_fsspec_infos,
+)
+from drawbar.train._storage.contents import FileEntry, check_relative_path, format_exact_size
 from drawbar.train._storage.retries import retry_transient
-from drawbar.train._storage.sizes import format_exact_size
 from drawbar.train._threads import DaemonThreadPool
 
 if TYPE_CHECKING:

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train._storage import fault_points
+from drawbar.train._storage.arrow_filesystems import is_same_filesystem
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import (
     CheckpointDraft,
     CheckpointStore,
+    commit_in_place,
+    finalize_remote,
     make_name_conflict_error,
 )
-from drawbar.train._storage.commit_steps import commit_in_place, finalize_remote
 from drawbar.train._storage.contents import (
     MANIFEST_FILE,
     PENDING_MARKER,
@@ -31,7 +33,6 @@ from drawbar.train._storage.contents import (
 )
 from drawbar.train._storage.external_checkpoints import add_name, remove_name
 from drawbar.train._storage.files import write_atomically
-from drawbar.train._storage.filesystem_identity import is_same_filesystem
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.retries import warn_if_slow

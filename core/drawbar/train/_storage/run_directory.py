@@ -23,25 +23,34 @@ reports, logs, stacks, and `trainer.pkl`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drawbar.train._storage.arrow_filesystems import describe_endpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore
+from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
-from drawbar.train._storage.filesystem_identity import describe_endpoint
 from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.local_store import LocalCheckpointStore
 from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.remote_store import RemoteCheckpointStore
-from drawbar.train._storage.run_files import TRAINER_FILE, RemoteRunFiles, RunFiles
+from drawbar.train._storage.run_files import (
+    OUTCOME_FILE,
+    TRAINER_FILE,
+    RemoteRunFiles,
+    RunFiles,
+)
 from drawbar.train._storage.staging import StagingArea
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
+
+_WORKERS_DIRECTORY = ".workers"
 
 
 @dataclass(frozen=True)
@@ -146,11 +155,83 @@ class RunDirectory:
 
     def get_exit_report_path(self, hostname: str, pid: int) -> Path:
         """Return the path of the file that records how a worker process ended."""
-        return self.local_path / ".workers" / f"{hostname}-{pid}.json"
+        return self.local_path / _WORKERS_DIRECTORY / f"{hostname}-{pid}.json"
 
     def has_run(self) -> bool:
         """Return True if there is a journal, or a committed checkpoint without one."""
         return self.run_files.read_journal() is not None or bool(self.checkpoints.list_committed())
+
+    # -- start and end of a run
+
+    def create_directories(self) -> None:
+        """Create the subdirectories that a run needs."""
+        for path in (
+            self.staging.path,
+            self.local_path / "logs",
+            self.local_path / _WORKERS_DIRECTORY,
+        ):
+            path.mkdir(parents=True, exist_ok=True)
+
+    def clean_up(self) -> None:
+        """Remove uncommitted and partly deleted files of earlier processes of this run.
+
+        Raises:
+            OSError: The storage cannot be written.
+        """
+        # Before the staging area is deleted: moved files exist nowhere else.
+        self.preserve_uncommitted()
+        remove_tree(self.staging.path)
+        remove_tree(self.local_path / _WORKERS_DIRECTORY)
+        self.run_files.delete(OUTCOME_FILE)
+        self.create_directories()
+        self.run_files.check_writable()
+        self.checkpoints.clean_up()
+
+    def preserve_uncommitted(self) -> None:
+        """Preserve moved files that did not become part of a checkpoint; log where they are."""
+        # Check this first: listing the checkpoints of remote storage costs a request for each.
+        if self.staging.list_moved():
+            self.staging.preserve_moved(
+                [manifest.name for manifest in self.checkpoints.list_committed()]
+            )
+
+    def finish(self) -> None:
+        """Delete the directories that a run needs only while it is in progress.
+
+        For a remote run, this is the whole work directory. Moved files that are not part of a
+        checkpoint are not deleted.
+        """
+        # A process that was just killed may still write its exit report. A rename removes the path
+        # before the files are deleted, so a late report cannot recreate it.
+        with contextlib.suppress(OSError):
+            self.staging.path.mkdir(exist_ok=True)
+            remove_tree(self.staging.move_to_trash(self.local_path / _WORKERS_DIRECTORY))
+        if not self.staging.list_moved():
+            remove_tree(self.staging.path)
+        if self.remote_path is not None and not self.staging.preserved_path.exists():
+            remove_tree(self.local_path)
+
+
+def finish_on_node(directory: RunDirectory, rank: int) -> None:
+    """Delete the files of a rank on a node other than the driver's, after its log was uploaded.
+
+    Nothing is deleted while there are moved files that exist nowhere else. Logs are not deleted if
+    the storage is local to the node.
+    """
+    if directory.staging.list_moved():
+        return
+    local_path = directory.local_path
+    for path in (
+        directory.staging.path,
+        local_path / _WORKERS_DIRECTORY,
+        local_path / ".bring.lock",
+    ):
+        remove_tree(path)
+    if directory.remote_path is not None:
+        remove_tree(directory.get_log_path(rank))
+        with contextlib.suppress(OSError):  # contains another rank's log, or files of the user
+            directory.get_log_path(rank).parent.rmdir()
+            local_path.rmdir()
 
 
 def open_run_directory(

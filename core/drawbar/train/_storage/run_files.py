@@ -21,13 +21,14 @@ from drawbar.train._storage.external_checkpoints import INDEX_FILE
 from drawbar.train._storage.files import read_regular_file, remove_tree, write_atomically
 from drawbar.train._storage.journal_file import (
     JOURNAL_FILE,
+    PARTS_DIRECTORY,
     JournalFile,
+    RemoteJournal,
     is_locked,
     make_not_a_file_error,
     strip_torn_line,
 )
 from drawbar.train._storage.manifest import read_file_or_none
-from drawbar.train._storage.remote_journal import PARTS_DIRECTORY, RemoteJournal
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY, list_superseded, parse_segments
 from drawbar.train._storage.retries import is_transient

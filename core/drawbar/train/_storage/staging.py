@@ -24,10 +24,10 @@ from drawbar.train._storage.contents import (
     DirectoryContents,
     FileEntry,
     find_symlinks,
+    format_exact_size,
     scan_directory,
 )
 from drawbar.train._storage.retries import add_context
-from drawbar.train._storage.sizes import format_exact_size
 from drawbar.train._threads import DaemonThreadPool
 
 _logger = logging.getLogger("drawbar.train")

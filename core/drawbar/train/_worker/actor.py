@@ -26,8 +26,7 @@ from drawbar.train._protocol.codec import RayValue
 from drawbar.train._protocol.commands import COMMANDS
 from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, MESSAGE_BATCHES, Message, Report
 from drawbar.train._serialization import Serialized
-from drawbar.train._storage import upkeep
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.run_directory import RunDirectory, finish_on_node
 from drawbar.train._worker import sentinel
 from drawbar.train._worker.context import get_node_address
 from drawbar.train._worker.rank_runner import RankRunner, execute, use_worker_process
@@ -141,7 +140,7 @@ class Worker:
         atexit._run_exitfuncs()
         session = self._runner.session
         if session is not None and session.should_clean_up_node:
-            upkeep.finish_on_node(session.directory, session.assignment.ranks.world_rank)
+            finish_on_node(session.directory, session.assignment.ranks.world_rank)
 
 
 class Outbox:

@@ -17,7 +17,6 @@ from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message, OutputLine, RankFailed, RankInterrupted
 from drawbar.train._serialization import Serialized
-from drawbar.train._storage import upkeep
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.output import capture_output
@@ -191,7 +190,7 @@ def _transfer_if_node_local(session: Session, send: Send) -> Iterator[None]:
         yield
         return
     # The path is missing or unrelated. Create it, because a rank's files need a local directory.
-    upkeep.create_directories(session.directory)
+    session.directory.create_directories()
     if session.directory.filesystem is None:
         send(OutputLine(text=_describe_node_local_storage(assignment), stream="stderr"))
         session.use_node_local_storage()

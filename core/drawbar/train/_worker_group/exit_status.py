@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._storage.sizes import format_size
+from drawbar.train._storage.contents import format_size
 
 _FATAL_ERROR = "Fatal Python error: "
 _MAX_CRASH_LINES = 40
