@@ -17,10 +17,10 @@ demo: $(VENV)/dev
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
 
 # Tests mostly wait, so several run in parallel, each process with its own Ray instance. Tests that
-# depend on the load of the machine run afterwards, one at a time.
+# depend on the load of the machine run afterwards, one at a time; only their files are imported.
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -m 'not alone' -n $(TESTS_AT_A_TIME) --dist worksteal
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone $(shell grep -rl mark.alone tests)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ import pytest
 import ray
 
 from drawbar.train import RunConfig
+from drawbar.train._controller import recovery
 from tests._ray_compat import wait_for_started_nodes
 
 
@@ -36,25 +37,26 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _keep_environment() -> None:
-    """Keep Accelerate from clearing and refilling this process's environment.
+@pytest.fixture(scope="module")
+def keep_environment() -> Iterator[None]:
+    """Prevent Accelerate from clearing and refilling this process's environment.
 
     Accelerate does so for each `Accelerator` to find its default settings. The C library then frees
     the table of variables. A native thread that reads a variable at that moment, as Ray's threads
-    do for the time zone, may crash with SIGSEGV (seen once under load).
+    do for the time zone, may crash with SIGSEGV. Training functions run in this process in local
+    mode only, so tests that create an `Accelerator` there use this fixture.
     """
-    if "accelerate" in sys.modules:
-        from accelerate.utils import environment
+    from accelerate.utils import environment
 
-        environment.clear_environment = _clear_accelerate_env
+    @contextlib.contextmanager
+    def clear_accelerate_variables() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+                patch.delenv(name)
+            yield
 
-
-@contextlib.contextmanager
-def _clear_accelerate_env() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-            patch.delenv(name)
+        patch.setattr(environment, "clear_environment", clear_accelerate_variables)
         yield
 
 
@@ -80,6 +82,12 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def patient_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep workers that take long to stop on a busy machine, instead of replacing them."""
+    monkeypatch.setattr(recovery, "RESTART_GRACE_SECONDS", 60)
 
 
 @pytest.fixture

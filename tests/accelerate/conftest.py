@@ -48,3 +48,8 @@ class Digits:
 @pytest.fixture(scope="session")
 def digits() -> type[Digits]:
     return Digits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_environment(keep_environment: None) -> None:
+    """Use `keep_environment` in all modules: some of their tests run in this process."""

@@ -139,8 +139,7 @@ def test_strategy_passes_arguments_to_lightning(run: Result) -> None:
         assert found == {**expected, "sampler": (2, rank), "ranks": (2, rank, rank)}
 
 
-@pytest.mark.alone  # who needs more than some seconds to come to a stop is not kept
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.usefixtures("ray_cluster", "patient_restarts")
 def test_deepspeed_in_reused_process_trains_again(
     plain: Any, run_config: RunConfig, alone: float
 ) -> None:

@@ -12,11 +12,10 @@ import pytest
 
 from benchmarks._chaos import draw
 
-pytestmark = pytest.mark.alone  # processes of a killed driver must exit within 5 s
-
 KILLS = 10
 
 
+@pytest.mark.alone  # processes of a killed driver must exit within 5 s
 def test_chaos_with_random_kills_loses_nothing_committed(pytestconfig: pytest.Config) -> None:
     seed = pytestconfig.getoption("--chaos-seed")
     command = [sys.executable, "-m", "benchmarks._chaos", f"--kills={KILLS}", f"--seed={seed}"]

@@ -172,3 +172,8 @@ def tiny() -> type[Tiny]:
 @pytest.fixture(scope="session")
 def runs() -> type[Runs]:
     return Runs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_environment(keep_environment: None) -> None:
+    """Use `keep_environment` in all modules: some of their tests run in this process."""

@@ -28,10 +28,10 @@ from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._frames import find_user_frames
 from drawbar.train._worker.stack import Frame, Stack
 
-pytestmark = [
-    pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.alone,  # ranks that wait for a core for a second or two would count as stalled
-]
+on_ray = pytest.mark.usefixtures("ray_cluster")
+
+TIMEOUT_S = 5
+"""Timeout that a rank which waits for a core on a busy machine does not reach."""
 
 
 def trainer(function: object, config: RunConfig, **failure: object) -> DataParallelTrainer:
@@ -46,6 +46,7 @@ def trainer(function: object, config: RunConfig, **failure: object) -> DataParal
     )
 
 
+@on_ray
 def test_hang_report_names_outlier_rank(run_config: RunConfig, tmp_path: Path) -> None:
     def function() -> None:
         if train.get_context().get_world_rank() == 1:
@@ -53,15 +54,16 @@ def test_hang_report_names_outlier_rank(run_config: RunConfig, tmp_path: Path) -
         collective.barrier()
 
     with pytest.raises(HangError) as raised:
-        trainer(function, run_config, hang_timeout=2).fit()
+        trainer(function, run_config, hang_timeout=TIMEOUT_S).fit()
     first = function.__code__.co_firstlineno
-    assert "no rank made progress for 2 s" in str(raised.value)
+    assert f"no rank made progress for {TIMEOUT_S} s" in str(raised.value)
     assert f"rank 0: {__file__}:{first + 3} in function" in str(raised.value)
     assert f"rank 1: {__file__}:{first + 2} in function" in str(raised.value)
     stacks = sorted(path.name for path in (tmp_path / "run" / "stacks" / "hang_0").iterdir())
     assert stacks == ["difference.txt", "rank_0.txt", "rank_1.txt"]
 
 
+@on_ray
 def test_hang_uses_max_failures_and_restarts(run_config: RunConfig) -> None:
     def function() -> int:
         attempt = train.get_context().get_attempt()
@@ -69,10 +71,11 @@ def test_hang_uses_max_failures_and_restarts(run_config: RunConfig) -> None:
             threading.Event().wait()
         return attempt
 
-    result = trainer(function, run_config, hang_timeout=1, max_failures=1).fit()
+    result = trainer(function, run_config, hang_timeout=TIMEOUT_S, max_failures=1).fit()
     assert result.return_values == [1, 1]
 
 
+@on_ray
 def test_context_diagnose_returns_location_of_each_rank(
     run_config: RunConfig, tmp_path: Path
 ) -> None:
@@ -89,6 +92,7 @@ def test_context_diagnose_returns_location_of_each_rank(
     assert len(list((tmp_path / "run" / "stacks").glob("diagnosis_*/rank_*.txt"))) == 2
 
 
+@on_ray
 def test_sigusr1_to_driver_writes_stacks(run_config: RunConfig, tmp_path: Path) -> None:
     driver = os.getpid()
 
@@ -116,6 +120,7 @@ def freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@on_ray
 @pytest.mark.parametrize(
     ("stop", "state"),
     [
@@ -138,9 +143,10 @@ def test_stalled_rank_that_others_wait_for_is_reported_once(
             stop()
         collective.barrier()
 
-    run = trainer(function, run_config, stall_warning_after=1).start()
+    run = trainer(function, run_config, stall_warning_after=TIMEOUT_S).start()
     while not (stalled := run.stalled_ranks):
         assert not run.is_done
+        threading.Event().wait(0.01)
     assert list(stalled) == [1]
     assert "rank 1 has shown no activity for" in stalled[1]
     assert "while rank 0 waits in collective #0 (barrier)" in stalled[1]
@@ -152,6 +158,7 @@ def test_stalled_rank_that_others_wait_for_is_reported_once(
     assert capfd.readouterr().err.count(stalled[1]) == 1
 
 
+@on_ray
 def test_stalled_rank_that_continues_is_cleared(
     run_config: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,13 +168,16 @@ def test_stalled_rank_that_continues_is_cleared(
         collective.barrier()
         while not (tmp_path / "end").exists():
             collective.barrier()
+            threading.Event().wait(0.01)
 
-    run = trainer(function, run_config, stall_warning_after=1).start()
+    run = trainer(function, run_config, stall_warning_after=TIMEOUT_S).start()
     while not run.stalled_ranks:
         assert not run.is_done
+        threading.Event().wait(0.01)
     (tmp_path / "continue").touch()
     while run.stalled_ranks:
         assert not run.is_done
+        threading.Event().wait(0.01)
     (tmp_path / "end").touch()
     run.stop(save=False)
     run.wait()

@@ -26,7 +26,7 @@ from drawbar.train import (
     ScalingConfig,
     UserAbort,
 )
-from drawbar.train._controller import background
+from drawbar.train._controller import background, controller
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
@@ -123,7 +123,6 @@ def test_ctrl_c_once_stops_gracefully_and_resumes(
     assert_resumes(pipe, run_config, num_workers)
 
 
-@pytest.mark.alone  # distinguishes the second Ctrl-C from the first by a few seconds
 def test_ctrl_c_twice_kills_workers(
     run_config: RunConfig,
     tmp_path: Path,
@@ -137,12 +136,16 @@ def test_ctrl_c_twice_kills_workers(
         finally:
             ctypes.CDLL(None).sleep(600)  # a long C call that cannot be interrupted
 
-    with drivers(main(function, run_config, 2)) as driver:
+    def program() -> None:
+        controller.STOP_GRACE_SECONDS = 600  # the first Ctrl-C alone would kill them after that
+        main(function, run_config, 2)()
+
+    with drivers(program) as driver:
         pids = [int(pipe.receive()[1]) for _ in range(2)]
         driver.send_signal(signal.SIGINT)
         assert [pipe.receive()[0] for _ in range(2)] == ["finally"] * 2
         driver.send_signal(signal.SIGINT)
-        wait_until_gone(pids, seconds=3)  # sooner than the first Ctrl-C alone would kill them
+        wait_until_gone(pids)
         assert_stopped(driver, tmp_path / "run")
 
 
