@@ -11,12 +11,12 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
-from drawbar.keras._lazy_tensorflow import delay_tensorflow_import
+from drawbar.keras._compat import delay_tensorflow_import, restore_attributes
 from drawbar.train import ScalingConfig, get_context
 from drawbar.train.backend import Backend, BackendConfig, require_package
 
@@ -118,15 +118,18 @@ def current_keras_backend() -> KerasBackendName:
 
 @contextmanager
 def _set_up(config: KerasConfig) -> Iterator[None]:
-    with _keras_backend_env(config.keras_backend), config.framework_config.train_func_context():
-        if get_context().get_world_size() == 1:
-            yield
-            return
-        import keras
+    with (
+        _keras_backend_env(config.keras_backend),
+        config.framework_config.train_func_context(),
+        ExitStack() as stack,
+    ):
+        stack.callback(restore_attributes)
+        if get_context().get_world_size() > 1:
+            import keras
 
-        keras.utils.set_random_seed(int(get_context().get_run_id()[:7], 16))
-        with _distribute_model(keras, config.keras_backend):
-            yield
+            keras.utils.set_random_seed(int(get_context().get_run_id()[:7], 16))
+            stack.enter_context(_distribute_model(keras, config.keras_backend))
+        yield
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import Any
 import keras
 
 from drawbar.keras._allreduce import AllReduce
+from drawbar.keras._compat import flatten_layers, get_batch_moments, replace_batch_moments
 from drawbar.keras._progress import model_state
-from drawbar.keras._types import BatchNormLayer, Model
+from drawbar.keras._types import Layer, Model
 from drawbar.train.backend import add_final_notice
 
 Moments = Callable[[Any, Any], tuple[Any, Any]]
@@ -31,13 +32,13 @@ def synchronize_batch_norm(model: Model, totals: AllReduce, *, all_layers: bool)
     """
     layers: list[Any] = [
         layer
-        for layer in model._flatten_layers()
+        for layer in flatten_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization)
     ]
     local = [layer for layer in layers if not (all_layers or layer.synchronized)]
     for layer in layers:
         if layer not in local:
-            layer._moments = _synchronized_moments(layer, model, totals)
+            replace_batch_moments(layer, _synchronized_moments(layer, model, totals))
     names = [repr(layer.name) for layer in local if layer.trainable]
     if names:
         add_final_notice(
@@ -48,16 +49,15 @@ def synchronize_batch_norm(model: Model, totals: AllReduce, *, all_layers: bool)
         )
 
 
-def _synchronized_moments(layer: BatchNormLayer, model: Model, totals: AllReduce) -> Moments:
-    """Return a replacement for `layer._moments` that sums over all ranks during a step."""
-    compute_local = layer._moments
+def _synchronized_moments(layer: Layer, model: Model, totals: AllReduce) -> Moments:
+    """Return a function for mean and variance that sums over all ranks during a step."""
+    compute_local, axes = get_batch_moments(layer)
 
     def compute(inputs: Any, mask: Any) -> tuple[Any, Any]:
         rows = model_state(model).rows
         if rows is None:  # not in a step of `fit`, so the other ranks may not take part
             return compute_local(inputs, mask)
         ops = keras.ops
-        axes = layer._reduction_axes
         values, count = _masked(inputs, mask, axes)
         sums = [count, ops.sum(values, axes), ops.sum(ops.square(values), axes)]
         rows = ops.cast(rows, inputs.dtype)

@@ -14,6 +14,7 @@ import numpy as np
 from drawbar.keras._allreduce import all_gather_rows
 from drawbar.keras._batches import ArrayBatches, ResumableBatches, SequentialBatches
 from drawbar.keras._callback_files import write_on_rank_zero
+from drawbar.keras._compat import set_placed_value
 from drawbar.keras._progress import FitProgress, model_state, restore_metrics, restore_torch_rng
 from drawbar.keras._types import Model
 from drawbar.train import collective, get_context
@@ -229,12 +230,12 @@ def _on_local_devices(model: Model, predict: KerasMethod) -> KerasMethod:
         keras.distribution.set_distribution(None)
         try:
             for variable, value in distributed_values:
-                variable._value = keras.ops.convert_to_tensor(np.asarray(value))
+                set_placed_value(variable, keras.ops.convert_to_tensor(np.asarray(value)))
             model.predict_function = None  # it may be compiled for another placement
             return predict(*args, **options)
         finally:
             for variable, value in distributed_values:
-                variable._value = value
+                set_placed_value(variable, value)
             model.predict_function = None
             keras.distribution.set_distribution(distribution)
 

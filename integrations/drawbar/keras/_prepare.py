@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from drawbar.keras._allreduce import make_allreduce
 from drawbar.keras._backend import current_keras_backend
-from drawbar.keras._progress import model_state
+from drawbar.keras._compat import is_replaced, replace_attribute
+from drawbar.keras._progress import identity_allreduce, model_state
 from drawbar.train import get_context
 
 Model = TypeVar("Model")
@@ -59,14 +60,14 @@ def prepare_model(model: Model, *, sync_batch_norm: bool = False) -> Model:
     if has_replicas:
         require_mean_losses(untyped_model)
         broadcast_weights(untyped_model, make_allreduce(backend))
-    if state.is_prepared:
+    if is_replaced(model, "fit"):
         return model
-    state.is_prepared = True
-    untyped_model.fit = make_resumable_fit(untyped_model, untyped_model.fit)
+    replace_attribute(model, "fit", make_resumable_fit(untyped_model, untyped_model.fit))
     if size > 1:
-        untyped_model.predict = make_distributed_predict(untyped_model, untyped_model.predict)
+        predict = make_distributed_predict(untyped_model, untyped_model.predict)
+        replace_attribute(model, "predict", predict)
+    state.allreduce = make_allreduce(backend) if has_replicas else identity_allreduce
     if has_replicas:
-        state.allreduce = make_allreduce(backend)
         synchronize_replicas(untyped_model, state.allreduce)
         synchronize_batch_norm(untyped_model, state.allreduce, all_layers=sync_batch_norm)
     return model

@@ -73,7 +73,8 @@ class FitProgress:
         return progress
 
 
-def _identity_allreduce(tensors: Sequence[Tensor], weight: object = None) -> list[Tensor]:
+def identity_allreduce(tensors: Sequence[Tensor], weight: object = None) -> list[Tensor]:
+    """Return the tensors unchanged: the sums over one rank."""
     return list(tensors)
 
 
@@ -87,14 +88,12 @@ class ModelState:
         loaded_progress: Progress of the loaded checkpoint, until a `fit` has resumed from it.
         rows: Number of this worker's rows in the batch during a step, otherwise None.
         last_rows: Keras variable that keeps `rows` of the latest step.
-        is_prepared: Whether `prepare_model` has wrapped the methods of the model.
     """
 
-    allreduce: AllReduce = _identity_allreduce
+    allreduce: AllReduce = identity_allreduce
     loaded_progress: FitProgress = field(default_factory=FitProgress)
     rows: Any = None
     last_rows: Any = None
-    is_prepared: bool = False
 
 
 _states: WeakKeyDictionary[object, ModelState] = WeakKeyDictionary()
@@ -142,7 +141,7 @@ def restore_metrics(model: Model, progress: FitProgress) -> None:
     """
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
-    if model_state(model).allreduce is _identity_allreduce or get_context().get_world_rank() == 0:
+    if model_state(model).allreduce is identity_allreduce or get_context().get_world_rank() == 0:
         pairs = zip(model.metrics_variables, progress.arrays.get("metrics", []), strict=False)
         for variable, value in pairs:
             variable.assign(variable.numpy() + value)

@@ -11,20 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import keras
 import numpy as np
 
 from drawbar.keras._allreduce import AllReduce, to_numpy
+from drawbar.keras._compat import (
+    flatten_layers,
+    get_own_statistics,
+    get_result_reader,
+    is_replaced,
+    replace_attribute,
+    replace_result_reader,
+)
 from drawbar.keras._progress import model_state
 from drawbar.keras._types import Model, Optimizer, Tensor, Variable
 from drawbar.train import collective, get_context
 
 Step = Callable[[Any], object]
-
-_patched_optimizers: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose `apply` already averages gradients."""
 
 
 def broadcast_weights(model: Model, totals: AllReduce) -> None:
@@ -55,7 +59,7 @@ def synchronize_replicas(model: Model, totals: AllReduce) -> None:
         require_mean_losses(model)
         _patch_optimizers(model, totals)
 
-    model.compile = compile_and_average
+    replace_attribute(model, "compile", compile_and_average)
     _track_batch_rows(model)
     _patch_optimizers(model, totals)
     _patch_metrics(model, totals)
@@ -91,7 +95,7 @@ def _track_batch_rows(model: Model) -> None:
     """Record in each step how many rows of the batch this worker has; it may have none."""
     state = model_state(model)
     state.last_rows = keras.Variable(1.0, trainable=False, name="last_rows")
-    read = model._get_metrics_result_or_logs
+    read = get_result_reader(model)
 
     def with_row_count(run: Step) -> Step:
         def step(data: object) -> object:
@@ -107,10 +111,8 @@ def _track_batch_rows(model: Model) -> None:
 
         return step
 
-    model.train_step, model.test_step = (
-        with_row_count(model.train_step),
-        with_row_count(model.test_step),
-    )
+    replace_attribute(model, "train_step", with_row_count(model.train_step))
+    replace_attribute(model, "test_step", with_row_count(model.test_step))
     model.test_function = None  # discard a function traced with the old test_step
 
 
@@ -135,9 +137,9 @@ def _patch_optimizers(model: Model, totals: AllReduce) -> None:
         model.jit_compile = False  # XLA does not support TensorFlow's collectives
     model.train_function = None  # discard a function traced without averaging
     for optimizer in _find_optimizers(model):
-        if optimizer not in _patched_optimizers:
-            _patched_optimizers.add(optimizer)
-            optimizer.apply = _with_averaged_gradients(optimizer.apply, model, totals)
+        if not is_replaced(optimizer, "apply"):
+            averaged = _with_averaged_gradients(optimizer.apply, model, totals)
+            replace_attribute(optimizer, "apply", averaged)
 
 
 def _with_averaged_gradients(
@@ -165,15 +167,15 @@ def _layer_statistics(model: Model) -> list[Variable]:
     """Return the non-trainable float variables of trainable layers, such as moving averages."""
     return [
         variable
-        for layer in model._flatten_layers()
+        for layer in flatten_layers(model)
         if layer.trainable
-        for variable in layer._non_trainable_variables
+        for variable in get_own_statistics(layer)
         if "float" in variable.dtype
     ]
 
 
 def _patch_metrics(model: Model, totals: AllReduce) -> None:
-    result = model._get_metrics_result_or_logs
+    result = get_result_reader(model)
 
     def global_results(logs: object) -> object:
         are_metrics = result(logs) is not logs
@@ -202,7 +204,7 @@ def _patch_metrics(model: Model, totals: AllReduce) -> None:
             for name, mean in means["logs"].items()
         }
 
-    model._get_metrics_result_or_logs = global_results
+    replace_result_reader(model, global_results)
 
 
 def _metric_values(model: Model) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from drawbar.keras._compat import mark_default
 from drawbar.keras._progress import FitProgress, extra_state, model_state
 from drawbar.train import (
     CheckpointUploadMode,
@@ -315,4 +316,4 @@ def _noop(*batch_and_logs: object, logs: object = None) -> None:
     """Do nothing. Keras calls it for unused events."""
 
 
-_noop._is_default = True  # type: ignore[attr-defined]  # Keras marks its default methods like this
+mark_default(_noop)

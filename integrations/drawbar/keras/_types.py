@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -23,8 +23,6 @@ class Tensor(Protocol):
 class Variable(Protocol):
     """A variable of a model."""
 
-    _value: object
-
     @property
     def dtype(self) -> str: ...
 
@@ -39,15 +37,8 @@ class Variable(Protocol):
 class Layer(Protocol):
     """A layer of a model."""
 
+    name: str
     trainable: bool
-    _non_trainable_variables: Sequence[Variable]
-
-
-class BatchNormLayer(Layer, Protocol):
-    """A `BatchNormalization` layer."""
-
-    _reduction_axes: Sequence[int]
-    _moments: Callable[[Any, Any], tuple[Any, Any]]
 
 
 class Optimizer(Protocol):
@@ -72,8 +63,5 @@ class Model(Protocol):
     jit_compile: object
     stop_training: bool
     get_metrics_result: Callable[[], Mapping[str, object]]
-    _get_metrics_result_or_logs: Callable[[object], object]
-
-    def _flatten_layers(self) -> Iterable[Layer]: ...
 
     def get_weights(self) -> Sequence[object]: ...
