@@ -10,19 +10,15 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ray import tune
 from ray.tune.experiment import Trial
-from ray.tune.logger import LoggerCallback
-from ray.tune.result import (  # type: ignore[attr-defined]  # not public
-    EXPR_PROGRESS_FILE,
-    EXPR_RESULT_FILE,
-    TRAINING_ITERATION,
-)
+from ray.tune.result import TRAINING_ITERATION  # type: ignore[attr-defined]  # not in its stubs
 
-_original_restore = LoggerCallback._restore_from_remote
+from drawbar.tune._compat import PROGRESS_FILE, RESULT_FILE, Restore, replace_result_restore
 
 
-def patch_result_restore() -> None:
-    """Make Ray Tune's loggers in this process continue with their local files.
+def keep_result_files(trainable: type[tune.Trainable]) -> None:
+    """Make Ray Tune's loggers in this process continue with their local files of some trials.
 
     Tune writes `result.json` and `progress.csv` on the node of its controller, and copies them to
     the storage about every ten seconds. When a trial restarts from a checkpoint after a failure or
@@ -32,14 +28,17 @@ def patch_result_restore() -> None:
 
     The trial reports the results after the checkpoint again. Loggers only append, so these results
     are removed from the files.
+
+    Args:
+        trainable: Base class of the trials.
     """
-    LoggerCallback._restore_from_remote = _restore_results  # type: ignore[method-assign]  # see above
+    replace_result_restore(_restore_results, trainable)
 
 
-def _restore_results(self: LoggerCallback, file_name: str, trial: Trial) -> None:
+def _restore_results(file_name: str, trial: Trial, restore_by_tune: Restore) -> None:
     file = Path(f"{trial.local_path}/{file_name}")
     if not file.exists():
-        _original_restore(self, file_name, trial)
+        restore_by_tune(file_name, trial)
     if file.exists() and file_name in _ITERATION_READERS:
         checkpoint_result = trial.latest_checkpoint_result
         truncate_after(
@@ -74,8 +73,8 @@ def _iter_csv(lines: list[str]) -> Iterator[tuple[int, float]]:
 
 
 _ITERATION_READERS: dict[str, Callable[[list[str]], Iterator[tuple[int, float]]]] = {
-    EXPR_RESULT_FILE: _iter_json,
-    EXPR_PROGRESS_FILE: _iter_csv,
+    RESULT_FILE: _iter_json,
+    PROGRESS_FILE: _iter_csv,
 }
 """Readers of result files. They yield the last line number and `training_iteration` of each
 result."""

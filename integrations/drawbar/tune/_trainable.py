@@ -12,9 +12,6 @@ from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 from ray import tune
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from ray.tune.trainable import FunctionTrainable
-from ray.tune.trainable.function_trainable import (  # type: ignore[attr-defined]  # not public
-    _TrainingResult,  # return type of save()
-)
 
 from drawbar.train import (
     Checkpoint,
@@ -26,9 +23,10 @@ from drawbar.train import (
     UserCallback,
 )
 from drawbar.train.backend import DriverContext, set_tune_trial
+from drawbar.tune._compat import TrainingResult, get_last_result, get_trial_storage
 from drawbar.tune._report_callback import tune_metrics
 from drawbar.tune._resources import as_placement_group_factory
-from drawbar.tune._result_files import patch_result_restore
+from drawbar.tune._result_files import keep_result_files
 from drawbar.tune._trial import (
     apply_parameters,
     choose_run_name,
@@ -94,7 +92,7 @@ def as_trainable(trainer: DataParallelTrainer) -> type[tune.Trainable]:
             trial_scaling = merge_parameters(scaling, config.get("scaling_config", scaling))
             return as_placement_group_factory(trial_scaling, validation)
 
-    patch_result_restore()
+    keep_result_files(RunTrainable)
     driver = DriverContext.capture(config.forward_env)
     trainable: type[tune.Trainable] = tune.with_parameters(
         TrainerTrainable, trainer=trainer, driver=driver
@@ -140,10 +138,10 @@ class RunTrainable(FunctionTrainable):
             self._saved = TuneCheckpoint(tune_checkpoint, {})
         return tune_metrics(metrics, checkpoint) | {SHOULD_CHECKPOINT: checkpoint is not None}
 
-    def save(self, checkpoint_dir: str | None = None) -> _TrainingResult:
+    def save(self, checkpoint_dir: str | None = None) -> TrainingResult:
         """Return the latest checkpoint with its result."""
         if not self._saved.metrics:
-            self._saved.metrics = dict(self._last_result or {})
+            self._saved.metrics = get_last_result(self)
         return self._saved
 
     def load_checkpoint(self, checkpoint_result: Any) -> None:
@@ -165,13 +163,11 @@ class RunTrainable(FunctionTrainable):
 
     @property
     def _trial_directory(self) -> str:
-        assert self._storage is not None  # set by Tune
-        return self._storage.trial_fs_path
+        return get_trial_storage(self)[0]
 
     @property
     def _filesystem(self) -> FileSystem:
-        assert self._storage is not None
-        return self._storage.storage_filesystem
+        return get_trial_storage(self)[1]
 
     @property
     def _remote_filesystem(self) -> FileSystem | None:
@@ -225,7 +221,7 @@ class RunTrainable(FunctionTrainable):
         return f"{self._trial_directory}/{run}/{checkpoint.path.rpartition('/')[2]}"
 
 
-class TuneCheckpoint(_TrainingResult):
+class TuneCheckpoint(TrainingResult):
     """Checkpoint for Tune that is equal to any other with the same path.
 
     When Tune pauses a trial, it requests and registers the latest checkpoint again. Objects of
