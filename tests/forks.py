@@ -64,7 +64,9 @@ def fork(script: str) -> int:
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script)
     if "torch" in sys.modules:
-        import torch._dynamo  # noqa: F401  # as the first optimizer does
+        import torch
+
+        torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports more of torch
     sys.stdout.flush()
     return os.fork()
 

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 from drawbar.accelerate import check_accelerator, launch, load_state
 from drawbar.torch._accelerate_state import reset_accelerate_state
 from drawbar.torch._attempt_cleanup import attempt_cleanup
+from drawbar.torch._compat import get_accelerate_states
 from drawbar.train import RunConfig, ScalingConfig, WorkerGroupError
 
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    for state in get_accelerate_states():
+        state.clear()
 
 
 def attempt(environment: dict[str, str]) -> int:
@@ -40,8 +41,7 @@ def test_accelerate_state_after_attempt_is_reset() -> None:
         Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
         os.environ["ACCELERATE_USE_FSDP"] = "true"
     assert "ACCELERATE_USE_FSDP" not in os.environ
-    for kind in (PartialState, AcceleratorState, GradientState):
-        assert kind._shared_state == {}
+    assert get_accelerate_states() == [{}, {}, {}]
     with attempt_cleanup():
         reset_accelerate_state()
         assert Accelerator(cpu=True).mixed_precision == "no"

@@ -45,11 +45,12 @@ def resumable(digits: Any, die_at: int | None = None) -> dict[str, Any]:
     """Two epochs of 20 steps with a checkpoint every seven; perhaps a kill of rank 1."""
     import torch
     from accelerate import Accelerator
-    from accelerate.state import PartialState
+
+    from drawbar.torch._compat import get_accelerate_states
 
     context = train.get_context()
     context.cache.setdefault("pid", os.getpid())
-    leaked = dict(PartialState._shared_state)
+    leaked = dict(get_accelerate_states()[0])
     torch.manual_seed(0)
     accelerator = check_accelerator(Accelerator())
     loader = prepare_data_loader(digits.loader())

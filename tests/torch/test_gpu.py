@@ -127,10 +127,11 @@ def test_prefetched_opaque_batches_survive_memory_reuse() -> None:
             return Opaque(self.x.to(device, non_blocking=True))
 
     device = torch.device("cuda", 0)
+    large = torch.ones(4096, 4096, device=device)
     batches = [Opaque(torch.full((1 << 20,), float(i)).pin_memory()) for i in range(50)]
     sums = []
     for batch in iter_to_device(batches, device, prefetch=True):
-        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        large @ large  # keeps the GPU busy for about a millisecond
         sums.append(batch.x.mean())
     assert torch.stack(sums).tolist() == [float(i) for i in range(50)]
 

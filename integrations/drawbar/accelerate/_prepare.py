@@ -10,11 +10,11 @@ from drawbar.train.backend import make_import_error, require_package
 
 try:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise make_import_error("accelerate", extra="accelerate") from error
 
+from drawbar.accelerate._compat import declare_gpus
 from drawbar.train import get_context
 
 require_package("accelerate", extra="accelerate", min_version="1.0")
@@ -105,9 +105,7 @@ def allow_sharding_on_cpu() -> Iterator[None]:
         ```
     """
     use_cpu_env = os.environ.pop("ACCELERATE_USE_CPU", None)
-    AcceleratorState._reset_state()
-    PartialState(cpu=use_cpu_env is not None)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    declare_gpus(is_cpu_requested=use_cpu_env is not None)
     try:
         yield
     finally:

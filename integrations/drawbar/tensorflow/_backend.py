@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from drawbar._rendezvous import reserved_port
+from drawbar.tensorflow._compat import enable_keras_v3_saving
 from drawbar.train import ScalingConfig, collective, get_context
 from drawbar.train.backend import Backend, BackendConfig, get_worker_address, require_package
 
@@ -122,21 +123,8 @@ def _filter_startup_messages() -> Iterator[None]:
 
 @contextmanager
 def _set_up() -> Iterator[None]:
-    with tf_config_env(), explain_errors():
-        _enable_keras_v3_saving()
+    with tf_config_env(), explain_errors(), enable_keras_v3_saving():
         yield
-
-
-def _enable_keras_v3_saving() -> None:
-    """Make Keras 2 always save `.keras` files in their format in this thread.
-
-    In all threads except the one that imported Keras 2, it writes HDF5 under that name from the
-    second file on.
-    """
-    saving = sys.modules.get("tf_keras.src.saving.saving_lib")
-    enabled = getattr(saving, "_SAVING_V3_ENABLED", None)
-    if enabled is not None:
-        enabled.value = True
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import os
 import sys
 
 from drawbar.torch._attempt_cleanup import on_attempt_end
+from drawbar.torch._compat import get_accelerate_states
 from drawbar.train.backend import retire_process
 
 _PREFIXES = ("ACCELERATE_", "FSDP_")
@@ -27,16 +28,9 @@ def _accelerate_env() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 
-def _shared_states() -> list[dict[str, object]]:
-    """Return the shared dicts of Accelerate's singletons; [] if it was not imported."""
-    module = sys.modules.get("accelerate.state")
-    names = ("PartialState", "AcceleratorState", "GradientState")
-    return [getattr(module, name)._shared_state for name in names] if module else []
-
-
 def _save_and_clear_states() -> list[dict[str, object]]:
-    saved = [dict(state) for state in _shared_states()]
-    for state in _shared_states():
+    saved = [dict(state) for state in get_accelerate_states()]
+    for state in get_accelerate_states():
         state.clear()
     return saved
 
@@ -45,7 +39,7 @@ def _restore_state(variables: dict[str, str], states: list[dict[str, object]]) -
     for name in _accelerate_env().keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
-    for index, state in enumerate(_shared_states()):
+    for index, state in enumerate(get_accelerate_states()):
         state.clear()
         state.update(states[index] if states else {})
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 
+from drawbar.torch._compat import count_group_activity
 from drawbar.train import get_context
 from drawbar.train.backend import add_final_notice, count_collectives
 
@@ -49,10 +49,7 @@ def _communication_counts() -> tuple[int, int, int] | None:
     """Count the collectives and process groups of this rank; None if torch does not count them."""
     if not dist.is_initialized():
         return None
-    group: Any = dist.group.WORLD  # torch's stubs lack this method
-    try:
-        numbered = int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):  # not every backend counts its collectives
+    activity = count_group_activity()
+    if activity is None:
         return None
-    groups = len(dist.distributed_c10d._world.pg_map)
-    return numbered, groups, count_collectives() - _num_excluded_collectives
+    return *activity, count_collectives() - _num_excluded_collectives

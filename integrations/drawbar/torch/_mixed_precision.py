@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from drawbar.torch._attempt_cleanup import is_in_attempt, on_attempt_end
+from drawbar.torch._compat import map_tensors
 from drawbar.torch._devices import get_device
 
 _scaler: AmpScaler | None = None
@@ -197,7 +197,7 @@ class _AutocastHooks:
     def leave(self, module: nn.Module, inputs: object, output: object) -> object:
         if self._active:
             self._active.pop().__exit__(None, None, None)
-        return tree_map_only(torch.Tensor, self._to_float, output)
+        return map_tensors(self._to_float, output)
 
     def _to_float(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype == self._amp_dtype else tensor

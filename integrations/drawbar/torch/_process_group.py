@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
 
 from drawbar.torch._attempt_cleanup import on_attempt_end, set_env
+from drawbar.torch._compat import abort_default_group
 from drawbar.train import TrainContext, collective, get_context
 from drawbar.train.backend import get_worker_address
 
@@ -182,9 +183,7 @@ def _abort_group() -> None:
     gc.collect()
     if dist.is_initialized():
         _release_default_arguments(dist.group.WORLD)
-        # destroy_process_group() would wait for NCCL collectives that can never finish.
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-        abort()
+        abort_default_group()
     _owns_default_group = False
 
 

@@ -1,6 +1,6 @@
 """API for integrations that build on drawbar.torch."""
 
-from drawbar.torch._deepspeed import disable_deepspeed_shm
+from drawbar.torch._compat import disable_deepspeed_shm
 from drawbar.torch._sampler import EpochPosition, EpochSampler, num_rank_items
 from drawbar.train.backend import set_public_module
 

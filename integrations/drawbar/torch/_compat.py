@@ -1,0 +1,75 @@
+"""Private APIs of torch 2.4 to 2.13, Accelerate 1.0 to 1.15, and DeepSpeed 0.16 to 0.19.
+
+No other file of this package uses them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+
+def count_group_activity() -> tuple[int, int] | None:
+    """Count the collectives of the default process group, and all process groups.
+
+    torch counts them but has no public access. None if the group's backend does not count its
+    collectives, or if this version of torch does not have the API.
+    """
+    group: Any = dist.group.WORLD
+    c10d: Any = dist.distributed_c10d
+    try:
+        return int(group._get_sequence_number_for_group()), len(c10d._world.pg_map)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def abort_default_group() -> None:
+    """Destroy the default process group without waiting for NCCL collectives of other ranks.
+
+    `destroy_process_group()` would wait for them. It is called if torch cannot abort a group.
+    """
+    abort: Callable[[], None] = getattr(
+        dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group
+    )
+    abort()
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: object) -> object:
+    """Apply a function to the tensors of a structure, also in registered classes of users.
+
+    torch has no public function for its structures before `torch.utils.pytree`.
+    """
+    return tree_map_only(torch.Tensor, function, structure)
+
+
+def get_accelerate_states() -> list[dict[str, object]]:
+    """Return the shared dicts of Accelerate's singletons; [] if it was not imported.
+
+    `AcceleratorState._reset_state` clears them, but cannot restore them.
+    """
+    module = sys.modules.get("accelerate.state")
+    names = ("PartialState", "AcceleratorState", "GradientState")
+    return [cast("Any", getattr(module, name))._shared_state for name in names] if module else []
+
+
+def disable_deepspeed_shm() -> None:
+    """Prevent DeepSpeed from compiling its shared-memory all-reduce; gloo is used instead.
+
+    DeepSpeed would compile it when it first sees a process group on CPUs. This needs a compiler and
+    takes about a minute. If it is interrupted, every later run waits for the stale lock without a
+    message.
+
+    Example:
+        ```python
+        if args.deepspeed:
+            disable_deepspeed_shm()
+        ```
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

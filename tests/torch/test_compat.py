@@ -1,0 +1,50 @@
+"""Private APIs of torch: each test fails when torch changes what `_compat` uses."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drawbar.torch import _compat
+
+Pair = namedtuple("Pair", ["x", "y"])  # torch maps its fields
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A default process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_group_activity_counts_collectives_and_groups() -> None:
+    before: Any = _compat.count_group_activity()
+    dist.all_reduce(torch.ones(1))
+    after: Any = _compat.count_group_activity()
+    assert after[0] > before[0]
+    dist.new_group([0])
+    last: Any = _compat.count_group_activity()
+    assert last[1] == before[1] + 1
+
+
+@pytest.mark.usefixtures("group")
+def test_abort_ends_default_group() -> None:
+    assert hasattr(dist.distributed_c10d, "_abort_process_group")
+    _compat.abort_default_group()
+    assert not dist.is_initialized()
+
+
+def test_map_tensors_reaches_nested_structures() -> None:
+    structure = {"a": [torch.ones(1), "text"], "b": Pair(torch.ones(1), 2)}
+    mapped: Any = _compat.map_tensors(lambda tensor: tensor + 1, structure)
+    assert mapped["a"] == [torch.full((1,), 2.0), "text"]
+    assert mapped["b"] == Pair(torch.full((1,), 2.0), 2)
