@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from drawbar.train.backend import make_import_error, require_package, start_training
@@ -19,6 +20,7 @@ except ImportError as error:
 from drawbar.accelerate.integration import allow_sharding_on_cpu, require_matching_ranks
 from drawbar.torch.integration import disable_deepspeed_shm
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_context
+from drawbar.transformers._compat import BestModelTrainer, make_collator
 from drawbar.transformers._data import (
     EpochFromStepsCallback,
     ShardIterableDataset,
@@ -112,7 +114,7 @@ def _uses_sharding(trainer: Trainer) -> bool:
     return trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
 
 
-class PreparedTransformersTrainer(Trainer):
+class PreparedTransformersTrainer(BestModelTrainer):
     """Methods that a prepared Trainer overrides."""
 
     def train(
@@ -196,13 +198,18 @@ class PreparedTransformersTrainer(Trainer):
         return torch.utils.data.DataLoader(
             dataset,
             batch_size=batch_size,
-            collate_fn=self._get_collator_with_removed_columns(self.data_collator),
+            collate_fn=make_collator(self),
             drop_last=self.args.dataloader_drop_last,
         )
 
-    def _load_best_model(self) -> None:
+    def load_best_model(self, load: Callable[[], None]) -> None:
+        """Load the best model, which may be in a checkpoint of the run.
+
+        Raises:
+            RuntimeError: The checkpoint was deleted.
+        """
         if os.path.isdir(str(self.state.best_model_checkpoint)):
-            return super()._load_best_model()
+            return load()
         step = self.state.best_global_step
         reports = [
             report
@@ -219,7 +226,7 @@ class PreparedTransformersTrainer(Trainer):
             )
         with reports[-1].checkpoint.as_directory() as path:
             self.state.best_model_checkpoint = path
-            super()._load_best_model()
+            load()
 
 
 def _require_trainer_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
