@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from drawbar.lightning._compat import get_cluster_environment
 from drawbar.lightning._environment import RayLightningEnvironment
 from drawbar.lightning._model_checkpoint import decide_who_saves
 from drawbar.lightning._package import LateBoundBase
@@ -58,7 +59,7 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
             f"{strategy_name} does not work with the workers of a run. Use "
             f"Trainer(strategy=drawbar.lightning.{replacement}()) with the same arguments."
         )
-    environment = untyped_trainer._accelerator_connector._cluster_environment_flag
+    environment = get_cluster_environment(trainer)
     if environment is not None and not isinstance(environment, RayLightningEnvironment):
         raise ValueError(
             f"{type(environment).__name__} cannot be used, because the run assigns the ranks. "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drawbar.lightning._checkpoint import CHECKPOINT_NAME, lightning_checkpoint_path
+from drawbar.lightning._compat import mark_step_as_saved, stops_before_training
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
 from drawbar.train import Checkpoint
 from drawbar.train.backend import start_training
@@ -64,7 +65,7 @@ def _add_resume_callback(trainer: Any) -> ResumeCallback:
 
 def is_tuner_run(trainer: Any) -> bool:
     """Return whether `fit` is called by Lightning's `Tuner`, which stops before training."""
-    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
+    return any(map(stops_before_training, trainer.callbacks))
 
 
 class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
@@ -102,7 +103,7 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
         model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", self.package)
         for callback in trainer.callbacks:
             if isinstance(callback, model_checkpoint) and self.path in _saved_paths(callback):
-                callback._last_global_step_saved = trainer.global_step
+                mark_step_as_saved(callback, trainer.global_step)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int

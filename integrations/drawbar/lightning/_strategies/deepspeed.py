@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drawbar.lightning._compat import reset_deepspeed_state
 from drawbar.lightning._package import import_lightning_class
 from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
 from drawbar.lightning._strategies.universal_checkpoint import open_for_world_size
@@ -66,7 +66,7 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
             )
         if device.type == "cpu":
             disable_deepspeed_shm()
-        on_attempt_end(_reset_deepspeed_state)
+        on_attempt_end(reset_deepspeed_state)
         # Skip DeepSpeedStrategy.setup_environment, which only adds a check that rejects CPUs.
         import_lightning_class("strategies.DDPStrategy", self.package).setup_environment(self)
 
@@ -84,20 +84,3 @@ class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.Deep
             with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
                 weights[name] = value.detach().cpu().clone() if self.is_global_zero else None
         return weights
-
-
-def _reset_deepspeed_state() -> None:
-    """Reset the state that DeepSpeed keeps in its modules.
-
-    It consists of process groups and of ZeRO 3 counters. Workers that are reused and workers that
-    are new must have the same counters in the next attempt.
-    """
-    import deepspeed.comm.comm
-    import deepspeed.utils.groups
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-    deepspeed.comm.comm.cdb = None
-    importlib.reload(deepspeed.utils.groups)
-    deepspeed.zero.Init.param_id = 0
-    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    modules[0] = 0  # DeepSpeed counts modules in this default argument

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from drawbar.lightning._compat import ModelSetupHook, has_full_state_dict
 from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ else:
     FSDPStrategy = object
 
 
-class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy"):
+class RayFSDPStrategy(ModelSetupHook, RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy"):
     """Lightning's `FSDPStrategy` on the workers of a run, with GPUs or CPUs.
 
     Args:
@@ -45,15 +46,16 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
             self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, shape)
         super().setup_environment()
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Wrap a model. Lightning's `wrap` would look for a GPU, so this does it on CPUs."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         if self.root_device.type != "cpu" or _contains_module(FullyShardedDataParallel, model):
-            return super()._setup_model(model)
+            return wrap(model)
         wrapped = FullyShardedDataParallel(model, **self._fsdp_kwargs)
         policy = self.kwargs.pop("auto_wrap_policy", None)
         try:
-            return super()._setup_model(wrapped)  # the model is already wrapped
+            return wrap(wrapped)  # the model is already wrapped
         finally:
             if policy is not None:
                 self.kwargs["auto_wrap_policy"] = policy
@@ -86,7 +88,7 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
         """Return the weights of this rank, or all weights on rank 0; see `state_dict_type`."""
         return (
             self.full_state_dict()
-            if self._is_full_state_dict
+            if has_full_state_dict(self)
             else super().lightning_module_state_dict()
         )
 
@@ -98,22 +100,18 @@ class RayFSDPStrategy(RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy")
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the optimizer state of this rank, or all on rank 0; see `state_dict_type`."""
-        if not self._is_full_state_dict:
+        if not has_full_state_dict(self):
             return super().optimizer_state(optimizer)
         from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
         assert self.model is not None
-        unwrapped_optimizer = getattr(optimizer, "_optimizer", optimizer)  # of LightningOptimizer
+        unwrapped_optimizer = getattr(optimizer, "optimizer", optimizer)  # of LightningOptimizer
         with _full_state_dict_context(self.model):
             state = FullyShardedDataParallel.optim_state_dict(self.model, unwrapped_optimizer)
             if not self.is_global_zero:
                 return state
             by_number = OptimStateKeyType.PARAM_ID
             return FullyShardedDataParallel.rekey_optim_state_dict(state, by_number, self.model)
-
-    @property
-    def _is_full_state_dict(self) -> bool:
-        return self._state_dict_type == "full"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from drawbar.lightning._compat import get_mesh_shape, set_mesh_shape
 from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
 from drawbar.train import get_context
 
@@ -43,12 +44,12 @@ class RayModelParallelStrategy(
     def setup_environment(self) -> None:
         """Create the device mesh."""
         context = get_context()
-        self._data_parallel_size, self._tensor_parallel_size = resolve_mesh_shape(
-            self._data_parallel_size,
-            self._tensor_parallel_size,
+        shape = resolve_mesh_shape(
+            *get_mesh_shape(self),
             world_size=context.get_world_size(),
             local_world_size=context.get_local_world_size(),
         )
+        set_mesh_shape(self, shape)
         super().setup_environment()
 
     @property

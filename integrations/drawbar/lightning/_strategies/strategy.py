@@ -9,7 +9,7 @@ and with fixes where Lightning or torch assume GPUs.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,12 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from drawbar.lightning._checkpoint import CheckpointStrategyMixin
+from drawbar.lightning._compat import (
+    LauncherHook,
+    get_process_group_settings,
+    get_trainer,
+    make_precision_plugin,
+)
 from drawbar.lightning._environment import RayLightningEnvironment, is_in_training_function
 from drawbar.lightning._launcher import ProcessGroupOptions, RayLauncher, WorkerLaunchConfig
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
@@ -27,7 +33,6 @@ from drawbar.train import RunConfig, ScalingConfig, get_context
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
-    from lightning.pytorch.strategies.launchers.launcher import _Launcher
     from lightning.pytorch.strategies.parallel import ParallelStrategy
 else:
     DDPStrategy = ParallelStrategy = object
@@ -35,7 +40,7 @@ else:
 StateDict = dict[str, Any]
 
 
-class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
+class RayStrategy(LauncherHook, CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
     """Base class of the strategies. Ranks, device, and process group come from the run.
 
     In a training function, create a strategy without the arguments below. In an ordinary script or
@@ -121,32 +126,31 @@ class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
         kind, count = self.root_device.type, get_context().get_local_world_size()
         self.parallel_devices = [torch.device(kind, index) for index in range(count)]
 
-    def _configure_launcher(self) -> None:
+    def configure_launcher(self) -> None:
+        """Start workers with `num_workers`; otherwise, check the process group of this worker."""
         if self.launch_config is None:
             self._check_process_group()
         else:
-            self._launcher = cast(
-                "_Launcher", RayLauncher(self.launch_config, self.process_group_options())
-            )
+            self.set_launcher(RayLauncher(self.launch_config, self.process_group_options()))
 
     def attach_to_worker(self, trainer: Trainer) -> None:
         """Attach to the worker that received the Trainer from the driver."""
-        self.launch_config, self._launcher = None, None
+        self.launch_config = None
+        self.set_launcher(None)
         self._should_collect_weights = self._return_weights
         # The driver may have had no GPU, and therefore no gradient scaler.
-        self.precision_plugin = trainer._accelerator_connector._check_and_init_precision()
+        self.precision_plugin = make_precision_plugin(trainer)
         self.set_world_ranks()
 
     # -- the process group
 
     def process_group_options(self) -> ProcessGroupOptions:
         """Return the user's process group options, as arguments of `TorchConfig`."""
-        backend: str | None = getattr(self, "_process_group_backend", None)
-        timeout = getattr(self, "_timeout", None) or default_pg_timeout
+        backend, timeout = get_process_group_settings(self)
         requested: ProcessGroupOptions = {}
         if backend is not None:
             requested["backend"] = backend
-        if timeout != default_pg_timeout:
+        if timeout not in (None, default_pg_timeout):
             requested["timeout_s"] = timeout.total_seconds()
         return requested
 
@@ -179,7 +183,7 @@ class RayStrategy(CheckpointStrategyMixin, LateBoundBase, ParallelStrategy):
 
         The weights are gathered before the base classes run, because these release the model.
         """
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        trainer = get_trainer(self.lightning_module)
         if self._should_collect_weights and trainer is not None and _is_fit_teardown(trainer):
             weights = self.full_state_dict()
             if self.is_global_zero:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from drawbar.lightning._compat import load_universal_checkpoints
 from drawbar.train import collective, get_context
 
 DEEPSPEED_TAG = "checkpoint"  # the tag that Lightning passes to DeepSpeed
@@ -31,13 +32,8 @@ def open_for_world_size(path: Path, engine: Any) -> Iterator[Path]:
     if shards in (0, get_context().get_world_size()):
         yield path
         return
-    config = engine._config
-    with _universal_checkpoint(path) as directory:
-        config.load_universal_checkpoint = True
-        try:
-            yield directory
-        finally:
-            config.load_universal_checkpoint = False
+    with _universal_checkpoint(path) as directory, load_universal_checkpoints(engine):
+        yield directory
 
 
 @contextmanager

@@ -1,0 +1,156 @@
+"""Private APIs of Lightning and DeepSpeed; read in Lightning 2.4 to 2.6 and DeepSpeed 0.16 to 0.19.
+
+No other file of this package uses them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+from torch import nn
+
+
+class LauncherHook:
+    """Base class of strategies that choose their launcher when a Trainer is created.
+
+    Lightning has no argument for a launcher. Place it before Lightning's strategy.
+    """
+
+    _launcher: Any
+
+    def configure_launcher(self) -> None:
+        """Call `set_launcher`, or do nothing."""
+
+    def _configure_launcher(self) -> None:
+        self.configure_launcher()
+
+    def set_launcher(self, launcher: object) -> None:
+        """Set the launcher; None for no launcher."""
+        self._launcher = launcher
+
+
+class ModelSetupHook:
+    """Base class of an `FSDPStrategy` that wraps the model itself.
+
+    Lightning's public `setup` does all its other work, too. Place it before Lightning's strategy.
+    """
+
+    def wrap_model(self, model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Wrap a model with Lightning's function `wrap`."""
+        return wrap(model)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return self.wrap_model(model, super()._setup_model)  # type: ignore[misc]  # Lightning's
+
+
+def get_mesh_shape(strategy: object) -> tuple[int | str, int | str]:
+    """Return the data-parallel and tensor-parallel size that a `ModelParallelStrategy` has.
+
+    Its device mesh does not exist yet.
+    """
+    untyped: Any = strategy
+    return untyped._data_parallel_size, untyped._tensor_parallel_size
+
+
+def set_mesh_shape(strategy: object, shape: tuple[int, int]) -> None:
+    """Set the sizes of `get_mesh_shape`, from which Lightning creates its device mesh."""
+    untyped: Any = strategy
+    untyped._data_parallel_size, untyped._tensor_parallel_size = shape
+
+
+def get_cluster_environment(trainer: object) -> object:
+    """Return the cluster environment that the user passed to the Trainer, or None.
+
+    `Trainer.strategy.cluster_environment` may also be Lightning's choice.
+    """
+    environment: object = cast("Any", trainer)._accelerator_connector._cluster_environment_flag
+    return environment
+
+
+def make_precision_plugin(trainer: object) -> Any:
+    """Create the precision plugin for the Trainer's arguments and this process's devices."""
+    return cast("Any", trainer)._accelerator_connector._check_and_init_precision()
+
+
+def get_trainer(module: object) -> Any:
+    """Return the Trainer of a module, or None. `module.trainer` raises if there is none."""
+    return None if module is None else cast("Any", module)._trainer
+
+
+def stops_before_training(callback: object) -> bool:
+    """Return whether a callback belongs to Lightning's `Tuner` and ends `fit` before training.
+
+    False if Lightning's callbacks do not have the attribute.
+    """
+    return bool(getattr(callback, "_early_exit", False))
+
+
+def mark_step_as_saved(model_checkpoint: object, step: int) -> None:
+    """Record in a `ModelCheckpoint` that it has saved a step, which `state_dict()` omits."""
+    cast("Any", model_checkpoint)._last_global_step_saved = step
+
+
+def get_process_group_settings(strategy: object) -> tuple[str | None, timedelta | None]:
+    """Return the backend and the timeout that the user passed to a strategy.
+
+    None for settings that the strategy does not have. `process_group_backend` may also be
+    Lightning's choice.
+    """
+    return getattr(strategy, "_process_group_backend", None), getattr(strategy, "_timeout", None)
+
+
+def has_full_state_dict(fsdp_strategy: object) -> bool:
+    """Return whether an `FSDPStrategy` has `state_dict_type="full"`."""
+    return bool(cast("Any", fsdp_strategy)._state_dict_type == "full")
+
+
+@contextmanager
+def load_universal_checkpoints(deepspeed_engine: object) -> Iterator[None]:
+    """Make an engine load universal checkpoints in the `with` block.
+
+    Otherwise, this is set in DeepSpeed's configuration at the start, for all checkpoints.
+    """
+    config = cast("Any", deepspeed_engine)._config
+    config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        config.load_universal_checkpoint = False
+
+
+def reset_deepspeed_state() -> None:
+    """Reset the state that DeepSpeed keeps in its modules. It has no public function for this.
+
+    It consists of process groups and of ZeRO 3 counters. Workers that are reused and workers that
+    are new must have the same counters in the next attempt.
+    """
+    import deepspeed.comm.comm
+    import deepspeed.utils.groups
+
+    deepspeed.comm.comm.cdb = None
+    importlib.reload(deepspeed.utils.groups)
+    deepspeed.zero.Init.param_id = 0
+    get_deepspeed_module_count()[0] = 0
+
+
+def get_deepspeed_module_count() -> list[int]:
+    """Return the list in which DeepSpeed counts modules: a default argument.
+
+    Raises:
+        RuntimeError: This version of DeepSpeed does not have the argument.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    defaults: Any = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    if not defaults or not isinstance(defaults[0], list):
+        raise RuntimeError(
+            f"Drawbar cannot reset the state of DeepSpeed {deepspeed.__version__} for the next "
+            "attempt. Install deepspeed<=0.19."
+        )
+    count: list[int] = defaults[0]
+    return count

@@ -1,0 +1,107 @@
+"""Private APIs of Lightning and DeepSpeed: each test fails when one of them changes.
+
+`test_errors.py` and the integration tests of this directory use the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.plugins.environments import (  # type: ignore[attr-defined]  # public
+    LightningEnvironment,
+)
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
+
+from drawbar.lightning import _compat
+
+
+@pytest.fixture
+def trainer() -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+
+
+def test_cluster_environment_is_the_one_of_the_user(trainer: L.Trainer) -> None:
+    assert _compat.get_cluster_environment(trainer) is None
+    environment = LightningEnvironment()
+    options: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    with_environment = L.Trainer(plugins=[environment], **options)
+    assert _compat.get_cluster_environment(with_environment) is environment
+
+
+def test_precision_plugin_is_made_anew(trainer: L.Trainer) -> None:
+    plugin = _compat.make_precision_plugin(trainer)
+    assert type(plugin) is type(trainer.precision_plugin)
+
+
+def test_module_has_trainer_or_none(trainer: L.Trainer) -> None:
+    module = L.LightningModule()
+    assert _compat.get_trainer(module) is None
+    module.trainer = trainer
+    assert _compat.get_trainer(module) is trainer
+
+
+def test_callbacks_of_tuner_stop_before_training() -> None:
+    assert not _compat.stops_before_training(ModelCheckpoint())
+    for kind in (BatchSizeFinder, LearningRateFinder):
+        assert "self._early_exit" in inspect.getsource(kind)
+
+
+def test_model_checkpoint_has_last_saved_step() -> None:
+    callback = ModelCheckpoint()
+    assert "_last_global_step_saved" in vars(callback)
+    _compat.mark_step_as_saved(callback, 3)
+    assert vars(callback)["_last_global_step_saved"] == 3
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy, ModelParallelStrategy])
+def test_process_group_settings_are_those_of_the_user(kind: Any) -> None:
+    options: Any = {"process_group_backend": "gloo", "timeout": timedelta(seconds=9)}
+    settings = _compat.get_process_group_settings(kind(**options))
+    assert settings == ("gloo", timedelta(seconds=9))
+
+
+def test_fsdp_strategy_has_state_dict_type_and_model_setup() -> None:
+    assert _compat.has_full_state_dict(FSDPStrategy(state_dict_type="full"))
+    assert not _compat.has_full_state_dict(FSDPStrategy(state_dict_type="sharded"))
+    assert "self._setup_model(" in inspect.getsource(FSDPStrategy.setup)
+
+
+def test_model_parallel_strategy_has_mesh_shape() -> None:
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size="auto")
+    assert _compat.get_mesh_shape(strategy) == (1, "auto")
+    _compat.set_mesh_shape(strategy, (1, 2))
+    assert _compat.get_mesh_shape(strategy) == (1, 2)
+
+
+def test_strategies_have_launcher() -> None:
+    assert "return self._launcher" in inspect.getsource(Strategy)
+    assert "_configure_launcher" in vars(DDPStrategy)
+
+
+def test_deepspeed_counts_modules_in_default_argument() -> None:
+    count = _compat.get_deepspeed_module_count()
+    count[0] = 5
+    deepspeed.zero.Init.param_id = 5
+    _compat.reset_deepspeed_state()
+    assert (count[0], deepspeed.zero.Init.param_id) == (0, 0)
+
+
+def test_deepspeed_engine_has_config() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    assert "self._config" in inspect.getsource(DeepSpeedEngine)
+    assert "self.load_universal_checkpoint" in inspect.getsource(DeepSpeedConfig)
