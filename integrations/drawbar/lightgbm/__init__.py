@@ -6,12 +6,11 @@ handles itself: `get_network_params`, `GlobalEvaluation`, and `normalize_pandas_
 
 from drawbar._boosting import allreduce_metric
 from drawbar.lightgbm._backend import LightGBMBackend, LightGBMConfig, get_network_params
-from drawbar.lightgbm._checkpoint import LightGBMCheckpoint
 from drawbar.lightgbm._estimators import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
 from drawbar.lightgbm._evaluation import GlobalEvaluation
 from drawbar.lightgbm._pandas import normalize_pandas_for_lightgbm
 from drawbar.lightgbm._predict import predict
-from drawbar.lightgbm._report_callback import RayTrainReportCallback
+from drawbar.lightgbm._report_callback import LightGBMCheckpoint, RayTrainReportCallback
 from drawbar.lightgbm._train import train
 from drawbar.lightgbm._trainer import LightGBMTrainer
 from drawbar.train.backend import set_public_module

@@ -1,8 +1,7 @@
 """LightGBM C API functions that its Python package does not wrap.
 
 The C API (https://github.com/microsoft/LightGBM/blob/master/include/LightGBM/c_api.h) is stable and
-public. From the Python package, only the loaded library and its error check are used. All uses of
-either are in this module.
+public. All its uses are in this module. `_compat.py` has the access to the loaded library.
 """
 
 from __future__ import annotations
@@ -16,15 +15,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from lightgbm import Booster, Dataset, basic
-from lightgbm.basic import _param_dict_to_str, _safe_call
+from lightgbm import Booster, Dataset
 
+from drawbar.lightgbm._compat import (
+    LIBRARY,
+    check_error,
+    export_to_arrow_c,
+    format_parameters,
+    get_handle,
+    make_dataset,
+)
 from drawbar.lightgbm._parameters import get_parameter
 
 Columns = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
-
-_LIB: Any = basic._LIB  # type: ignore[attr-defined]  # not in the type stubs
 
 _ZERO = 1e-35  # values up to this are zero for LightGBM and omitted from a sampled column
 _ARROW_ARRAY_BYTES, _ARROW_SCHEMA_BYTES = 80, 72  # sizes of Arrow's C structures on 64 bits
@@ -43,8 +47,8 @@ def init_network(machines: Sequence[str], port: int, timeout_minutes: int) -> No
     Raises:
         LightGBMError: The port is in use, or a rank cannot be reached.
     """
-    _safe_call(
-        _LIB.LGBM_NetworkInit(
+    check_error(
+        LIBRARY.LGBM_NetworkInit(
             ",".join(machines).encode(),
             ctypes.c_int(port),
             ctypes.c_int(timeout_minutes),
@@ -55,7 +59,7 @@ def init_network(machines: Sequence[str], port: int, timeout_minutes: int) -> No
 
 def free_network() -> None:
     """Close this thread's connections, if there are any."""
-    _safe_call(_LIB.LGBM_NetworkFree())
+    check_error(LIBRARY.LGBM_NetworkFree())
 
 
 def compute_bins(sample: Columns, rows: int, params: Mapping[str, object]) -> bytes:
@@ -76,8 +80,8 @@ def compute_bins(sample: Columns, rows: int, params: Mapping[str, object]) -> by
     columns, indices = zip(*sampled, strict=True)
     lengths = np.array([len(column) for column in columns], dtype=np.int32)
     handle = ctypes.c_void_p()
-    _safe_call(
-        _LIB.LGBM_DatasetCreateFromSampledColumn(
+    check_error(
+        LIBRARY.LGBM_DatasetCreateFromSampledColumn(
             _pointers(columns, ctypes.c_double),
             _pointers(indices, ctypes.c_int32),
             ctypes.c_int32(len(columns)),
@@ -85,14 +89,14 @@ def compute_bins(sample: Columns, rows: int, params: Mapping[str, object]) -> by
             ctypes.c_int32(sample.shape[1]),
             ctypes.c_int32(sample.shape[1]),
             ctypes.c_int64(rows),
-            _param_dict_to_str(dict(params)).encode(),
+            format_parameters(dict(params)).encode(),
             ctypes.byref(handle),
         )
     )
     try:
         return _serialize_reference(handle)
     finally:
-        _safe_call(_LIB.LGBM_DatasetFree(handle))
+        check_error(LIBRARY.LGBM_DatasetFree(handle))
 
 
 def _nonzero_values(column: Columns, all_rows: Int32Array) -> tuple[Columns, Int32Array]:
@@ -121,15 +125,15 @@ def create_dataset(
         batches: Rows, at least one batch. They are not copied.
         params: Dataset parameters.
     """
-    text = _param_dict_to_str(dict(params)).encode()
+    text = format_parameters(dict(params)).encode()
     chunks = ctypes.create_string_buffer(_ARROW_ARRAY_BYTES * len(batches))
     for number, batch in enumerate(batches):
-        batch._export_to_c(ctypes.addressof(chunks) + _ARROW_ARRAY_BYTES * number)
+        export_to_arrow_c(batch, ctypes.addressof(chunks) + _ARROW_ARRAY_BYTES * number)
     schema = ctypes.create_string_buffer(_ARROW_SCHEMA_BYTES)
-    batches[0].schema._export_to_c(ctypes.addressof(schema))
+    export_to_arrow_c(batches[0].schema, ctypes.addressof(schema))
     bins, handle = ctypes.c_void_p(), ctypes.c_void_p()
-    _safe_call(
-        _LIB.LGBM_DatasetCreateFromSerializedReference(
+    check_error(
+        LIBRARY.LGBM_DatasetCreateFromSerializedReference(
             reference,
             ctypes.c_int32(len(reference)),
             # One row, which is never filled: only the bins are used.
@@ -140,21 +144,19 @@ def create_dataset(
         )
     )
     try:
-        _safe_call(
-            _LIB.LGBM_DatasetCreateFromArrow(
+        check_error(
+            LIBRARY.LGBM_DatasetCreateFromArrow(
                 ctypes.c_int64(len(batches)), chunks, schema, text, bins, ctypes.byref(handle)
             )
         )
     finally:
-        _safe_call(_LIB.LGBM_DatasetFree(bins))
-    dataset = Dataset(None, params=dict(params))
-    dataset._handle = handle
-    return dataset.set_feature_name(batches[0].schema.names)
+        check_error(LIBRARY.LGBM_DatasetFree(bins))
+    return make_dataset(handle, dict(params)).set_feature_name(batches[0].schema.names)
 
 
 def prepend_trees(booster: Booster, earlier: Booster) -> None:
     """Insert the trees of an earlier booster into a booster that has no trees yet."""
-    _safe_call(_LIB.LGBM_BoosterMerge(booster._handle, earlier._handle))
+    check_error(LIBRARY.LGBM_BoosterMerge(get_handle(booster), get_handle(earlier)))
 
 
 def current_predictions(booster: Booster, data_index: int) -> npt.NDArray[np.float64]:
@@ -166,17 +168,19 @@ def current_predictions(booster: Booster, data_index: int) -> npt.NDArray[np.flo
     """
     length = ctypes.c_int64()
     index = ctypes.c_int(data_index)
-    _safe_call(_LIB.LGBM_BoosterGetNumPredict(booster._handle, index, ctypes.byref(length)))
+    check_error(LIBRARY.LGBM_BoosterGetNumPredict(get_handle(booster), index, ctypes.byref(length)))
     values = np.empty(length.value, dtype=np.float64)
     pointer = values.ctypes.data_as(ctypes.POINTER(ctypes.c_double))
-    _safe_call(_LIB.LGBM_BoosterGetPredict(booster._handle, index, ctypes.byref(length), pointer))
+    check_error(
+        LIBRARY.LGBM_BoosterGetPredict(get_handle(booster), index, ctypes.byref(length), pointer)
+    )
     return values
 
 
 def _serialize_reference(handle: ctypes.c_void_p) -> bytes:
     buffer, length = ctypes.c_void_p(), ctypes.c_int32()
-    _safe_call(
-        _LIB.LGBM_DatasetSerializeReferenceToBinary(
+    check_error(
+        LIBRARY.LGBM_DatasetSerializeReferenceToBinary(
             handle, ctypes.byref(buffer), ctypes.byref(length)
         )
     )
@@ -186,12 +190,12 @@ def _serialize_reference(handle: ctypes.c_void_p) -> bytes:
     try:
         list(map(_BYTE_AT, repeat(buffer), numbers, range(start, start + length.value)))
     finally:
-        _safe_call(_LIB.LGBM_ByteBufferFree(buffer))
+        check_error(LIBRARY.LGBM_ByteBufferFree(buffer))
     return content.raw
 
 
 _BYTE_AT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)(
-    ("LGBM_ByteBufferGetAt", _LIB)
+    ("LGBM_ByteBufferGetAt", LIBRARY)
 )
 """A separate function object, because the types of the shared one belong to LightGBM's package. Its
 only error is an index that is out of range, so the result is not checked."""

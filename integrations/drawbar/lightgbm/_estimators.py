@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from lightgbm import Booster, LGBMClassifier, LGBMModel, LGBMRanker, LGBMRegressor
-from lightgbm.sklearn import _EvalFunctionWrapper
 
 from drawbar._boosting import (
     BoostingProgress,
@@ -30,6 +29,12 @@ from drawbar._boosting import (
     single_output_data,
     unique_labels,
 )
+from drawbar.lightgbm._compat import (
+    EstimatorHooks,
+    EvalFunctionWrapper,
+    check_sample_weight,
+    get_class_numbers,
+)
 from drawbar.lightgbm._parameters import find_alias, get_parameter
 from drawbar.lightgbm._predict import predict_rows
 from drawbar.lightgbm._report_callback import RayTrainReportCallback
@@ -40,15 +45,16 @@ InitialModel: TypeAlias = Booster | LGBMModel | str | Path
 """Model to continue from; a str is a path, too."""
 
 
-class _RayLGBMModel(RayEstimator, LGBMModel):
+class _RayLGBMModel(RayEstimator, EstimatorHooks):
     """`LGBMModel` whose `fit` trains on workers.
 
     In the method resolution order, it comes after LightGBM's estimator, whose `fit` (which encodes
     classes) calls this one.
     """
 
-    def _process_params(self, stage: str) -> dict[str, object]:
-        params = drop_drawbar_parameters(super()._process_params(stage))
+    def filter_params(self, params: dict[str, Any], stage: str) -> dict[str, Any]:
+        """Drop Drawbar's parameters and set the threads of a worker."""
+        params = drop_drawbar_parameters(params)
         if stage == "fit":
             threads = get_parameter(self.get_params(), "num_threads", -1)
             params["num_threads"] = max(threads, 0)  # 0: the worker's number of CPUs
@@ -77,7 +83,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         eval_y: ColumnData = None,
     ) -> Self:
         """Fit like `LGBMModel.fit`, on workers."""
-        params = self._process_params("fit")
+        params = self.process_params()
         rounds = {"early_stopping_rounds": _pop_parameter(params, "early_stopping_round")}
         custom = _add_metrics(params, eval_metric)
         original_X, (X, sample_weight) = X, self._validate_inputs(X, y, sample_weight)
@@ -125,7 +131,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             init_model=init_model,
             **rounds,
         )
-        self._set_fitted_attributes(
+        self._set_results(
             booster, progress, {"train": "training", **dict(datasets)}, has_names=has_names
         )
         return self
@@ -160,7 +166,7 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
             booster = RayTrainReportCallback.get_model(result.checkpoint)
             return booster, BoostingProgress.load(result.checkpoint) or BoostingProgress()
 
-    def _set_fitted_attributes(
+    def _set_results(
         self,
         booster: Booster,
         progress: BoostingProgress,
@@ -169,24 +175,13 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         has_names: bool,
     ) -> None:
         """Set the attributes that LightGBM's estimator sets after training."""
-        self._Booster = booster
-        last = (
+        last_round = (
             booster.best_iteration - 1 - progress.first_recorded_round
             if booster.best_iteration > 0
             else -1
         )
-        self._n_features = self.n_features_in_ = booster.num_feature()
-        self._fitted_with_feature_names = has_names
-        self._evals_result = {
-            display_names[name]: values for name, values in progress.history.items()
-        }
-        self._best_iteration = max(booster.best_iteration, 0)
-        self._best_score = {
-            data: {metric: values[last] for metric, values in by_metric.items()}
-            for data, by_metric in self._evals_result.items()
-        }
-        booster.best_score = self._best_score
-        self.fitted_ = True
+        history = {display_names[name]: values for name, values in progress.history.items()}
+        self.set_fitted_attributes(booster, history, last_round=last_round, has_names=has_names)
 
     def _validate_inputs(
         self, X: FeatureData, y: ColumnData, weight: ColumnData
@@ -197,25 +192,24 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         if hasattr(X, "columns"):
             self.n_features_in_ = len(X.columns)
             return X, weight
-        from sklearn.utils.validation import _check_sample_weight, validate_data
+        from sklearn.utils.validation import validate_data
 
         X, _ = validate_data(
             self, X, y, accept_sparse=True, ensure_all_finite=False, ensure_min_samples=2
         )
-        return X, None if weight is None else _check_sample_weight(weight, X)
+        return X, None if weight is None else check_sample_weight(weight, X)
 
     def _sample_weights(self, X: FeatureData, y: ColumnData, weight: ColumnData) -> ColumnData:
         """Return the weights of rows, multiplied by the weights of their classes."""
-        if self._class_weight is None:
-            self._class_weight = self.class_weight
-        if self._class_weight is None:
+        class_weight = self.get_class_weight()
+        if class_weight is None:
             return weight
         if isinstance(X, EncodedDataset):
             raise ValueError(
-                f"class_weight={self._class_weight!r} needs the labels in memory. For a Ray "
+                f"class_weight={class_weight!r} needs the labels in memory. For a Ray "
                 "Dataset, add a column with the weights and pass its name as sample_weight."
             )
-        return _with_class_weights(weight, self._class_weight, y)
+        return _with_class_weights(weight, class_weight, y)
 
     def _eval_weights(
         self, weights: object, class_weights: object, label: ColumnData, number: int
@@ -223,8 +217,8 @@ class _RayLGBMModel(RayEstimator, LGBMModel):
         weight, by_class = _get_item(weights, number), _get_item(class_weights, number)
         if by_class is None:
             return weight
-        if isinstance(by_class, dict) and self._class_map is not None:
-            by_class = {self._class_map[name]: value for name, value in by_class.items()}
+        if isinstance(by_class, dict) and (numbers := get_class_numbers(self)) is not None:
+            by_class = {numbers[name]: value for name, value in by_class.items()}
         return _with_class_weights(weight, by_class, label)
 
     def predict(self, X: FeatureData, *args: Any, **options: Any) -> Any:
@@ -406,7 +400,7 @@ def _add_metrics(params: dict[str, object], eval_metric: object) -> list[object]
     defaults = params["metric"] if isinstance(params["metric"], list) else [params["metric"]]
     built_in = [metric for metric in metrics if isinstance(metric, str) and metric not in defaults]
     params["metric"] = [*built_in, *(metric for metric in defaults if metric is not None)]
-    return [_EvalFunctionWrapper(metric) for metric in metrics if callable(metric)]
+    return [EvalFunctionWrapper(metric) for metric in metrics if callable(metric)]
 
 
 def _with_class_weights(weight: ColumnData, by_class: object, label: ColumnData) -> ColumnData:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightgbm.basic import _ConfigAliases
-
 from drawbar._boosting import Shard, validate_labels, warn_oversubscribed_threads
+from drawbar.lightgbm._compat import ConfigAliases
 from drawbar.train import ScalingConfig
 
 _RESERVED = (
@@ -28,8 +27,8 @@ _TRAINER_ARGUMENTS = {
 """Parameters that are arguments of the trainer."""
 
 PARAMETER_ALIASES = {
-    "num_boost_round": tuple(_ConfigAliases.get("num_iterations")),
-    "early_stopping_rounds": tuple(_ConfigAliases.get("early_stopping_round")),
+    "num_boost_round": tuple(ConfigAliases.get("num_iterations")),
+    "early_stopping_rounds": tuple(ConfigAliases.get("early_stopping_round")),
 }
 """Arguments of the trainer and their aliases in LightGBM's parameters."""
 
@@ -69,7 +68,7 @@ def find_alias(params: Mapping[str, object], name: str) -> str | None:
 
     A value of None counts as not set, as in LightGBM.
     """
-    aliases = _ConfigAliases.get_sorted(name)
+    aliases = ConfigAliases.get_sorted(name)
     return next((alias for alias in aliases if params.get(alias) is not None), None)
 
 
@@ -81,7 +80,7 @@ def get_parameter(params: Mapping[str, object], name: str, default: object = Non
 
 def drop_parameters(params: Mapping[str, object], *names: str) -> dict[str, object]:
     """Return the parameters without some of them, under any alias."""
-    dropped = {alias for name in names for alias in _ConfigAliases.get(name)}
+    dropped = {alias for name in names for alias in ConfigAliases.get(name)}
     return {name: value for name, value in params.items() if name not in dropped}
 
 

@@ -1,4 +1,4 @@
-"""RayTrainReportCallback: report boosting rounds and save the booster."""
+"""Report boosting rounds, save the booster, and load it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lightgbm import Booster
 from lightgbm.callback import CallbackEnv
 
 from drawbar._boosting import (
+    BoosterCheckpoint,
     BoostingProgress,
     EvaluationHistory,
     MetricSelection,
@@ -138,3 +139,29 @@ class RayTrainReportCallback:
         if progress is not None:
             booster.best_iteration = progress.details.get("best_iteration", -1)
         return booster
+
+
+class LightGBMCheckpoint(BoosterCheckpoint[Booster]):
+    """Checkpoint with one booster, as saved by `RayTrainReportCallback`.
+
+    Args:
+        path: Directory or URI of the checkpoint.
+        filesystem: Filesystem of `path`. Default: derived from the path.
+
+    Example:
+        ```python
+        checkpoint = LightGBMCheckpoint.from_model(booster)
+        drawbar.train.report({"error": error}, checkpoint=checkpoint)
+        booster = LightGBMCheckpoint(result.checkpoint.path).get_model()
+        ```
+    """
+
+    MODEL_FILENAME = RayTrainReportCallback.CHECKPOINT_NAME
+
+    def get_model(self) -> Booster:
+        """Load the booster.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no model file.
+        """
+        return RayTrainReportCallback.get_model(self, self.MODEL_FILENAME)

@@ -3,10 +3,9 @@
 from drawbar._boosting import allreduce_metric
 from drawbar.train.backend import set_public_module
 from drawbar.xgboost._backend import XGBoostBackend, XGBoostConfig
-from drawbar.xgboost._checkpoint import XGBoostCheckpoint
 from drawbar.xgboost._estimators import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
 from drawbar.xgboost._predict import predict
-from drawbar.xgboost._report_callback import RayTrainReportCallback
+from drawbar.xgboost._report_callback import RayTrainReportCallback, XGBoostCheckpoint
 from drawbar.xgboost._train import train
 from drawbar.xgboost._trainer import XGBoostTrainer
 

@@ -12,7 +12,6 @@ without a tracker would retry for ten seconds and could not be reused for the ne
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -36,8 +35,10 @@ try:
 except ImportError as error:
     raise make_import_error("xgboost", extra="xgboost") from error
 
-from xgboost.core import _LIB, XGBoostError, _log_callback
+from xgboost.core import XGBoostError
 from xgboost.tracker import RabitTracker
+
+from drawbar.xgboost._compat import filter_log
 
 _tracker_args: dict[str, Any] = {}
 """Address of the tracker, as arguments of this worker's communicator."""
@@ -122,23 +123,9 @@ class XGBoostBackend(Backend):
                 tracker.free()
 
 
-@contextlib.contextmanager
-def _without_rank_message() -> Iterator[None]:
-    """Drop the line "Task 00000000 got rank 0" that XGBoost logs at any verbosity.
-
-    Other messages are logged as usual.
-    """
-
-    def log(message: bytes) -> None:
-        if not _RANK_MESSAGE.search(message):
-            _log_callback(message)
-
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(log)
-    _LIB.XGBRegisterLogCallback(callback)  # for this thread
-    try:
-        yield
-    finally:
-        _LIB.XGBRegisterLogCallback(_LIB.callback)  # the one that `import xgboost` registers
+def _is_not_rank_message(message: bytes) -> bool:
+    """Return False for "Task 00000000 got rank 0", which XGBoost logs at any verbosity."""
+    return not _RANK_MESSAGE.search(message)
 
 
 def _set_tracker_args(arguments: Mapping[str, object]) -> None:
@@ -157,7 +144,7 @@ def _communicator(config: XGBoostConfig) -> Iterator[None]:
     communicator = collective.CommunicatorContext(
         **_tracker_args, dmlc_task_id=task, dmlc_timeout=math.ceil(config.timeout_s)
     )
-    with _without_rank_message():
+    with filter_log(_is_not_rank_message):
         communicator.__enter__()
     try:
         yield

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 from xgboost import Booster, XGBClassifier, XGBModel, XGBRanker, XGBRegressor
-from xgboost.sklearn import _get_qid, _objective_decorator
 
 from drawbar._boosting import (
     BoostingProgress,
@@ -26,6 +25,12 @@ from drawbar._boosting import (
     unique_labels,
 )
 from drawbar.train import Checkpoint
+from drawbar.xgboost._compat import (
+    configure_fit,
+    set_fitted_attributes,
+    split_qid,
+    wrap_objective,
+)
 from drawbar.xgboost._predict import predict_with_estimator
 from drawbar.xgboost._report_callback import RayTrainReportCallback
 from drawbar.xgboost._trainer import XGBoostTrainer
@@ -90,9 +95,7 @@ class _RayXGBModel(RayEstimator):
         self, rows: Sequence[UserData], model: InitialModel | None, feature_weights: object
     ) -> Self:
         """Train and set the attributes that XGBoost's estimator sets after training."""
-        model, metric, params, weights = self._configure_fit(  # type: ignore[attr-defined]  # XGBModel's
-            model, self._params(), feature_weights
-        )
+        model, metric, params, weights = configure_fit(self, model, self._params(), feature_weights)
         if weights is not None:
             params["feature_weights"] = np.asarray(weights, dtype=np.float32).tolist()
         training = rows[0].features
@@ -117,7 +120,7 @@ class _RayXGBModel(RayEstimator):
                 num_boost_round=self.get_num_boosting_rounds(),  # type: ignore[attr-defined]  # XGBModel's
                 early_stopping_rounds=self.early_stopping_rounds,
                 callbacks=[RayTrainReportCallback(), *(self.callbacks or ())],
-                obj=_objective_decorator(objective) if callable(objective) else None,
+                obj=wrap_objective(objective) if callable(objective) else None,
                 custom_metric=metric,
                 resume_from_checkpoint=_initial_checkpoint(model, Path(directory)),
                 **rows[0].role_arguments(),
@@ -129,9 +132,8 @@ class _RayXGBModel(RayEstimator):
         if not has_names:
             booster.feature_names = None
             booster.feature_types = self.feature_types if categorical else None
-        self._Booster = booster
         history = {name: values for name, values in progress.history.items() if name != "train"}
-        self._set_evaluation_result(history)  # type: ignore[attr-defined]  # XGBModel's
+        set_fitted_attributes(self, booster, history)
         return self
 
     def _params(self) -> dict[str, object]:
@@ -311,7 +313,7 @@ class RayXGBRanker(_RayXGBModel, XGBRanker):
         value in each row of the query.
         """
         if not is_ray_dataset(X):
-            X, qid = _get_qid(X, qid)
+            X, qid = split_qid(X, qid)
         if group is None and qid is None:
             raise ValueError(
                 "Ranking needs the query of each row. Pass group or qid, and for eval_set "

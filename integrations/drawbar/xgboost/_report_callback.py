@@ -1,4 +1,4 @@
-"""RayTrainReportCallback: report boosting rounds and save the booster."""
+"""Report boosting rounds, save the booster, and load it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
 from drawbar._boosting import (
+    BoosterCheckpoint,
     BoostingProgress,
     EvaluationHistory,
     MetricSelection,
@@ -116,3 +117,29 @@ class RayTrainReportCallback(TrainingCallback):
             return BoostingProgress(), None
         progress = BoostingProgress.load(checkpoint)
         return progress or BoostingProgress(booster.num_boosted_rounds()), booster
+
+
+class XGBoostCheckpoint(BoosterCheckpoint[Booster]):
+    """Checkpoint with one booster, as saved by `RayTrainReportCallback`.
+
+    Args:
+        path: Directory or URI of the checkpoint.
+        filesystem: Filesystem of `path`. Default: derived from the path.
+
+    Example:
+        ```python
+        checkpoint = XGBoostCheckpoint.from_model(booster)
+        drawbar.train.report({"error": error}, checkpoint=checkpoint)
+        booster = XGBoostCheckpoint(result.checkpoint.path).get_model()
+        ```
+    """
+
+    MODEL_FILENAME = RayTrainReportCallback.CHECKPOINT_NAME
+
+    def get_model(self) -> Booster:
+        """Load the booster.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no model file.
+        """
+        return RayTrainReportCallback.get_model(self, self.MODEL_FILENAME)
