@@ -1,8 +1,7 @@
 """JAX training on Ray, with one global mesh over all workers."""
 
 from drawbar.jax._backend import JaxBackend, JaxConfig
-from drawbar.jax._loop import load_state
-from drawbar.jax._report import report_state
+from drawbar.jax._state import load_state, report_state
 from drawbar.jax._trainer import JaxTrainer
 from drawbar.train.backend import set_public_module
 
