@@ -1,5 +1,6 @@
 """Tests of drawbar.train._history.ranking."""
 
+import random
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 
 from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._history.ranking import (
+    SurplusQueue,
     describe_missing_scores,
     get_score,
     rank_checkpoints,
@@ -133,6 +135,41 @@ def test_select_surplus_ignores_pending_validations(
         for manifest in by_index(loss=losses)
     ]
     assert [c.index for c in select_surplus(checkpoints, config)] == deleted
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_surplus_queue_selects_the_same_as_a_sort(seed: int) -> None:
+    generator = random.Random(seed)
+    config = CheckpointConfig(
+        num_to_keep=generator.randint(1, 5),
+        checkpoint_score_attribute=generator.choice([None, "loss"]),
+        checkpoint_score_order=generator.choice(["min", "max"]),
+    )
+    queue, checkpoints = SurplusQueue(config), dict[str, Manifest]()
+    for index in range(100):
+        metrics = {"loss": generator.randint(0, 3)} if generator.random() < 0.5 else {}
+        manifest = _checkpoint(f"c{index}", index, metrics)
+        if generator.random() < 0.3:
+            manifest = msgspec.structs.replace(manifest, validation=Validation())
+        changed = [manifest]
+        for earlier in checkpoints.values():
+            if earlier.validation is not None and generator.random() < 0.3:  # it is validated
+                changed.append(msgspec.structs.replace(earlier, validation=None))
+        for manifest in changed:
+            checkpoints[manifest.name] = manifest
+            queue.add(manifest)
+        if generator.random() < 0.1:
+            discarded = generator.choice(list(checkpoints)[:-1] or ["unknown"])
+            checkpoints.pop(discarded, None)
+            queue.remove(discarded)
+        settled = [checkpoint for checkpoint in checkpoints.values() if not checkpoint.validation]
+        expected = [c.name for c in rank_checkpoints(settled, config)[: -(config.num_to_keep or 0)]]
+        if config.checkpoint_score_attribute and not any(c.metrics for c in settled):
+            expected = []
+        expected = [name for name in expected if name != f"c{index}"]
+        assert queue.pop_surplus(f"c{index}") == expected
+        for name in expected:
+            del checkpoints[name]
 
 
 @pytest.mark.parametrize(

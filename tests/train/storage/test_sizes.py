@@ -1,4 +1,4 @@
-"""Tests of drawbar.train._storage.sizes."""
+"""Tests of formatted sizes."""
 
 import pytest
 

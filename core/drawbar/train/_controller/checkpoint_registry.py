@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._controller.background import BackgroundTasks
@@ -49,7 +49,11 @@ class CheckpointRegistry:
         self._emit = emit
         self._background = background
         self._has_warned_unranked = False
-        self._manifests = _index_by_name(self._checkpoints.list_intact())
+        self._set_manifests(self._checkpoints.list_intact())
+
+    def _set_manifests(self, manifests: Sequence[Manifest]) -> None:
+        self._manifests = {manifest.name: manifest for manifest in manifests}
+        self._surplus = ranking.SurplusQueue(self._config, manifests)
 
     def __contains__(self, name: str) -> bool:
         return name in self._manifests
@@ -62,6 +66,7 @@ class CheckpointRegistry:
     def add(self, manifest: Manifest) -> None:
         """Add a checkpoint that was committed."""
         self._manifests[manifest.name] = manifest
+        self._surplus.add(manifest)
 
     @property
     def latest(self) -> Manifest | None:
@@ -100,7 +105,7 @@ class CheckpointRegistry:
         intact, damage = await run_in_daemon_thread(
             split_damaged, self._checkpoints, self.manifests
         )
-        self._manifests = _index_by_name(intact)
+        self._set_manifests(intact)
         for name, reason in damage.items():
             self._emit(CheckpointDeleted(time=time.time(), name=name))
             self._emit(Notice(f"Skipped damaged checkpoint {name}: {reason}"))
@@ -120,7 +125,7 @@ class CheckpointRegistry:
             raise ValueError("the checkpoint was removed because it is damaged")
         validated = manifest.with_validation(validation)
         # Update memory first: retention must use the new score even if the write fails.
-        self._manifests[manifest.name] = validated
+        self.add(validated)
         self._emit(CheckpointValidated.from_manifest(manifest, validation))
         return validated
 
@@ -139,13 +144,14 @@ class CheckpointRegistry:
 
     def apply_retention(self) -> None:
         """Delete the checkpoints that the retention policy does not keep."""
-        manifests = self._manifests.values()
-        unranked = ranking.describe_missing_scores(manifests, self._config)
-        if unranked is not None and not self._has_warned_unranked:
-            self._has_warned_unranked = True
-            self._emit(Notice(f"{unranked} No checkpoint is deleted until one has this score."))
-        for manifest in ranking.select_surplus(manifests, self._config):
-            self._delete(manifest)
+        if not self._has_warned_unranked:
+            unranked = ranking.describe_missing_scores(self._manifests.values(), self._config)
+            if unranked is not None:
+                self._has_warned_unranked = True
+                self._emit(Notice(f"{unranked} No checkpoint is deleted until one has this score."))
+        if self.latest is not None:
+            for name in self._surplus.pop_surplus(self.latest.name):
+                self._delete(self._manifests[name])
 
     def discard(self, name: str) -> None:
         """Delete a checkpoint now, unless a restart or a pending validation needs it."""
@@ -159,6 +165,7 @@ class CheckpointRegistry:
         # Emit before deleting files. A crash in between leaves an extra directory, but never a
         # journal entry for a checkpoint that no longer exists.
         del self._manifests[manifest.name]
+        self._surplus.remove(manifest.name)
         self._emit(CheckpointDeleted(time=time.time(), name=manifest.name))
         self._background.submit(self._delete_files, manifest.name)
 
@@ -167,7 +174,3 @@ class CheckpointRegistry:
         manifest = read_manifest(self._checkpoints.path(name))
         if manifest is None or manifest.name == name:
             self._checkpoints.delete(name)
-
-
-def _index_by_name(manifests: Iterable[Manifest]) -> dict[str, Manifest]:
-    return {manifest.name: manifest for manifest in manifests}

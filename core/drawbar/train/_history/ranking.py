@@ -9,6 +9,7 @@ Pure decisions: the files are deleted elsewhere.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -63,16 +64,77 @@ def rank_checkpoints(checkpoints: Sequence[Manifest], config: CheckpointConfig) 
     without a score are the worst, for both "max" and "min", and the newer one of two equal
     checkpoints is better.
     """
+    return sorted(checkpoints, key=lambda checkpoint: _make_rank_key(checkpoint, config))
 
-    def key(checkpoint: Manifest) -> tuple[bool, float, int]:
-        attribute = config.checkpoint_score_attribute
-        score = None if attribute is None else get_score(checkpoint.metrics, attribute)
-        if score is None:
-            return (False, 0.0, checkpoint.index)
-        higher_is_better = config.checkpoint_score_order == "max"
-        return (True, score if higher_is_better else -score, checkpoint.index)
 
-    return sorted(checkpoints, key=key)
+def _make_rank_key(checkpoint: Manifest, config: CheckpointConfig) -> tuple[bool, float, int]:
+    attribute = config.checkpoint_score_attribute
+    score = None if attribute is None else get_score(checkpoint.metrics, attribute)
+    if score is None:
+        return (False, 0.0, checkpoint.index)
+    higher_is_better = config.checkpoint_score_order == "max"
+    return (True, score if higher_is_better else -score, checkpoint.index)
+
+
+class SurplusQueue:
+    """Checkpoints that are not being validated, worst first.
+
+    An addition, removal, or selection takes O(log n), so that a commit does not take longer the
+    more checkpoints are kept.
+
+    Args:
+        config: Retention policy.
+        checkpoints: Checkpoints to add.
+    """
+
+    def __init__(self, config: CheckpointConfig, checkpoints: Iterable[Manifest] = ()) -> None:
+        self._config = config
+        self._keys: dict[str, tuple[bool, float, int]] = {}
+        self._num_ranked = 0
+        # Entries that differ from `_keys` are outdated.
+        self._heap: list[tuple[tuple[bool, float, int], str]] = []
+        for checkpoint in checkpoints:
+            self.add(checkpoint)
+
+    def add(self, checkpoint: Manifest) -> None:
+        """Add a checkpoint, or update its score after its validation."""
+        self.remove(checkpoint.name)
+        is_pending = checkpoint.status is ReportedCheckpointStatus.PENDING_VALIDATION
+        if self._config.num_to_keep is not None and not is_pending:
+            self._insert(checkpoint.name, _make_rank_key(checkpoint, self._config))
+
+    def _insert(self, name: str, key: tuple[bool, float, int]) -> None:
+        self._keys[name] = key
+        self._num_ranked += key[0]
+        heapq.heappush(self._heap, (key, name))
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, if it is in the queue."""
+        key = self._keys.pop(name, None)
+        self._num_ranked -= key is not None and key[0]
+
+    def pop_surplus(self, newest: str) -> list[str]:
+        """Remove and return the names of the checkpoints to delete, worst first.
+
+        Args:
+            newest: Name of the newest checkpoint, which is always kept.
+        """
+        num_to_keep = self._config.num_to_keep
+        can_rank = self._config.checkpoint_score_attribute is None or self._num_ranked
+        if num_to_keep is None or not can_rank:
+            return []
+        worst = [self._pop_worst() for _ in range(len(self._keys) - num_to_keep)]
+        for key, name in worst:
+            if name == newest:
+                self._insert(name, key)
+        return [name for _, name in worst if name != newest]
+
+    def _pop_worst(self) -> tuple[tuple[bool, float, int], str]:
+        while True:
+            key, name = heapq.heappop(self._heap)
+            if self._keys.get(name) == key:
+                self.remove(name)
+                return key, name
 
 
 def select_surplus(checkpoints: Collection[Manifest], config: CheckpointConfig) -> list[Manifest]:
@@ -81,15 +143,11 @@ def select_surplus(checkpoints: Collection[Manifest], config: CheckpointConfig) 
     Keeps the `num_to_keep` best of the checkpoints that are not being validated, and the newest. If
     the score ranks checkpoints and none of them has it, returns none.
     """
-    # Do not look at each checkpoint if all are kept.
-    if config.num_to_keep is None:
+    if not checkpoints:
         return []
-    settled = list(_exclude_pending(checkpoints))
-    if not settled or not _can_rank(settled, config):
-        return []
-    newest = max(checkpoint.index for checkpoint in checkpoints)
-    surplus = rank_checkpoints(settled, config)[: -config.num_to_keep]
-    return [checkpoint for checkpoint in surplus if checkpoint.index != newest]
+    by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+    newest = max(checkpoints, key=lambda checkpoint: checkpoint.index)
+    return [by_name[name] for name in SurplusQueue(config, checkpoints).pop_surplus(newest.name)]
 
 
 def describe_missing_scores(

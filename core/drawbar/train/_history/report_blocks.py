@@ -80,6 +80,10 @@ class ReportBlock(msgspec.Struct, frozen=True):
             metrics={name: take(values) for name, values in self.metrics.items()},
         )
 
+    def select_last(self) -> ReportBlock:
+        """Return a block with the last report."""
+        return self if len(self) == 1 else self.select(slice(-1, None))
+
     def select_indices(self, first: int, end: float) -> ReportBlock | None:
         """Return the reports with numbers from `first` to before `end`; None if there are none."""
         lowest, highest = self.ends
@@ -193,7 +197,7 @@ class SegmentSummary(msgspec.Struct):
                 ranges.append((first, end))
         last = self.last.get(block.rank)
         if last is None or last.indices[0] < block.indices[-1]:
-            self.last[block.rank] = block.select(slice(-1, None))
+            self.last[block.rank] = block.select_last()
 
     def add_each(self, blocks: Iterable[ReportBlock]) -> Iterator[ReportBlock]:
         """Add blocks in the order of their arrival, and yield them."""

@@ -90,8 +90,7 @@ class ReportLog:
         fault_points.maybe_stop_at("reports.written")
         segment.nbytes += len(lines)
         segment.num_reports += len(reports.indices)
-        for block in blocks:
-            self._last[reports.rank] = block.select(slice(-1, None))
+        self._last[reports.rank] = blocks[-1].select_last()
 
     def _get_segment(self, reports: ReportsReceived) -> _OpenSegment:
         segment = self._open
