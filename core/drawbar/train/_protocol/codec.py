@@ -128,13 +128,17 @@ class Codec(Generic[T]):
 
 def _encode_serialized(attachments: list[object] | None, value: object) -> object:
     if isinstance(value, Serialized):
-        return value.to_parts(attachments)
+        body, buffers, references = value.to_parts(attachments)
+        return (body, buffers, references) if buffers or references else body
     raise TypeError(f"{type(value).__qualname__} is not supported")
 
 
 def _decode_serialized(attachments: Sequence[object], expected: type, value: Any) -> object:
     if expected is Serialized:
-        return Serialized.from_parts(msgspec.convert(value, SerializedParts), attachments)
+        if type(value) is bytes:  # fast, because a result of `all_gather` has one from each rank
+            return Serialized(value)
+        parts = (value, (), ()) if type(value) is int else msgspec.convert(value, SerializedParts)
+        return Serialized.from_parts(parts, attachments)
     return value  # a field of type `object`
 
 
