@@ -67,6 +67,10 @@ class DatasetShard:
         position: Position at which the first epoch starts.
         unread_source: Rows of the first epoch; None for the complete shard.
         keep_alive: Objects that must stay alive while `unread_source` is read.
+
+    Attributes:
+        spec: Description of the shard.
+        start_position: Position at which the current epoch started.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class DatasetShard:
         self._source = source
         self._unread_source = unread_source
         self._keep_alive = keep_alive
-        self._start_position = position or RowPosition()
+        self.start_position = position or RowPosition()
         self._shuffle: LocalShuffle | None = None
         self._num_rows_read = 0
         self._iteration = 0
@@ -101,10 +105,6 @@ class DatasetShard:
     def __bool__(self) -> bool:
         return True
 
-    def is_restarted_from(self, position: RowPosition) -> bool:
-        """Return whether rows read before `position` are read again, in a restarted epoch."""
-        return len(self._start_position.discarded) > len(position.discarded)
-
     @property
     def split_coordinators(self) -> list[Any]:
         """Ray Data's actors that distribute the rows, if the dataset is split by streaming."""
@@ -114,7 +114,7 @@ class DatasetShard:
 
     def encode_position(self) -> dict[str, object]:
         """Return the position after the rows that the user has received."""
-        return self._start_position.advance(
+        return self.start_position.advance(
             self.spec.num_shards, self._num_rows_read, self._shuffle
         ).encode()
 
@@ -166,16 +166,9 @@ class DatasetShard:
         reading = replace(
             _IterationOptions.from_call(getattr(self._source, method), options), has_tables=tables
         )
-        return _EpochIterable(partial(self._iterate, method, reading), self._count_items(reading))
-
-    def _count_items(self, reading: _IterationOptions) -> int | None:
-        """Return the number of items of a complete epoch, None if it is unknown."""
-        if not reading.is_batched or self.spec.num_rows is None:
-            return self.spec.num_rows
-        if reading.batch_size is None:
-            return None
-        num_batches, num_rows_left = divmod(self.spec.num_rows, reading.batch_size)
-        return num_batches + (num_rows_left > 0 and not reading.options.get("drop_last", False))
+        return _EpochIterable(
+            partial(self._iterate, method, reading), reading.count_items(self.spec.num_rows)
+        )
 
     def _iterate(self, method: str, reading: _IterationOptions) -> Iterator[Any]:
         source, options = self._start_epoch(reading)
@@ -212,9 +205,9 @@ class DatasetShard:
         options = dict(reading.options)
         if reading.shuffle is not None:
             options |= reading.shuffle.make_iterator_options(
-                self._start_position.epoch, self.spec.shard_index
+                self.start_position.epoch, self.spec.shard_index
             )
-            if is_partial and self._start_position.is_continued_by(
+            if is_partial and self.start_position.is_continued_by(
                 self.spec.num_shards, reading.shuffle
             ):
                 # The unread rows are already in the order of this shuffle.
@@ -222,7 +215,7 @@ class DatasetShard:
         return source, options
 
     def _end_epoch(self, batches: int, *, ended: bool, counts: bool, empty: str) -> None:
-        position = self._start_position
+        position = self.start_position
         if self.on_epoch_end is not None:
             self.on_epoch_end(
                 ShardEpochEnded(
@@ -241,7 +234,7 @@ class DatasetShard:
                     missing_unit=empty,
                 )
             )
-        self._start_position = self._start_position.advance_epoch(
+        self.start_position = self.start_position.advance_epoch(
             was_incomplete=not ended and not self._is_partial_epoch
         )
         self._num_rows_read, self._shuffle = 0, None
@@ -334,6 +327,15 @@ class _IterationOptions:
     def missing_unit(self) -> str:
         """Unit that is missing if an epoch is empty: "row", or "batch" with `drop_last`."""
         return "batch" if self.options.get("drop_last") else "row"
+
+    def count_items(self, num_rows: int | None) -> int | None:
+        """Return the number of items of a complete epoch, None if it is unknown."""
+        if not self.is_batched or num_rows is None:
+            return num_rows
+        if self.batch_size is None:
+            return None
+        num_batches, num_rows_left = divmod(num_rows, self.batch_size)
+        return num_batches + (num_rows_left > 0 and not self.options.get("drop_last", False))
 
     def count_rows(self, item: Any) -> int:
         """Count the rows of one item."""

@@ -277,7 +277,7 @@ def describe_resume(
         part = shard.spec
         if not position.rows_read:
             continue
-        if shard.is_restarted_from(position):
+        if len(shard.start_position.discarded) > len(position.discarded):
             rows = sum(reads.num_workers * reads.rows_per_worker for reads in position.rows_read)
             lines.append(
                 f"datasets[{name!r}]: epoch {position.epoch} restarts from its beginning, and "
