@@ -77,13 +77,9 @@ class DisplayStatus:
 
     def format_line(self) -> str:
         """Return the live line, its most important parts first, since its end may be cut off."""
-        parts = [
-            self.format_activity(),
-            self.redrawn_line,
-            self.format_last_report(),
-            self.last_checkpoint,
-        ]
-        return f"[drawbar {self.format_elapsed()}] " + " | ".join(part for part in parts if part)
+        activity, report = self.format_activity(), self.format_last_report()
+        parts = filter(None, (activity, self.redrawn_line, report, self.last_checkpoint))
+        return f"[drawbar {self.format_elapsed()}] " + " | ".join(parts)
 
 
 def format_metrics(metrics: Mapping[str, object]) -> str:
