@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
+
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.commits import CommitContext
@@ -360,7 +362,7 @@ def _get_end_cause(failure: WorkerFailure) -> AttemptEndCause:
             return "worker"
 
 
-class MessagesReceived(NamedTuple):
+class MessagesReceived(msgspec.Struct, frozen=True):
     """Event: a rank of an attempt has sent messages, or its process has died."""
 
     attempt: Attempt

@@ -256,7 +256,9 @@ class Controller:
             )
         )
         put = self._queue.put
-        self._group.run(assignments, lambda *sent: put(MessagesReceived(attempt, *sent)))
+        self._group.run(
+            assignments, lambda rank, messages: put(MessagesReceived(attempt, rank, messages))
+        )
         return None
 
     def _make_attempt_started(self) -> events.AttemptStarted:
