@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from drawbar.torch import TorchConfig, prepare_data_loader, prepare_model
+from drawbar.torch import TorchConfig, _communication_check, prepare_data_loader, prepare_model
 from drawbar.train import (
     DivergenceError,
     FailureConfig,
@@ -94,17 +94,13 @@ def test_collective_after_return_of_other_rank_raises(fit: Callable[..., Result]
     assert "another rank failed or left its training function" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "module", ["torch.distributed.nn.functional", "torch.distributed.fsdp.sharded_grad_scaler"]
-)
-def test_collective_with_group_in_default_arguments_raises(
-    fit: Callable[..., Result], module: str
-) -> None:
+def test_collective_with_group_in_default_arguments_raises(fit: Callable[..., Result]) -> None:
     """These modules use the group as a default argument if it exists when they are imported."""
 
     def function() -> None:
         collective.barrier()
-        importlib.import_module(module)
+        importlib.import_module("torch.distributed.nn.functional")
+        importlib.import_module("torch.distributed.fsdp.sharded_grad_scaler")
         train_until(boom)
 
     with pytest.raises(WorkerGroupError) as raised:
@@ -112,7 +108,7 @@ def test_collective_with_group_in_default_arguments_raises(
     assert raised.value.failures[0].headline().startswith("rank 1: ValueError: boom")
 
 
-@pytest.mark.alone  # a worker that takes more than a few seconds to stop is not kept
+@pytest.mark.usefixtures("patient_restarts")
 @pytest.mark.parametrize("leave", [boom, kill])
 def test_surviving_worker_joins_new_process_group(
     fit: Callable[..., Result], run_config: RunConfig, leave: Callable[[], None]
@@ -157,17 +153,22 @@ def group_by_hand() -> None:
     dist.barrier(dist.new_group([0, 1]))
 
 
-@pytest.mark.parametrize(
-    ("function", "num_warnings"),
-    [
-        (step_alone, 1),
-        (load_alone, 1),
-        (step_together, 0),
-        (average_by_hand, 0),
-        (group_by_hand, 0),
-        (collective.barrier, 0),
-    ],
-)
+def test_communication_check_counts_every_way_of_communicating(fit: Callable[..., Result]) -> None:
+    ways = [step_alone, load_alone, step_together, average_by_hand, group_by_hand]
+
+    def function() -> list[bool]:
+        counted = []
+        for way in (*ways, collective.barrier):
+            before = _communication_check._communication_counts()
+            way()
+            counted.append(_communication_check._communication_counts() != before)
+        dist.barrier()  # rank 0 has the store: it must not leave while rank 1 still uses it
+        return counted
+
+    assert fit(function, num_workers=2).return_value == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize(("function", "num_warnings"), [(load_alone, 1), (step_together, 0)])
 def test_communication_check_without_collectives_warns_once(
     fit: Callable[..., Result], capfd: pytest.CaptureFixture[str], function: Any, num_warnings: int
 ) -> None:
