@@ -1,4 +1,4 @@
-"""Helpers for runs with `num_workers=0` and for their checkpoints."""
+"""Checkpoints that contain a text."""
 
 from __future__ import annotations
 
@@ -6,26 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from drawbar import train
-from drawbar.train import (
-    Checkpoint,
-    CheckpointUploadMode,
-    DataParallelTrainer,
-    Result,
-    RunConfig,
-    ScalingConfig,
-)
+from drawbar.train import Checkpoint, CheckpointUploadMode
 
 ASYNC = CheckpointUploadMode.ASYNC
-
-
-def fit(function: Any, storage_path: Path, config: Any = None, **run_config: Any) -> Result:
-    return DataParallelTrainer(
-        function,
-        train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=storage_path, **run_config),
-        metadata={"by": "ann"},
-    ).fit()
 
 
 def save(text: str, **options: Any) -> None:

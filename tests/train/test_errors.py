@@ -32,7 +32,7 @@ from drawbar.train import (
     _errors,
 )
 from drawbar.train._worker_failure import FailureKind, sort_root_cause_first
-from tests.train.local_runs import fit
+from tests.train.runs import fit
 
 FAILURE = WorkerFailure(
     rank=1,

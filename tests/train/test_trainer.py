@@ -20,12 +20,12 @@ from drawbar.train import (
     DataConfig,
     DataParallelTrainer,
     FailureConfig,
-    Result,
     ResumeError,
     RunConfig,
     ScalingConfig,
     WorkerGroupError,
 )
+from tests.train.runs import fit
 
 LOCAL = ScalingConfig(num_workers=0)
 
@@ -37,13 +37,6 @@ def one_argument(config: dict[str, Any]) -> None: ...
 
 
 def two_arguments(config: dict[str, Any], extra: int) -> None: ...
-
-
-def fit(function: Any, folder: Path, config: Any = None, resume: Any = "auto") -> Result:
-    run_config = RunConfig(name="run", storage_path=folder, resume=resume)
-    return DataParallelTrainer(
-        function, train_loop_config=config, scaling_config=LOCAL, run_config=run_config
-    ).fit()
 
 
 def save(text: str) -> None:

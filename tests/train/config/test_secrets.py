@@ -13,7 +13,7 @@ import pytest
 from drawbar.train import RunConfig
 from drawbar.train._config.secrets import REDACTED, redact_settings
 from drawbar.train._driver.resume import list_config_changes
-from tests.train.local_runs import fit
+from tests.train.runs import fit
 
 S = "s3cr3t-value-4b1f"
 

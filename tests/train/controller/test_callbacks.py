@@ -18,14 +18,7 @@ from drawbar.train import (
     UserCallback,
     WorkerGroupError,
 )
-
-
-def fit(function: Any, storage_path: Path, callbacks: list[UserCallback]) -> None:
-    DataParallelTrainer(
-        function,
-        scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=storage_path, callbacks=callbacks),
-    ).fit()
+from tests.train.runs import fit
 
 
 class Watcher(UserCallback):
@@ -52,7 +45,7 @@ def test_callbacks_see_reports_and_exceptions_in_order(tmp_path: Path) -> None:
 
     watcher = Watcher()
     with pytest.raises(WorkerGroupError):
-        fit(function, tmp_path, [watcher])
+        fit(function, tmp_path, callbacks=[watcher])
     *reports, exceptions = watcher.calls
     assert reports == [
         ("run", [{"a": 1}], None),
@@ -89,7 +82,7 @@ def test_worker_exceptions_are_unpickled_outside_the_controller(
 
     unpickling_threads.clear()
     with pytest.raises(WorkerGroupError) as raised:
-        fit(function, tmp_path, [Watcher()])
+        fit(function, tmp_path, callbacks=[Watcher()])
     (callback_thread,) = unpickling_threads
     assert callback_thread.startswith("drawbar-callbacks")
     assert str(raised.value.worker_failures[0]) == "boom"
@@ -105,7 +98,7 @@ def test_callback_that_raises_is_logged_once_and_run_continues(
             train.report({})
 
     watcher = Watcher()
-    fit(function, tmp_path, [Broken(), watcher])
+    fit(function, tmp_path, callbacks=[Broken(), watcher])
     assert caplog.text.count("Callback Broken.after_report failed. The run continues") == 1
     assert len(watcher.calls) == 3
 

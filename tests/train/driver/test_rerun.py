@@ -15,13 +15,13 @@ import pytest
 from drawbar.launch import ScriptTrainer
 from drawbar.train import (
     DataParallelTrainer,
-    Result,
     ResumeError,
     RunConfig,
     ScalingConfig,
     WorkerGroupError,
 )
 from tests.train.local_runs import content, save
+from tests.train.runs import fit
 
 SCRIPT = """
 import sys
@@ -36,14 +36,6 @@ DataParallelTrainer(
     run_config=RunConfig(name="run", storage_path=sys.argv[1]),
 ).fit()
 """
-
-
-def fit(function: Callable[..., Any], folder: Path, resume: Any = "auto") -> Result:
-    return DataParallelTrainer(
-        function,
-        scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=folder, resume=resume),
-    ).fit()
 
 
 def train_a() -> None:

@@ -37,8 +37,8 @@ from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train.runs import find_run
 from drawbar.train.testing import check_run, kill_at, run_in_threads
 from tests.train.event_factories import workers_started
-from tests.train.local_runs import fit
 from tests.train.report_segments import list_reports
+from tests.train.runs import fit
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers

@@ -17,27 +17,17 @@ from drawbar import train
 from drawbar.train import (
     CheckpointConfig,
     DamagedRunError,
-    DataParallelTrainer,
     FailureConfig,
     Result,
-    RunConfig,
-    ScalingConfig,
     TrainingFailedError,
     WorkerGroupError,
     runs,
 )
 from drawbar.train._history.html import iter_numbers
+from tests.train.runs import fit
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
-
-
-def fit(function: Any, storage_path: Path, **config: Any) -> Result:
-    return DataParallelTrainer(
-        function,
-        scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=storage_path, **config),
-    ).fit()
 
 
 def save(**metrics: Any) -> None:

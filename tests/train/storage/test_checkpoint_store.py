@@ -1,4 +1,4 @@
-"""Tests of commits, listing, and deletion in the local checkpoint store and the staging area."""
+"""Tests of commits, checksums, and deletion in the local checkpoint store and the staging area."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,12 +29,7 @@ from drawbar.train._storage.files import remove_tree, write_atomically
 from drawbar.train._storage.filesystem import resolve_path
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import (
-    AssignedFiles,
-    StagedFiles,
-    hold_file_lock,
-    make_shared_name,
-)
+from drawbar.train._storage.staging import AssignedFiles, StagedFiles, make_shared_name
 
 MOVED_IN = 0x80  # inotify event
 ENTRY_EVENTS = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, created, deleted
@@ -231,48 +225,6 @@ def test_commit_records_size_of_file_that_grew_after_report(run: RunDirectory) -
     assert read(path) == {"events.log": "one more line"}
 
 
-def test_list_files_follows_links_and_skips_empty_directories(tmp_path: Path) -> None:
-    (tmp_path / "far" / "deep").mkdir(parents=True)
-    (tmp_path / "far" / "deep" / "model").write_text("m")
-    directory = tmp_path / "directory"
-    (directory / "empty").mkdir(parents=True)
-    (directory / "link").symlink_to(tmp_path / "far")
-    (directory / "again").symlink_to("link/deep/model")
-    assert read(directory) == {"link/deep/model": "m", "again": "m"}
-
-
-@pytest.mark.parametrize(
-    ("add_entry", "message"),
-    [
-        (
-            lambda directory: (directory / "a" / "up").symlink_to(directory),
-            "a symbolic link back to",
-        ),
-        (lambda directory: (directory / "a" / "self").symlink_to("."), "a symbolic link back to"),
-        (
-            lambda directory: (directory / "nowhere").symlink_to("gone"),
-            "to gone, which does not exist",
-        ),
-        (lambda directory: os.mkfifo(directory / "pipe"), "neither a file nor a directory"),
-    ],
-)
-def test_list_files_with_unsupported_entry_raises(
-    tmp_path: Path, add_entry: Any, message: str
-) -> None:
-    (tmp_path / "a").mkdir()
-    add_entry(tmp_path)
-    with pytest.raises(OSError, match=message):
-        list_files(tmp_path)
-
-
-def test_list_files_with_mutual_links_raises(tmp_path: Path) -> None:
-    for name, other in (("a", "b"), ("b", "a")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "over").symlink_to(f"../{other}")
-    with pytest.raises(OSError, match="a symbolic link back to"):
-        list_files(tmp_path)
-
-
 def test_clean_up_deletes_uncommitted_files(run: RunDirectory) -> None:
     path = commit(run, stage_files(make_staged(run, {"a": "a"})))
     make_staged(run, {"half": "written"})
@@ -425,35 +377,6 @@ def test_files_are_added_to_committed_checkpoint_atomically(run: RunDirectory) -
         (MOVED_IN, METADATA_FILE),
     }
     assert not list(run.local_path.rglob("*.tmp"))
-
-
-def test_scan_directory_waits_for_link_replaced_by_other_rank(run: RunDirectory) -> None:
-    directory = run.staging.make_directory("rank_0") / "directory"
-    directory.symlink_to("nowhere")
-    lock, is_locked = run.staging.path / "links.lock", threading.Event()
-
-    def replace() -> None:
-        with hold_file_lock(lock):
-            is_locked.set()
-            while not has_waiters(lock):
-                pass
-            directory.unlink()
-            directory.mkdir()
-            (directory / "x").write_text("1")
-
-    other = threading.Thread(target=replace, daemon=True)
-    other.start()
-    is_locked.wait()
-    assert [file.path for file in run.staging.scan_directory(directory.parent).files] == [
-        "directory/x"
-    ]
-    other.join()
-
-
-def has_waiters(lock: Path) -> bool:
-    inode = f":{lock.stat().st_ino} "
-    lines = Path("/proc/locks").read_text().splitlines()
-    return any("->" in line and inode in line for line in lines)
 
 
 ESCAPING_PATHS = ["../victim", "a/../../victim", "/etc/passwd", "", "a//b", "./a", "nul\0"]

@@ -1,40 +1,32 @@
-"""Tests of slow, failing, and full storage, and of kills during commits."""
+"""Tests of slow and failing storage, and of kills during commits."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
-import resource
 import select
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from drawbar import train
 from drawbar.train import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointUploadMode,
     ControllerError,
     DataParallelTrainer,
     FailureConfig,
     Result,
     RunConfig,
-    ScalingConfig,
     UserCallback,
     WorkerGroupError,
 )
@@ -45,121 +37,23 @@ from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.filesystem import to_pyarrow
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train.testing import FAULT_POINTS, check_run, kill_at, run_in_threads
+from tests.train.storage.faulty_storage import (
+    ASYNC,
+    Faulty,
+    Unavailable,
+    content,
+    fit,
+    make_fault,
+    save,
+    two_steps,
+)
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("quick_retries")
 
-ASYNC = CheckpointUploadMode.ASYNC
-
-
-class Faulty(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """The local filesystem with a hook that is called before a file is opened for writing."""
-
-    protocol = ("faulty",)
-    cachable = False
-
-    def __init__(self, before_write: Callable[[str], None]) -> None:
-        super().__init__(auto_mkdir=True)
-        self.before_write = before_write
-
-    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        if "w" in mode:
-            self.before_write(path)
-        return super().open(path, mode, **options)
-
-
-class Unavailable(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """The local filesystem, where listings and look-ups fail until `num_failures` is 0.
-
-    As for object stores, `isdir`, `isfile`, and `exists` return False if the request fails.
-    """
-
-    protocol = ("unavailable",)
-    cachable = False
-    isdir = fsspec.AbstractFileSystem.isdir
-    isfile = fsspec.AbstractFileSystem.isfile
-    exists = fsspec.AbstractFileSystem.exists
-
-    def __init__(self) -> None:
-        super().__init__(auto_mkdir=True)
-        self.num_failures = 0
-
-    def _fail(self) -> None:
-        if self.num_failures:
-            self.num_failures -= 1
-            raise OSError("HTTP status code 503: Please reduce your request rate")
-
-    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
-        self._fail()
-        return super().ls(path, detail, **options)
-
-    def info(self, path: str, **options: Any) -> Any:
-        self._fail()
-        return super().info(path, **options)
-
-
-@pytest.fixture(autouse=True)
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep work directories in the test's directory, and shorten retry delays."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(retry, "INITIAL_DELAY_S", 0.001)
-
-
-@pytest.fixture
-def temp_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the directory for temporary files, which belongs to the test."""
-    directory = tmp_path / "temp_directory"
-    directory.mkdir()
-    monkeypatch.setenv("TMPDIR", str(directory))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return directory
-
-
-def save(content: str, **options: Any) -> None:
-    with train.checkpoint_dir() as path:
-        (path / "model").write_text(content)
-        train.report({"step": int(content)}, checkpoint=path, **options)
-
-
-def content(checkpoint: Checkpoint | None) -> str:
-    assert checkpoint is not None
-    with checkpoint.as_directory() as path:
-        return (Path(path) / "model").read_text()
-
-
-def fit(
-    function: Any, path: Path, filesystem: Any = None, num_workers: int = 0, **config: Any
-) -> Result:
-    filesystem = filesystem or LocalFileSystem(auto_mkdir=True)
-    run_config = RunConfig(
-        name="run", storage_path=str(path / "far"), storage_filesystem=filesystem, **config
-    )
-    return DataParallelTrainer(
-        function, scaling_config=ScalingConfig(num_workers=num_workers), run_config=run_config
-    ).fit()
-
-
-def make_fault(
-    error: Callable[[], Exception], times: int, name: str = "model"
-) -> Callable[[str], None]:
-    """Return a hook that raises `times` times for files of this name, from the second on."""
-    num_writes = 0
-
-    def before_write(path: str) -> None:
-        nonlocal num_writes
-        if path.endswith(f"/{name}"):
-            num_writes += 1
-            if 1 < num_writes <= times + 1:
-                raise error()
-
-    return before_write
-
-
-def two_steps() -> None:
-    save("0")
-    save("1")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 
 @pytest.mark.parametrize("name", ["model", ".drawbar.json"])
@@ -556,212 +450,3 @@ def test_open_segment_in_remote_storage_is_closed_by_resume_on_another_machine(
     names = sorted(path.name for path in (run / "reports").iterdir())
     assert names == ["0-0-2.jsonl.gz", "1-0-1.jsonl.gz"]
     check_run(*far)
-
-
-@pytest.mark.parametrize("is_local", [True, False])
-def test_full_disk_fails_the_run_with_path_and_size(
-    tmp_path: Path, drivers: Drivers, is_local: bool
-) -> None:
-    """RLIMIT_FSIZE makes every write beyond 100 kB fail, like a full disk or a quota."""
-
-    def function() -> None:
-        save("0")
-        source = tmp_path / "source"
-        source.mkdir()
-        (source / "model").write_bytes(bytes(90_000))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        train.report({}, checkpoint=source)
-
-    def main() -> None:
-        config = RunConfig(name="run", storage_path=tmp_path)
-        if not is_local:
-            config = RunConfig(
-                name="run",
-                storage_path=str(tmp_path),
-                storage_filesystem=LocalFileSystem(auto_mkdir=True),
-            )
-        scaling = ScalingConfig(num_workers=0)
-        DataParallelTrainer(function, scaling_config=scaling, run_config=config).fit()
-
-    with drivers(main, XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:
-        _, err = driver.communicate(timeout=60)
-    assert "90 kB (90000 bytes)" in err
-    assert f"{tmp_path}/run" in err
-    assert "File too large" in err
-    assert content(Result.from_path(tmp_path / "run").checkpoint) == "0"
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a filesystem of 1 MB, if this machine permits it."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    if os.system(f"mount -t tmpfs -o size=1m tmpfs {path} 2>/dev/null"):
-        pytest.skip("needs permission to mount a tmpfs")
-    yield path
-    os.system(f"umount -l {path}")
-
-
-@pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, ASYNC])
-def test_full_disk_is_not_retried(
-    tiny_disk: Path, tmp_path: Path, mode: CheckpointUploadMode
-) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "model").write_bytes(bytes(2_000_000))
-
-    def function() -> None:
-        save("0")
-        train.report({}, checkpoint=source, checkpoint_upload_mode=mode)
-
-    restarts = FailureConfig(max_failures=3)
-    config = RunConfig(name="run", storage_path=tiny_disk, failure_config=restarts)
-    message = r"StorageError: .*writing 2 MB .* No space left on device"
-    with pytest.raises(WorkerGroupError, match=message) as raised:
-        DataParallelTrainer(
-            function, scaling_config=ScalingConfig(num_workers=0), run_config=config
-        ).fit()
-    assert "The run ends: it would fail again in the same way" in str(raised.value)
-    (failure,) = raised.value.failures
-    lines = [line for line in failure.traceback.splitlines() if 'File "' in line]
-    assert all(__file__ in line for line in lines)
-    result = Result.from_path(tiny_disk / "run")
-    assert content(result.checkpoint) == "0"
-    assert len(result.timeline.attempts) == 1
-
-
-def test_journal_on_full_disk_fails_run_and_stays_intact(tiny_disk: Path) -> None:
-    def function() -> None:
-        if train.get_checkpoint() is not None:
-            return
-        save("0")
-        with suppress(OSError), (tiny_disk / "filler").open("wb", buffering=0) as filler:
-            while True:
-                filler.write(bytes(1000))
-        for step in range(10_000):
-            train.report({"step": step})
-
-    config = RunConfig(name="run", storage_path=tiny_disk)
-    trainer = DataParallelTrainer(
-        function, scaling_config=ScalingConfig(num_workers=0), run_config=config
-    )
-    message = (
-        r"writing \d+ bytes to .*/run/(journal|reports/0-0)\.jsonl failed: No space left on device"
-    )
-    with pytest.raises(ControllerError, match=message):
-        trainer.fit()
-    assert content(Result.from_path(tiny_disk / "run").checkpoint) == "0"
-    check_run(tiny_disk / "run")
-    (tiny_disk / "filler").unlink()
-    assert trainer.fit().error is None
-    check_run(tiny_disk / "run")
-
-
-def test_trainer_that_cannot_be_saved_keeps_previous_one(tmp_path: Path, drivers: Drivers) -> None:
-    def main() -> None:
-        run_config = RunConfig(name="run", storage_path=tmp_path)
-        local = ScalingConfig(num_workers=0)
-        small, large = "small", os.urandom(100_000)
-        DataParallelTrainer(lambda: small, scaling_config=local, run_config=run_config).fit()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        DataParallelTrainer(lambda: large, scaling_config=local, run_config=run_config).fit()
-
-    with drivers(main) as driver:
-        _, err = driver.communicate(timeout=60)
-    assert f"to {tmp_path}/run/trainer.pkl failed: File too large" in err
-    assert not list((tmp_path / "run").glob(".drawbar*"))
-    assert DataParallelTrainer.restore(tmp_path / "run").fit().return_value == "small"
-
-
-def test_unwritable_storage_fails_at_start(tmp_path: Path) -> None:
-    def refuse(path: str) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with pytest.raises(PermissionError, match=r"\.drawbar-probe-.* failed: Permission denied"):
-        fit(two_steps, tmp_path, Faulty(refuse))
-
-
-def test_storage_filesystem_accepts_fsspec_memory_filesystem(tmp_path: Path) -> None:
-    config = RunConfig(
-        name="run", storage_path=uuid.uuid4().hex, storage_filesystem=fsspec.filesystem("memory")
-    )
-    scaling = ScalingConfig(num_workers=0)
-    result = DataParallelTrainer(two_steps, scaling_config=scaling, run_config=config).fit()
-    assert content(result.checkpoint) == "1"
-
-
-@pytest.mark.usefixtures("temp_directory")
-def test_cached_copy_of_killed_reader_is_not_reused(tmp_path: Path, drivers: Drivers) -> None:
-    """The directory does not belong to a run, so the cache key does not depend on its files."""
-    path = tmp_path / "pretrained"
-    path.mkdir()
-    (path / "model").write_text("old")
-    checkpoint = Checkpoint(path, LocalFileSystem(auto_mkdir=True))
-
-    def main() -> None:
-        with checkpoint.as_directory():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with drivers(main) as driver:
-        assert driver.wait() == -signal.SIGKILL, driver.communicate()
-    (path / "model").write_text("new")
-    assert content(checkpoint) == "new"
-
-
-@pytest.mark.usefixtures("temp_directory")
-def test_cached_copy_of_reused_name_is_not_shared(tmp_path: Path) -> None:
-    first = fit(lambda: save("0"), tmp_path).checkpoint
-    assert first is not None
-    with first.as_directory() as path:
-        shutil.rmtree(tmp_path / "far")
-        second = fit(lambda: save("1"), tmp_path).checkpoint
-        assert second == first
-        assert content(second) == "1"
-        assert (Path(path) / "model").read_text() == "0"
-
-
-def test_failed_download_leaves_no_files(tmp_path: Path, temp_directory: Path) -> None:
-    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint
-    assert checkpoint is not None
-
-    class UnreadableFilesystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-            if path.endswith("/model"):
-                raise PermissionError(errno.EACCES, "no")
-            return super()._open(path, mode, **options)
-
-    with pytest.raises(OSError, match="reading 1 bytes"):
-        content(Checkpoint(checkpoint.path, UnreadableFilesystem()))
-    assert not list((temp_directory / f"drawbar-{os.geteuid()}").iterdir())
-
-
-def test_cached_copy_is_in_private_directory(tmp_path: Path, temp_directory: Path) -> None:
-    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint
-    assert checkpoint is not None
-    directory = temp_directory / f"drawbar-{os.geteuid()}"
-    with checkpoint.as_directory() as path:
-        assert Path(path).parent == directory
-        assert directory.stat().st_mode & 0o777 == 0o700
-    assert list(directory.iterdir()) == []
-
-
-def open_to_others(directory: Path) -> None:
-    directory.mkdir()
-    directory.chmod(0o770)
-
-
-def link(directory: Path) -> None:
-    directory.symlink_to("elsewhere")
-
-
-@pytest.mark.parametrize("create", [open_to_others, link, Path.touch])
-def test_temp_directory_that_others_can_enter_raises(
-    tmp_path: Path, temp_directory: Path, create: Callable[[Path], None]
-) -> None:
-    (temp_directory / "elsewhere").mkdir()
-    create(temp_directory / f"drawbar-{os.geteuid()}")
-    checkpoint = fit(lambda: save("0"), tmp_path).checkpoint  # runs work without their socket
-    with pytest.raises(CheckpointError, match="Remove it, or set TMPDIR to a private directory"):
-        content(checkpoint)

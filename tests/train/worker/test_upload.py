@@ -14,14 +14,13 @@ from drawbar import train
 from drawbar.train import (
     Checkpoint,
     CheckpointUploadMode,
-    DataParallelTrainer,
     Result,
     RunConfig,
-    ScalingConfig,
     WorkerGroupError,
 )
 from drawbar.train._storage import retries
 from drawbar.train.testing import run_in_threads
+from tests.train.runs import fit
 
 NO_UPLOAD = CheckpointUploadMode.NO_UPLOAD
 
@@ -34,14 +33,6 @@ def work_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["local", "memory"])
 def storage_path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}"
-
-
-def fit(function: Any, storage_path: str | Path) -> Result:
-    return DataParallelTrainer(
-        function,
-        scaling_config=ScalingConfig(num_workers=0),
-        run_config=RunConfig(name="run", storage_path=storage_path),
-    ).fit()
 
 
 def put(checkpoint: Checkpoint, name: str, text: str) -> None:

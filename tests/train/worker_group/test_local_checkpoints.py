@@ -22,7 +22,8 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train.testing import run_in_threads
-from tests.train.local_runs import ASYNC, content, fit, save, save_asynchronously
+from tests.train.local_runs import ASYNC, content, save, save_asynchronously
+from tests.train.runs import fit
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -37,7 +38,7 @@ def test_local_report_returns_metrics_and_checkpoints(tmp_path: Path) -> None:
             assert content(train.get_checkpoint()) == text
         return train.get_all_reported_checkpoints()
 
-    result = fit(function, tmp_path)
+    result = fit(function, tmp_path, metadata={"by": "ann"})
     checkpoints = [(content(entry.checkpoint), entry.metrics) for entry in result.return_value]
     assert checkpoints == [("a", {"text": "a"}), ("b", {"text": "b"})]
     assert [Path(entry.checkpoint).name for entry in result.return_value] == [
