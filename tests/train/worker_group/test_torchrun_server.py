@@ -184,6 +184,13 @@ def test_torchrun_server_messages_without_connection_for_commands_are_rejected(r
     check_is_closed(connection)
 
 
+def test_torchrun_server_commands_without_connection_for_messages_are_closed(run: Run) -> None:
+    run.start(handshake_seconds=0.2)
+    connection = run.authenticate()
+    connection.send(HELLO.encode(HELLO_OF_RANK_1))
+    check_is_closed(connection)
+
+
 def test_torchrun_server_peer_that_died_before_it_joined_is_replaced(run: Run) -> None:
     first = run.authenticate()
     first.send(HELLO.encode(HELLO_OF_RANK_1))

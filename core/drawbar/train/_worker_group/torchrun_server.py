@@ -220,6 +220,19 @@ class TorchrunServer:
             self._handshakes.release()
         if hello.direction == "messages":
             self._receive_messages(connection, hello.rank)
+        else:
+            self._close_unless_joined(connection, hello.rank)
+
+    def _close_unless_joined(self, commands: Connection, rank: int) -> None:
+        """Close a connection for commands if the one for messages does not follow in time."""
+
+        def is_settled() -> bool:
+            return rank in self.worker_infos or self._command_connections.get(rank) is not commands
+
+        with self._joined:
+            if not self._joined.wait_for(is_settled, self.handshake_seconds):
+                del self._command_connections[rank]
+                commands.close()
 
     def _receive_messages(self, connection: Connection, rank: int) -> None:
         handler = self._handler.result()
