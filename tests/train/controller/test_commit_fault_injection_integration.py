@@ -17,14 +17,13 @@ import pytest
 from drawbar import train
 from drawbar.train import (
     CheckpointUploadMode,
-    DataParallelTrainer,
     Result,
     RunConfig,
-    ScalingConfig,
     WorkerGroupError,
     collective,
 )
 from drawbar.train.testing import FAULT_POINTS, check_run, kill_at
+from tests.train.runs import fit
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
@@ -85,11 +84,6 @@ def on_rank_1(action: Callable[[], None]) -> Callable[[], None]:
     return lambda: action() if train.get_context().get_world_rank() == 1 else None
 
 
-def fit(function: Callable[[], Any], config: RunConfig, num_workers: int) -> Result:
-    scaling = ScalingConfig(num_workers=num_workers)
-    return DataParallelTrainer(function, scaling_config=scaling, run_config=config).fit()
-
-
 def assert_intact(run: Path, latest_step: int) -> None:
     """Check that the checkpoints up to this step are intact, and that there are no others."""
     result = Result.from_path(run)
@@ -126,10 +120,10 @@ def test_worker_killed_during_persist_loses_only_that_checkpoint(
 ) -> None:
     kill = on_rank_1(lambda: kill_at(point))
     with pytest.raises(WorkerGroupError, match="SIGKILL"):
-        fit(make_train_func(tmp_path, before=kill, **report_options), run_config, 2)
+        fit(make_train_func(tmp_path, before=kill, **report_options), run_config, num_workers=2)
     assert not (tmp_path / "run" / ".staging").exists()
     assert_intact(tmp_path / "run", latest_step=FATAL_STEP - 1)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, 2), num_workers=2)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=2), num_workers=2)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -138,13 +132,13 @@ def test_worker_killed_after_report_keeps_its_checkpoint(
 ) -> None:
     die = on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(WorkerGroupError, match="SIGKILL"):
-        fit(make_train_func(tmp_path, after=die), run_config, 2)
+        fit(make_train_func(tmp_path, after=die), run_config, num_workers=2)
     latest_step = read_step(
         Result.from_path(tmp_path / "run").checkpoint or pytest.fail("no checkpoint")
     )
     assert latest_step >= FATAL_STEP  # rank 0 may have continued
     assert_intact(tmp_path / "run", latest_step)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, 2), num_workers=2)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=2), num_workers=2)
 
 
 @pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC])
@@ -157,13 +151,13 @@ def test_driver_killed_during_commit_leaves_intact_checkpoints(
 
     def main() -> None:
         kill_at(point, occurrence=FATAL_STEP + 1)
-        fit(make_train_func(tmp_path, **report_options), run_config, 0)
+        fit(make_train_func(tmp_path, **report_options), run_config, num_workers=0)
 
     with drivers(main) as driver:
         assert driver.wait() == -signal.SIGKILL, driver.communicate()
     is_committed = COMMIT_POINTS.index(point) >= COMMIT_POINTS.index("commit.renamed")
     assert_intact(tmp_path / "run", latest_step=FATAL_STEP if is_committed else FATAL_STEP - 1)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, 0), num_workers=0)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=0), num_workers=0)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -172,12 +166,12 @@ def test_driver_killed_during_merge_leaves_intact_checkpoints(
 ) -> None:
     def main() -> None:
         kill_at("commit.merged", occurrence=FATAL_STEP + 1)
-        fit(make_train_func(tmp_path), run_config, 2)
+        fit(make_train_func(tmp_path), run_config, num_workers=2)
 
     with drivers(main) as driver:
         assert driver.wait() == -signal.SIGKILL, driver.communicate()
     assert_intact(tmp_path / "run", latest_step=FATAL_STEP - 1)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, 2), num_workers=2)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=2), num_workers=2)
 
 
 def wait_for_sentinels(workers: set[str]) -> list[int]:
@@ -208,11 +202,11 @@ def test_driver_killed_takes_workers_children_and_sentinels_with_it(
         child.wait()
 
     with drivers(
-        lambda: fit(make_train_func(tmp_path, after=wait_for_child), run_config, 2)
+        lambda: fit(make_train_func(tmp_path, after=wait_for_child), run_config, num_workers=2)
     ) as driver:
         (worker_0, child_0), (worker_1, child_1) = pipe.receive(), pipe.receive()
         sentinels = wait_for_sentinels({worker_0, worker_1})
         driver.kill()
         wait_until_gone([*map(int, (worker_0, worker_1, child_0, child_1)), *sentinels])
     assert_intact(tmp_path / "run", latest_step=FATAL_STEP)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, 2), num_workers=2)
+    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=2), num_workers=2)

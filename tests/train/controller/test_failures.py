@@ -20,9 +20,7 @@ from drawbar import train
 from drawbar.train import (
     DataParallelTrainer,
     DivergenceError,
-    FailureConfig,
     InsufficientResourcesError,
-    Result,
     RunConfig,
     ScalingConfig,
     WorkerError,
@@ -30,20 +28,9 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train._worker.active_session import current_session
+from tests.train.runs import fit
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-def fit(
-    function: Any, config: RunConfig, num_workers: int = 2, max_failures: int = 0, **options: Any
-) -> Result:
-    failures = FailureConfig(max_failures=max_failures, **options)
-    run_config = RunConfig(
-        name=config.name, storage_path=config.storage_path, failure_config=failures
-    )
-    return DataParallelTrainer(
-        function, scaling_config=ScalingConfig(num_workers=num_workers), run_config=run_config
-    ).fit()
 
 
 class TwoArguments(Exception):
@@ -60,7 +47,7 @@ def test_worker_error_message_contains_rank_file_and_line(run_config: RunConfig)
         collective.barrier()
 
     with pytest.raises(WorkerGroupError) as raised:
-        fit(function, run_config)
+        fit(function, run_config, num_workers=2)
     text = str(raised.value)
     line = function.__code__.co_firstlineno + 2
     assert text.startswith(f"rank 1: TwoArguments: boom ({__file__}:{line} in function)")
@@ -79,7 +66,7 @@ def test_exception_with_unstoppable_peer_is_raised_immediately(
         raise ValueError("boom")
 
     with pytest.raises(WorkerGroupError):
-        fit(function, run_config)
+        fit(function, run_config, num_workers=2)
     assert time.time() - float((tmp_path / "raised").read_text()) < 0.8
 
 
@@ -95,7 +82,7 @@ def test_exit_handlers_run_before_fit_returns_and_processes_end(
         atexit.register(finish)
         return os.getpid()
 
-    pids = fit(function, run_config).return_values
+    pids = fit(function, run_config, num_workers=2).return_values
     assert all((tmp_path / f"exited_{pid}").exists() for pid in pids)
     wait_until_gone(pids, seconds=0.5)
 
@@ -107,7 +94,7 @@ def test_exit_handler_that_never_ends_is_killed(
         atexit.register(threading.Event().wait)
         return os.getpid()
 
-    wait_until_gone(fit(function, run_config).return_values, seconds=0.5)
+    wait_until_gone(fit(function, run_config, num_workers=2).return_values, seconds=0.5)
 
 
 def test_worker_failures_keep_picklable_exception_type(run_config: RunConfig) -> None:
@@ -152,7 +139,7 @@ def test_worker_death_names_the_cause(run_config: RunConfig, die: Any, cause: st
         collective.barrier()
 
     with pytest.raises(WorkerGroupError) as raised:
-        fit(function, run_config)
+        fit(function, run_config, num_workers=2)
     assert "rank 1: worker process died" in str(raised.value)
     assert cause in str(raised.value)
     if cause == "SIGSEGV":
@@ -171,7 +158,7 @@ def test_divergence_of_rank_returning_without_report_is_named(run_config: RunCon
 
     start_time = time.monotonic()
     with pytest.raises(DivergenceError) as raised:
-        fit(function, run_config)
+        fit(function, run_config, num_workers=2)
     assert time.monotonic() - start_time < 60
     line = function.__code__.co_firstlineno + 4
     assert "rank 1 finished after 0 reports" in str(raised.value)
@@ -186,7 +173,7 @@ def test_divergence_of_barrier_and_broadcast_is_named(run_config: RunConfig) -> 
             collective.broadcast_from_rank_zero(1)
 
     with pytest.raises(DivergenceError) as raised:
-        fit(function, run_config, max_failures=5)
+        fit(function, run_config, num_workers=2, max_failures=5)
     assert "(barrier)" in str(raised.value)
     assert "(broadcast_from_rank_zero)" in str(raised.value)
 
@@ -199,7 +186,7 @@ def test_divergence_of_checkpoint_names_contains_both_lines(run_config: RunConfi
             train.report({}, checkpoint=path, checkpoint_dir_name=name)
 
     with pytest.raises(DivergenceError) as raised:
-        fit(function, run_config, max_failures=5)
+        fit(function, run_config, num_workers=2, max_failures=5)
     location = f"(report #0 at {__file__}:{function.__code__.co_firstlineno + 4} in function)"
     reason = f"rank 0 {location} names the checkpoint 'by_0', rank 1 {location} names it 'by_1'"
     assert reason in str(raised.value)
@@ -226,7 +213,7 @@ def test_worker_that_cannot_handle_a_command_is_restarted(run_config: RunConfig)
             train.report({}, checkpoint=path)
         return context.get_attempt()
 
-    assert fit(function, run_config, max_failures=1).return_values == [1, 1]
+    assert fit(function, run_config, num_workers=2, max_failures=1).return_values == [1, 1]
 
 
 def test_reports_without_checkpoints_do_not_wait_for_other_ranks(run_config: RunConfig) -> None:
@@ -235,7 +222,7 @@ def test_reports_without_checkpoints_do_not_wait_for_other_ranks(run_config: Run
             for step in range(100):
                 train.report({"step": step})
 
-    result = fit(function, run_config)
+    result = fit(function, run_config, num_workers=2)
     assert result.metrics == {"step": 99}
     assert len(result.metrics_dataframe) == 100
 
@@ -254,7 +241,7 @@ def test_restart_after_sigkill_resumes_from_latest_checkpoint(run_config: RunCon
             collective.barrier()
         return first
 
-    result = fit(function, run_config, max_failures=1)
+    result = fit(function, run_config, num_workers=2, max_failures=1)
     assert result.return_values == [3, 3]
     frame = result.metrics_dataframe
     for rank in (0, 1):
@@ -302,7 +289,7 @@ def test_restart_replaces_survivor_that_does_not_stop(
             raise ValueError("once")
         return is_cached
 
-    assert fit(function, run_config, max_failures=1).return_values == [False, True]
+    assert fit(function, run_config, num_workers=2, max_failures=1).return_values == [False, True]
 
 
 def test_max_failures_limits_the_number_of_attempts(run_config: RunConfig, tmp_path: Path) -> None:

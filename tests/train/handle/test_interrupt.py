@@ -20,13 +20,12 @@ from drawbar import train
 from drawbar.train import (
     Backend,
     BackendConfig,
-    DataParallelTrainer,
     Result,
     RunConfig,
-    ScalingConfig,
     UserAbort,
 )
 from drawbar.train._controller import background, controller
+from tests.train.runs import fit
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
@@ -38,11 +37,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 ABORTED = 3  # exit code of a driver whose fit() raised UserAbort
 
 
-def fit(function: Callable[[], Any], config: RunConfig, num_workers: int, **options: Any) -> Result:
-    scaling = ScalingConfig(num_workers=num_workers)
-    return DataParallelTrainer(function, scaling_config=scaling, run_config=config, **options).fit()
-
-
 def main(
     function: Callable[[], Any], config: RunConfig, num_workers: int, **options: Any
 ) -> Callable[[], None]:
@@ -50,7 +44,7 @@ def main(
 
     def program() -> None:
         try:
-            fit(function, config, num_workers, **options)
+            fit(function, config, num_workers=num_workers, **options)
         except UserAbort as abort:
             print(abort)
             sys.exit(ABORTED)
@@ -96,7 +90,7 @@ def assert_stopped(driver: subprocess.Popen[str], run: Path) -> None:
 
 
 def assert_resumes(pipe: Pipe, config: RunConfig, num_workers: int) -> None:
-    result = fit(make_train_func(pipe), config, num_workers)
+    result = fit(make_train_func(pipe), config, num_workers=num_workers)
     assert result.return_values == [2] * max(num_workers, 1)
     frame = result.metrics_dataframe
     assert list(frame[frame["rank"] == 0]["step"]) == [0, 1, 2, 3]

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,10 @@ import ray
 from drawbar import train
 from drawbar.train import (
     Checkpoint,
-    DataParallelTrainer,
-    Result,
-    RunConfig,
-    ScalingConfig,
     ValidationConfig,
 )
 from drawbar.train._driver_env import DriverEnvironment
+from tests.train.runs import fit
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -34,17 +31,6 @@ pytestmark = [
 ]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-
-
-def fit(function: Callable[[], Any], storage: Path, **options: Any) -> Result:
-    return DataParallelTrainer(
-        function,
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            name="run", storage_path=storage, detached=options.pop("detached", False)
-        ),
-        **options,
-    ).fit()
 
 
 @pytest.fixture
@@ -81,7 +67,7 @@ def test_command_line_arguments_are_available_in_workers_and_validation(
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
         return {"lr": parse_arguments()}
 
-    result = fit(function, tmp_path, validation_config=ValidationConfig(fn=validate))
+    result = fit(function, tmp_path, num_workers=2, validation_config=ValidationConfig(fn=validate))
     assert result.return_values == [0.5, 0.5]
     assert result.best_checkpoints[0][1]["lr"] == 0.5
 
@@ -93,7 +79,7 @@ def test_logging_setup_of_driver_applies_in_workers(tmp_path: Path) -> None:
         logging.getLogger("loud").info("not shown")
         logging.getLogger("mine").debug("not shown")
 
-    fit(function, tmp_path)
+    fit(function, tmp_path, num_workers=2)
     assert (tmp_path / "run/logs/rank_1.log").read_text() == "INFO of mine: shown\n"
 
 
@@ -115,7 +101,9 @@ def test_data_context_of_driver_applies_in_workers(
 ) -> None:
     context = ray.data.DataContext.get_current()
     monkeypatch.setattr(context, "target_max_block_size", 12345)
-    result = fit(lambda: ray.data.DataContext.get_current().target_max_block_size, tmp_path)
+    result = fit(
+        lambda: ray.data.DataContext.get_current().target_max_block_size, tmp_path, num_workers=2
+    )
     assert result.return_values == [12345, 12345]
 
 
@@ -147,7 +135,7 @@ def test_ray_init_settings_of_driver_apply_in_workers(
             logging_config=ray.LoggingConfig(log_level="INFO"),
         )
         named = ray.remote(Greeter).options(name="named", num_cpus=0).remote()
-        print(fit(function, tmp_path, detached=detached).return_values)
+        print(fit(function, tmp_path, num_workers=2, detached=detached).return_values)
         del named
 
     out, err = drivers.run(main, HF_HOME="shell's", HF_TOKEN="shell's")
