@@ -28,33 +28,33 @@ def forks(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def run(tmp_path: Path, forks: Forks) -> Callable[..., str]:
     """Return a function that runs a script in the temporary directory and returns its output.
 
-    With `own_ray`, the script starts another Ray, which takes as long as everything else.
+    The script uses the tests' Ray. tests/train/test_wheel.py has a script that starts Ray.
     """
     tests_ray = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():  # Ray would look for it in the other home
         tests_ray["RAY_AUTH_TOKEN_PATH"] = str(token)
 
-    def run(script: str, *arguments: str, own_ray: bool = False) -> str:
-        environment = {**os.environ, **({} if own_ray else tests_ray), "HOME": str(tmp_path)}
+    def run(script: str, *arguments: str) -> str:
+        environment = {**os.environ, **tests_ray, "HOME": str(tmp_path)}
         return forks.run(str(EXAMPLES / script), *arguments, folder=tmp_path, **environment)
 
     return run
 
 
 def test_example_quickstart_trains(run: Callable[..., str], tmp_path: Path) -> None:
-    output = run("quickstart.py", own_ray=True)
+    output = run("quickstart.py")
     assert float(re.findall(r"'loss': ([\d.e-]+)", output)[0]) < 0.5
     assert str(tmp_path / "drawbar_results") in output
 
 
 def test_example_pytorch_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
-    first = run("pytorch.py")
-    assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.95
+    first = run("pytorch.py", "--epochs", "6")
+    assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.9
     assert (tmp_path / "drawbar_results/digits/curves.png").read_bytes().startswith(PNG)
-    again = run("pytorch.py", "--epochs", "13", "--num-workers", "0")
-    assert "'epoch': 12" in again
-    assert "checkpoint_000012" in again
+    again = run("pytorch.py", "--epochs", "7", "--num-workers", "0")
+    assert "'epoch': 6" in again
+    assert "checkpoint_000006" in again
 
 
 def test_example_lightning_resumes_in_local_mode(run: Callable[..., str]) -> None:
@@ -81,20 +81,20 @@ def test_example_transformers_resumes_in_local_mode(run: Callable[..., str]) -> 
 
 
 def test_example_accelerate_resumes_in_local_mode(run: Callable[..., str]) -> None:
-    first = run("accelerate_digits.py")
-    assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
-    again = run("accelerate_digits.py", "--epochs", "13", "--num-workers", "0")
-    assert "'epoch': 12" in again
-    assert "checkpoint_000012" in again
+    first = run("accelerate_digits.py", "--epochs", "6")
+    assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.9
+    again = run("accelerate_digits.py", "--epochs", "7", "--num-workers", "0")
+    assert "'epoch': 6" in again
+    assert "checkpoint_000006" in again
 
 
 def test_example_jax_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
-    first = run("jax_digits.py")
+    first = run("jax_digits.py", "--epochs", "4")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
     assert (tmp_path / "drawbar_results/digits-jax/curves.png").read_bytes().startswith(PNG)
-    again = run("jax_digits.py", "--epochs", "13", "--num-workers", "0")
-    assert "'epoch': 12" in again
-    assert "checkpoint_000012" in again
+    again = run("jax_digits.py", "--epochs", "5", "--num-workers", "0")
+    assert "'epoch': 4" in again
+    assert "checkpoint_000004" in again
 
 
 def test_example_keras_resumes_with_another_backend(
