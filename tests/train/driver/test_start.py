@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -257,7 +258,6 @@ def run_trial_on_far_node(folder: Path) -> dict[str, Any]:
     return dict(tune.Tuner(trainable, run_config=run_config).fit()[0].metrics or {})
 
 
-@pytest.mark.alone  # starts Ray several times
 @pytest.mark.timeout(900)
 def test_ranks_on_two_nodes_are_contiguous_and_trials_get_env(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, short_directory: str
@@ -271,7 +271,8 @@ def test_ranks_on_two_nodes_are_contiguous_and_trials_get_env(
     def main() -> None:
         wait_for_started_nodes()
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-        far = cluster.add_node(num_cpus=2, resources={"far": 1})
+        far = cluster.add_node(wait=False, num_cpus=2, resources={"far": 1})
+        cluster.wait_for_nodes(timeout=math.inf)
         ray.init(address=cluster.address)
         values = fit(where, run_config, scaling_config=ScalingConfig(num_workers=4)).return_values
         (tmp_path / "script.py").write_text(WHERE_SCRIPT)
