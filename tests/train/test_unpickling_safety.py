@@ -13,8 +13,8 @@ import pytest
 
 from drawbar import train
 from drawbar.train._protocol import commands, messages
-from tests.train.local_runs import save
 from tests.train.runs import fit
+from tests.train.text_checkpoints import save
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 

@@ -20,8 +20,8 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from tests.train.local_runs import content, save
 from tests.train.runs import fit
+from tests.train.text_checkpoints import content, save
 
 SCRIPT = """
 import sys

@@ -14,9 +14,9 @@ from drawbar import train
 from drawbar.train import DamagedRunError, Result, ResumeError, RunConfig
 from drawbar.train.runs import find_run
 from drawbar.train.testing import check_run, run_in_threads
-from tests.train.local_runs import content, save
 from tests.train.report_segments import read_reports, write_reports
 from tests.train.runs import fit
+from tests.train.text_checkpoints import content, save
 
 
 def three_steps() -> None:

@@ -27,8 +27,8 @@ from drawbar.train import (
 )
 from drawbar.train.runs import find_run
 from drawbar.train.testing import check_run
-from tests.train.local_runs import ASYNC, content, save
 from tests.train.runs import fit
+from tests.train.text_checkpoints import ASYNC, content, save
 
 
 def two_steps() -> int:

@@ -11,9 +11,9 @@ import pytest
 from drawbar import train
 from drawbar.train import CheckpointUploadMode, Result, RunConfig, collective
 from drawbar.train.testing import run_in_threads
-from tests.train.local_runs import ASYNC, save
 from tests.train.runs import fit
 from tests.train.storage.user_directories import content, write
+from tests.train.text_checkpoints import ASYNC, save
 
 SYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.NO_UPLOAD
 MOVED: dict[str, Any] = {"delete_local_checkpoint_after_upload": True}

@@ -27,9 +27,9 @@ from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.files import FileIdentities
 from drawbar.train._storage.staging import AssignedFiles, StagingArea
 from drawbar.train.testing import run_in_threads
-from tests.train.local_runs import ASYNC, save
 from tests.train.runs import fit
 from tests.train.storage.user_directories import content, write
+from tests.train.text_checkpoints import ASYNC, save
 
 SYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.NO_UPLOAD
 MOVED: dict[str, Any] = {"delete_local_checkpoint_after_upload": True}

@@ -16,8 +16,8 @@ from drawbar import train
 from drawbar.train import FailureConfig, Result, RunConfig, collective
 from drawbar.train.backend import register_data_position, report_buffered
 from drawbar.train.testing import run_in_threads
-from tests.train.local_runs import save
 from tests.train.runs import fit
+from tests.train.text_checkpoints import save
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 

@@ -30,8 +30,8 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from tests.train.local_runs import content, save, save_asynchronously
 from tests.train.runs import fit
+from tests.train.text_checkpoints import content, save, save_asynchronously
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers

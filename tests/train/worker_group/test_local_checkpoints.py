@@ -22,8 +22,8 @@ from drawbar.train import (
     collective,
 )
 from drawbar.train.testing import run_in_threads
-from tests.train.local_runs import ASYNC, content, save, save_asynchronously
 from tests.train.runs import fit
+from tests.train.text_checkpoints import ASYNC, content, save, save_asynchronously
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers

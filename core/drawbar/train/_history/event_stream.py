@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from drawbar.train._history import events
@@ -127,12 +127,7 @@ class EventBuffer:
             match event:
                 case events.ReportsReceived():
                     if event.rank == 0:
-                        self._last_report_event = replace(
-                            event,
-                            indices=event.indices[-1:],
-                            times=event.times[-1:],
-                            metrics=event.metrics[-1:],
-                        )
+                        self._last_report_event = event.select_last()
                         self._report_count += len(event.indices)
                     return
                 case events.RoundCompleted():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -241,6 +241,12 @@ class ReportsReceived:
     indices: Sequence[int]
     times: Sequence[float]
     metrics: Sequence[Metrics]
+
+    def select_last(self) -> ReportsReceived:
+        """Return an event with only the last of the reports."""
+        return replace(
+            self, indices=self.indices[-1:], times=self.times[-1:], metrics=self.metrics[-1:]
+        )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from numbers import Real
+from typing import NamedTuple
 
 from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._metrics import describe_available, flatten
@@ -67,13 +68,23 @@ def rank_checkpoints(checkpoints: Sequence[Manifest], config: CheckpointConfig) 
     return sorted(checkpoints, key=lambda checkpoint: _make_rank_key(checkpoint, config))
 
 
-def _make_rank_key(checkpoint: Manifest, config: CheckpointConfig) -> tuple[bool, float, int]:
+class RankKey(NamedTuple):
+    """Sort key of a checkpoint. Better checkpoints have higher keys."""
+
+    has_score: bool
+    score: float
+    index: int
+
+
+def _make_rank_key(checkpoint: Manifest, config: CheckpointConfig) -> RankKey:
     attribute = config.checkpoint_score_attribute
     score = None if attribute is None else get_score(checkpoint.metrics, attribute)
     if score is None:
-        return (False, 0.0, checkpoint.index)
+        return RankKey(has_score=False, score=0.0, index=checkpoint.index)
     higher_is_better = config.checkpoint_score_order == "max"
-    return (True, score if higher_is_better else -score, checkpoint.index)
+    return RankKey(
+        has_score=True, score=score if higher_is_better else -score, index=checkpoint.index
+    )
 
 
 class SurplusQueue:
@@ -89,10 +100,10 @@ class SurplusQueue:
 
     def __init__(self, config: CheckpointConfig, checkpoints: Iterable[Manifest] = ()) -> None:
         self._config = config
-        self._keys: dict[str, tuple[bool, float, int]] = {}
+        self._keys: dict[str, RankKey] = {}
         self._num_ranked = 0
         # Entries that differ from `_keys` are outdated.
-        self._heap: list[tuple[tuple[bool, float, int], str]] = []
+        self._heap: list[tuple[RankKey, str]] = []
         for checkpoint in checkpoints:
             self.add(checkpoint)
 
@@ -103,15 +114,15 @@ class SurplusQueue:
         if self._config.num_to_keep is not None and not is_pending:
             self._insert(checkpoint.name, _make_rank_key(checkpoint, self._config))
 
-    def _insert(self, name: str, key: tuple[bool, float, int]) -> None:
+    def _insert(self, name: str, key: RankKey) -> None:
         self._keys[name] = key
-        self._num_ranked += key[0]
+        self._num_ranked += key.has_score
         heapq.heappush(self._heap, (key, name))
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, if it is in the queue."""
         key = self._keys.pop(name, None)
-        self._num_ranked -= key is not None and key[0]
+        self._num_ranked -= key is not None and key.has_score
 
     def pop_surplus(self, newest: str) -> list[str]:
         """Remove and return the names of the checkpoints to delete, worst first.
@@ -129,7 +140,7 @@ class SurplusQueue:
                 self._insert(name, key)
         return [name for _, name in worst if name != newest]
 
-    def _pop_worst(self) -> tuple[tuple[bool, float, int], str]:
+    def _pop_worst(self) -> tuple[RankKey, str]:
         while True:
             key, name = heapq.heappop(self._heap)
             if self._keys.get(name) == key:
