@@ -67,3 +67,14 @@ def test_design_core_polls_only_where_documented() -> None:
         if pattern.search(path.read_text())
     }
     assert found - NOT_POLLING == POLLING
+
+
+def test_example_of_contributing_guide_is_in_the_code() -> None:
+    guide = (REPO / "CONTRIBUTING.md").read_text()
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", guide, re.M | re.S)
+    sections = re.findall(r"^--- (\S+)\n((?:\+.*\n)+)", diff, re.M)
+    assert len(sections) == 5
+    for path, added in sections:
+        code = (REPO / path).read_text().splitlines()
+        missing = [line[1:] for line in added.splitlines() if line[1:] not in code]
+        assert missing == [], f"lines of the example that {path} does not have"

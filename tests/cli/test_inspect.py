@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 import io
 import json
 import os
@@ -67,6 +68,11 @@ def test_runs_of_object_store_lists_runs_in_subdirectories(cli: Command) -> None
     make_run(address, "x/y", 1)
     (run,) = json.loads(cli("runs", address, "--json").out)
     assert (run["name"], run["path"].endswith("/x/y")) == ("x/y", True)
+
+
+def test_show_prints_drawbar_version(cli: Command, shared_storage: Path) -> None:
+    shown = json.loads(cli("show", shared_storage / "short", "--json").out)
+    assert shown["drawbar_version"] == importlib.metadata.version("drawbar")
 
 
 def test_show_prints_durations_in_seconds(cli: Command, shared_storage: Path) -> None:

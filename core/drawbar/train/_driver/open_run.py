@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import secrets
 import time
 import uuid
@@ -230,6 +231,7 @@ def _journal_run_start(
         config=spec.config_record,
         detached=spec.run_config.detached,
         function=spec.function,
+        drawbar_version=importlib.metadata.version("drawbar"),
     )
     deleted = [CheckpointDeleted(time=now, name=name) for name in existing.damaged]
     commits = _find_unjournaled_commits(existing)

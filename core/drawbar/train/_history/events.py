@@ -52,6 +52,7 @@ class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
         detached: Whether the run may outlive its driver.
         function: Identity of the training function.
         format_version: Format version of the events from here on.
+        drawbar_version: Version of Drawbar; "" in journals of earlier versions.
     """
 
     run_id: str
@@ -60,6 +61,7 @@ class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
     detached: bool = False
     function: FunctionIdentity | None = None
     format_version: int = JOURNAL_FORMAT
+    drawbar_version: str = ""
 
 
 class AttemptStarted(JournalEntry, frozen=True, kw_only=True, tag="attempt_started"):

@@ -73,17 +73,19 @@ class RankKey(NamedTuple):
 
     has_score: bool
     score: float
-    index: int
+    report_index: int
 
 
 def _make_rank_key(checkpoint: Manifest, config: CheckpointConfig) -> RankKey:
     attribute = config.checkpoint_score_attribute
     score = None if attribute is None else get_score(checkpoint.metrics, attribute)
     if score is None:
-        return RankKey(has_score=False, score=0.0, index=checkpoint.index)
+        return RankKey(has_score=False, score=0.0, report_index=checkpoint.index)
     higher_is_better = config.checkpoint_score_order == "max"
     return RankKey(
-        has_score=True, score=score if higher_is_better else -score, index=checkpoint.index
+        has_score=True,
+        score=score if higher_is_better else -score,
+        report_index=checkpoint.index,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.cleanup import UnusedFile, find_unused_files
+from drawbar.train._history.events import RunStarted
 from drawbar.train._history.html import extract_curves
 from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.report_ranges import (
@@ -97,6 +98,12 @@ class RunRecord:
     def start_time(self) -> float | None:
         """Time of the first start, in seconds since the epoch; None if the journal is lost."""
         return self._history.events[0].time if self._history.events else None
+
+    @property
+    def drawbar_version(self) -> str:
+        """Version of Drawbar that started the run last; "" if it is unknown."""
+        starts = [event for event in self._history.events if isinstance(event, RunStarted)]
+        return starts[-1].drawbar_version if starts else ""
 
     @property
     def last_event_time(self) -> float | None:

@@ -46,6 +46,7 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "name": record.name,
         "path": record.path,
         "status": record.status,
+        "drawbar_version": record.drawbar_version,
         "started": record.start_time,
         "last_event": record.last_event_time,
         "error": record.error,
