@@ -29,13 +29,13 @@ from drawbar._boosting import (
     single_output_data,
     unique_labels,
 )
+from drawbar.lightgbm import _fit_arguments as fit_arguments
 from drawbar.lightgbm._compat import (
     EstimatorHooks,
-    EvalFunctionWrapper,
     check_sample_weight,
     get_class_numbers,
 )
-from drawbar.lightgbm._parameters import find_alias, get_parameter
+from drawbar.lightgbm._parameters import get_parameter
 from drawbar.lightgbm._predict import predict_rows
 from drawbar.lightgbm._report_callback import RayTrainReportCallback
 from drawbar.lightgbm._trainer import LightGBMTrainer
@@ -84,8 +84,10 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
     ) -> Self:
         """Fit like `LGBMModel.fit`, on workers."""
         params = self.process_params()
-        rounds = {"early_stopping_rounds": _pop_parameter(params, "early_stopping_round")}
-        custom = _add_metrics(params, eval_metric)
+        rounds = {
+            "early_stopping_rounds": fit_arguments.pop_parameter(params, "early_stopping_round")
+        }
+        custom = fit_arguments.add_metrics(params, eval_metric)
         original_X, (X, sample_weight) = X, self._validate_inputs(X, y, sample_weight)
         has_names = isinstance(X, EncodedDataset) or has_feature_names(X)
         names = self._resolve_feature_names(X, feature_name)
@@ -96,15 +98,15 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
             group=group,
             margin=init_score,
         )
-        pairs = _eval_pairs(eval_set, eval_X, eval_y)
-        datasets = _dataset_names(pairs, eval_names, (original_X, y))
+        pairs = fit_arguments.eval_pairs(eval_set, eval_X, eval_y)
+        datasets = fit_arguments.dataset_names(pairs, eval_names, (original_X, y))
         evaluated = {
             name: single_output_data(
                 features,
                 label,
                 weight=self._eval_weights(eval_sample_weight, eval_class_weight, label, number),
-                group=_get_item(eval_group, number),
-                margin=_get_item(eval_init_score, number),
+                group=fit_arguments.get_item(eval_group, number),
+                margin=fit_arguments.get_item(eval_init_score, number),
             )
             for number, ((name, _), (features, label)) in enumerate(
                 zip(datasets, pairs, strict=True)
@@ -125,7 +127,7 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
             names,
             by_name=isinstance(feature_name, str) and has_names,
             params=params,
-            categorical_features=_categorical_names(categorical_feature, names),
+            categorical_features=fit_arguments.categorical_names(categorical_feature, names),
             callbacks=[RayTrainReportCallback(), *(callbacks or ())],
             feval=custom or None,
             init_model=init_model,
@@ -209,17 +211,20 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
                 f"class_weight={class_weight!r} needs the labels in memory. For a Ray "
                 "Dataset, add a column with the weights and pass its name as sample_weight."
             )
-        return _with_class_weights(weight, class_weight, y)
+        return fit_arguments.with_class_weights(weight, class_weight, y)
 
     def _eval_weights(
         self, weights: object, class_weights: object, label: ColumnData, number: int
     ) -> ColumnData:
-        weight, by_class = _get_item(weights, number), _get_item(class_weights, number)
+        weight, by_class = (
+            fit_arguments.get_item(weights, number),
+            fit_arguments.get_item(class_weights, number),
+        )
         if by_class is None:
             return weight
         if isinstance(by_class, dict) and (numbers := get_class_numbers(self)) is not None:
             by_class = {numbers[name]: value for name, value in by_class.items()}
-        return _with_class_weights(weight, by_class, label)
+        return fit_arguments.with_class_weights(weight, by_class, label)
 
     def predict(self, X: FeatureData, *args: Any, **options: Any) -> Any:
         """Predict like the base class.
@@ -344,7 +349,7 @@ class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
             classes = unique_labels(X, y)
             sets = [
                 (EncodedDataset(*pair, classes), classes)
-                for pair in _as_list(options.get("eval_set"))
+                for pair in fit_arguments.as_list(options.get("eval_set"))
             ]
             options["eval_set"] = sets or None
             X, y = EncodedDataset(X, y, classes), classes
@@ -381,76 +386,3 @@ def _initial_checkpoint(
     booster = model if isinstance(model, Booster) else Booster(model_file=model)
     booster.save_model(directory / RayTrainReportCallback.CHECKPOINT_NAME, num_iteration=-1)
     return Checkpoint(directory), booster.current_iteration()
-
-
-def _pop_parameter(params: dict[str, object], name: str) -> object:
-    alias = find_alias(params, name)
-    return params.pop(alias) if alias else None
-
-
-def _add_metrics(params: dict[str, object], eval_metric: object) -> list[object]:
-    """Add the metrics of `fit` before the objective's metrics. Return the custom ones."""
-    metrics = (
-        eval_metric
-        if isinstance(eval_metric, list)
-        else []
-        if eval_metric is None
-        else [eval_metric]
-    )
-    defaults = params["metric"] if isinstance(params["metric"], list) else [params["metric"]]
-    built_in = [metric for metric in metrics if isinstance(metric, str) and metric not in defaults]
-    params["metric"] = [*built_in, *(metric for metric in defaults if metric is not None)]
-    return [EvalFunctionWrapper(metric) for metric in metrics if callable(metric)]
-
-
-def _with_class_weights(weight: ColumnData, by_class: object, label: ColumnData) -> ColumnData:
-    from sklearn.utils.class_weight import compute_sample_weight
-
-    by_row = compute_sample_weight(by_class, label)
-    return by_row if weight is None else by_row * weight
-
-
-def _as_list(eval_set: Any) -> list[tuple[FeatureData, ColumnData]]:
-    return [eval_set] if isinstance(eval_set, tuple) else list(eval_set or ())
-
-
-def _eval_pairs(
-    eval_set: object, eval_X: FeatureData, eval_y: ColumnData
-) -> list[tuple[FeatureData, ColumnData]]:
-    """Return features and labels to evaluate, from `eval_set` or `eval_X` and `eval_y`."""
-    if eval_set is not None or eval_X is None:
-        return _as_list(eval_set)
-    if isinstance(eval_X, tuple):
-        return list(zip(eval_X, eval_y, strict=True))
-    return [(eval_X, eval_y)]
-
-
-def _dataset_names(
-    pairs: Sequence[tuple[FeatureData, ColumnData]],
-    eval_names: Sequence[str] | str | None,
-    training: tuple[FeatureData, ColumnData],
-) -> list[tuple[str, str]]:
-    """Return the dataset name ("train" for the training rows) and the display name of each pair."""
-    eval_names = [eval_names] if isinstance(eval_names, str) else eval_names
-    names: list[tuple[str, str]] = []
-    for number, (features, label) in enumerate(pairs):
-        display_name = _get_item(eval_names, number)
-        if features is training[0] and label is training[1]:
-            names.append(("train", display_name or "training"))
-        elif display_name in {None, "train", *(name for name, _ in names)}:
-            names.append((f"valid_{number}", display_name or f"valid_{number}"))
-        else:
-            names.append((display_name, display_name))
-    return names
-
-
-def _get_item(values: Any, number: int) -> Any:
-    if values is None:
-        return None
-    return values.get(number) if isinstance(values, dict) else values[number]
-
-
-def _categorical_names(categorical: Any, names: Sequence[str]) -> list[str] | None:
-    if isinstance(categorical, str):
-        return None
-    return [feature if isinstance(feature, str) else names[feature] for feature in categorical]
