@@ -33,7 +33,7 @@ class TestContract(BackendContract):
 
 
 def test_config_with_unknown_backend_raises() -> None:
-    with pytest.raises(ValueError, match="'torch', 'jax', or 'tensorflow', found 'mx"):
+    with pytest.raises(ValueError, match="one of 'torch', 'jax', 'tensorflow', found 'mx"):
         KerasTrainer(print, keras_backend="mxnet")  # type: ignore[arg-type]
 
 
