@@ -109,7 +109,7 @@ def get_actor_id(actor: object) -> str:
 def get_actor_info(actor_id: str) -> ActorInfo:
     """Return Ray's record of an actor, without a call to its process.
 
-    Empty if Ray has no such API. `ray.util.state` needs the dashboard, which a local Ray started by
+    Empty if Ray lacks the private API. `ray.util.state` needs the dashboard, which a local Ray started by
     Drawbar does not run.
     """
     info: ActorInfo = {}
@@ -131,7 +131,7 @@ def list_actors() -> dict[str, ActorInfo]:
 def is_worker_process_dead(worker_id: str) -> bool:
     """Return whether the process with this ID or its node has died, according to Ray.
 
-    False if Ray has no such API. `ray.util.state` needs the dashboard, see `get_actor_info`.
+    False if Ray lacks the private API. `ray.util.state` needs the dashboard, see `get_actor_info`.
     """
     import ray
 
@@ -256,7 +256,7 @@ def set_execution_index(context: DataContext, times: int) -> None:
 def get_split_coordinator(iterator: object) -> Any:
     """Return Ray Data's actor that distributes the rows of a `streaming_split`.
 
-    Ray Data ends it with its dataset only. None if the iterator has no such actor.
+    Ray Data ends it with its dataset only. None if the iterator does not have one.
     """
     return getattr(iterator, "_coord_actor", None)
 

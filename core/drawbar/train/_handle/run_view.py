@@ -6,7 +6,7 @@ A `RunSource` connects the view to the run:
 - `SameHostRun`: it runs in another process of this user on this host.
 - `HostActorRun`: it runs in an actor (detached runs, Ray Client).
 - `TorchrunRun`: it runs in the process of rank 0.
-- `EndedRun`: no process runs it any more.
+- `EndedRun`: the run has ended.
 """
 
 from __future__ import annotations
