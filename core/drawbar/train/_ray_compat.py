@@ -109,8 +109,8 @@ def get_actor_id(actor: object) -> str:
 def get_actor_info(actor_id: str) -> ActorInfo:
     """Return Ray's record of an actor, without a call to its process.
 
-    Empty if Ray lacks the private API. `ray.util.state` needs the dashboard, which a local Ray started by
-    Drawbar does not run.
+    Empty if Ray lacks the private API. `ray.util.state` needs the dashboard, which a local Ray
+    started by Drawbar does not run.
     """
     info: ActorInfo = {}
     with contextlib.suppress(Exception):
