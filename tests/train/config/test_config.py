@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 import pytest
 
 from drawbar.lightgbm import LightGBMConfig
@@ -107,12 +108,19 @@ WRONG_VALUES: list[tuple[type, str, Any, str]] = [
     (ScalingConfig, "resources_per_worker", {"CPU": float("inf")}, "must be finite .* found inf"),
     (ScalingConfig, "resources_per_worker", {"GPU": 1}, "use_gpu=False; set use_gpu=True"),
     (ScalingConfig, "placement_strategy", "PACKED", "must be one of 'PACK', .* found 'PACKED'"),
+    (
+        ScalingConfig,
+        "placement_strategy",
+        np.array([1, 2]),
+        "must be one of 'PACK', .* found array",
+    ),
     (ScalingConfig, "placement_strategy", None, "must be one of 'PACK', .* found None"),
     (ScalingConfig, "label_selector", [{}, {}], "lists 2 selectors for num_workers=1; give one"),
     (FailureConfig, "max_failures", -2, "must be at least -1, found -2"),
     (FailureConfig, "max_preemption_failures", -2, "must be at least -1, found -2"),
     (FailureConfig, "max_startup_failures", -2, "must be at least -1, found -2"),
     (FailureConfig, "hang_timeout", 0, "must be positive and finite, found 0; None waits"),
+    (FailureConfig, "hang_timeout", timedelta.max, "positive and finite, found 999999999 days"),
     (FailureConfig, "hang_timeout", timedelta(seconds=-1), "positive and finite, found -1 day"),
     (FailureConfig, "hang_timeout", float("nan"), "positive and finite, found nan; None"),
     (FailureConfig, "hang_timeout", float("inf"), "positive and finite, found inf; None"),

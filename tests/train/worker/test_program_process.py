@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from pathlib import Path
 
@@ -100,9 +101,21 @@ def test_program_that_closes_all_descriptors_may_have_raised(tmp_path: Path) -> 
     assert "ValueError: boom" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
 
 
+def test_report_after_program_closed_all_descriptors_raises(tmp_path: Path) -> None:
+    source = (
+        "import os; from drawbar import train; train.report({'step': 0}); os.closerange(3, 256); "
+        "train.report({'step': 1})"
+    )
+    with pytest.raises(train.WorkerGroupError, match="exited with code 1"):
+        fit(tmp_path, source=source)
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert re.search(r"has closed file descriptor \d+, its connection to Drawbar", log)
+
+
 REPORTS = 300
 REPORT_AND_END = """
 import os
+import re
 from drawbar import train
 for step in range({reports}):
     train.report({{"step": step}})

@@ -310,6 +310,19 @@ def test_local_restarts_end_when_budget_is_used(tmp_path: Path) -> None:
     assert attempts == [0, 1, 2]
 
 
+def test_failure_with_undecodable_file_name_is_restarted(tmp_path: Path) -> None:
+    def function() -> str:
+        if train.get_context().get_attempt() == 0:
+            raise ValueError("cannot read " + os.fsdecode(b"caf\xe9.txt"))
+        return "restarted"
+
+    result = fit(function, tmp_path, failure_config=FailureConfig(max_failures=1))
+    assert result.return_value == "restarted"
+    assert r"cannot read caf\udce9.txt" in (tmp_path / "run" / "journal.jsonl").read_text().replace(
+        r"\\", "\\"
+    )
+
+
 def test_second_fit_resumes_from_first(tmp_path: Path) -> None:
     def function() -> Any:
         start = train.get_checkpoint()

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union
@@ -159,7 +159,8 @@ def require_choice(name: str, value: T, choices: Sequence[object]) -> T:
     Raises:
         ValueError: It is not. The message lists the choices.
     """
-    if value not in choices:
+    # Without a hash, as an array, a value may not be comparable.
+    if not isinstance(value, Hashable) or value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         one_of = "one of " if len(choices) > 1 else ""
         raise ValueError(f"{name} must be {one_of}{listed}, found {value!r}")
@@ -248,7 +249,7 @@ def parse_duration(
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         kinds = "seconds, a timedelta or None" if none_meaning else "seconds or a timedelta"
         raise TypeError(f"{name} must be {kinds}, found {value!r} ({type(value).__name__})")
-    if not 0 < seconds <= _MAX_DURATION_S and not (can_be_zero and seconds == 0):
+    if not 0 < seconds < _MAX_DURATION_S and not (can_be_zero and seconds == 0):
         hint = f"; None {none_meaning}" if none_meaning else ""
         raise ValueError(f"{name} must be positive and finite, found {value}{hint}")
     return float(seconds)

@@ -14,6 +14,7 @@ direction only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -51,6 +52,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self._inode = os.fstat(connected.fileno()).st_ino
         self._send_lock = threading.Lock()
         _open_sockets.add(connected)
 
@@ -59,10 +61,11 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, data: bytes) -> None:
-        """Send a frame. If the connection is broken, `receive` raises the error, not this method.
+        """Send a frame. If the other side has ended, `receive` raises the error, not this method.
 
         Raises:
             ProtocolError: The frame is too large.
+            OSError: Other code in this process has closed the descriptor of the connection.
         """
         if len(data) > MAX_FRAME_BYTES:
             raise ProtocolError(
@@ -70,12 +73,32 @@ class Connection:
                 "Send smaller values, or save them in a checkpoint"
             )
         header = _LENGTH.pack(len(data))
+        self._check_descriptor()
         with self._send_lock, contextlib.suppress(OSError):
             if len(data) <= _SMALL_FRAME_BYTES:
                 self._socket.sendall(header + data)
             else:  # do not copy large data
                 self._socket.sendall(header)
                 self._socket.sendall(data)
+
+    def _check_descriptor(self) -> None:
+        """Raise an error if other code has closed the descriptor, or uses its number for a file.
+
+        A thread that waits in `receive` does not notice this.
+        """
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
+            return  # closed by `close`
+        inode = None
+        with contextlib.suppress(OSError):
+            inode = os.fstat(descriptor).st_ino
+        if inode != self._inode and self._socket.fileno() >= 0:
+            raise OSError(
+                errno.EBADF,
+                f"This process has closed file descriptor {descriptor}, its connection to Drawbar, "
+                "for example with os.closerange(). Close only descriptors that the process has "
+                "opened",
+            )
 
     def receive(
         self, *, max_bytes: int = MAX_FRAME_BYTES, deadline: float | None = None

@@ -95,7 +95,7 @@ def _get_type_name(error: BaseException) -> str:
 
 def _format_message(error: BaseException) -> str:
     try:
-        return str(error)
+        return _escape_surrogates(str(error))
     except Exception as broken:
         return f"<its __str__ raised {type(broken).__name__}>"
 
@@ -115,7 +115,13 @@ def _format_traceback(error: BaseException) -> tuple[str, str]:
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in traceback_exception.stack
     ]
-    return "".join(traceback_exception.format()), format_user_location(frames)
+    traceback = _escape_surrogates("".join(traceback_exception.format()))
+    return traceback, _escape_surrogates(format_user_location(frames))
+
+
+def _escape_surrogates(text: str) -> str:
+    """Escape lone surrogates, which the journal cannot store. File names may contain them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _iter_causes(traceback_exception: TracebackException) -> Iterator[TracebackException]:
