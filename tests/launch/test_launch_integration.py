@@ -162,6 +162,7 @@ def test_launch_after_sighup_or_ctrl_c_cleans_up_and_a_second_ctrl_c_kills(
             if {{endless}}:
                 time.sleep(600)
         """
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     for endless, number, code in ((False, signal.SIGHUP, 129), (True, signal.SIGINT, 130)):
         with launch.start(source.format(endless=endless)) as process:
             pids = [int(pipe.receive(process)[0]) for _ in range(2)]
