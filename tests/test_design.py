@@ -16,7 +16,7 @@ FILES = subprocess.run(
     text=True,
     check=True,
 ).stdout.split()
-ABSENT = {"drawbar/__init__.py"}  # the contributing guide says that it must not exist
+ABSENT = {"drawbar/__init__.py"}  # named by the contributing guide, which forbids it
 
 POLLING = {
     "_controller/node_watcher.py",
@@ -30,7 +30,7 @@ POLLING = {
     "_worker_group/cluster.py",
     "_worker_group/exit_status.py",
 }
-"""Files of the core with a loop that sleeps. The design page lists what they wait for."""
+"""Files of the core with a loop that sleeps. The design page lists the reasons."""
 
 NOT_POLLING = {
     "_controller/controller.py",  # the delay before a start

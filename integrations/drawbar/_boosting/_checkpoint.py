@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from drawbar.train import Checkpoint
 
@@ -27,6 +27,8 @@ class BoosterCheckpoint(Checkpoint, Generic[B]):
     """Checkpoint with one booster, as saved by the library's `RayTrainReportCallback`."""
 
     MODEL_FILENAME: ClassVar[str]
+    CALLBACK: ClassVar[Any]
+    """The library's `RayTrainReportCallback`, which loads the booster."""
 
     @classmethod
     def from_model(cls, booster: B, *, path: str | os.PathLike[str] | None = None) -> Self:
@@ -39,6 +41,15 @@ class BoosterCheckpoint(Checkpoint, Generic[B]):
         directory = Path(tempfile.mkdtemp(prefix="checkpoint_") if path is None else path)
         booster.save_model(directory / cls.MODEL_FILENAME)
         return cls(directory)
+
+    def get_model(self) -> B:
+        """Load the booster.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no model file.
+        """
+        booster: B = self.CALLBACK.get_model(self, self.MODEL_FILENAME)
+        return booster
 
 
 def load_model(checkpoint: Checkpoint, filename: str, load: Callable[[Path], T]) -> T:

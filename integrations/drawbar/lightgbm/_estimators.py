@@ -84,9 +84,7 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
     ) -> Self:
         """Fit like `LGBMModel.fit`, on workers."""
         params = self.process_params()
-        rounds = {
-            "early_stopping_rounds": fit_arguments.pop_parameter(params, "early_stopping_round")
-        }
+        early_stopping_rounds = fit_arguments.pop_parameter(params, "early_stopping_round")
         custom = fit_arguments.add_metrics(params, eval_metric)
         original_X, (X, sample_weight) = X, self._validate_inputs(X, y, sample_weight)
         has_names = isinstance(X, EncodedDataset) or has_feature_names(X)
@@ -100,28 +98,20 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
         )
         pairs = fit_arguments.eval_pairs(eval_set, eval_X, eval_y)
         datasets = fit_arguments.dataset_names(pairs, eval_names, (original_X, y))
-        evaluated = {
-            name: single_output_data(
-                features,
-                label,
-                weight=self._eval_weights(eval_sample_weight, eval_class_weight, label, number),
-                group=fit_arguments.get_item(eval_group, number),
-                margin=fit_arguments.get_item(eval_init_score, number),
-            )
-            for number, ((name, _), (features, label)) in enumerate(
-                zip(datasets, pairs, strict=True)
-            )
-            if name != "train"
-        }
+        evaluated = {}
+        for number, ((name, _), (features, label)) in enumerate(zip(datasets, pairs, strict=True)):
+            if name != "train":
+                evaluated[name] = single_output_data(
+                    features,
+                    label,
+                    weight=self._eval_weights(eval_sample_weight, eval_class_weight, label, number),
+                    group=fit_arguments.get_item(eval_group, number),
+                    margin=fit_arguments.get_item(eval_init_score, number),
+                )
         if len(evaluated) < len(pairs):  # LightGBM evaluates the training rows without a copy
             params["is_provide_training_metric"] = True
-        rows = dict(
-            zip(
-                ["train", *evaluated],
-                fill_missing_columns([training, *evaluated.values()]),
-                strict=True,
-            )
-        )
+        filled = fill_missing_columns([training, *evaluated.values()])
+        rows = dict(zip(["train", *evaluated], filled, strict=True))
         booster, progress = self._train(
             rows,
             names,
@@ -131,7 +121,7 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
             callbacks=[RayTrainReportCallback(), *(callbacks or ())],
             feval=custom or None,
             init_model=init_model,
-            **rounds,
+            early_stopping_rounds=early_stopping_rounds,
         )
         self._set_results(
             booster, progress, {"train": "training", **dict(datasets)}, has_names=has_names

@@ -135,11 +135,4 @@ class XGBoostCheckpoint(BoosterCheckpoint[Booster]):
     """
 
     MODEL_FILENAME = RayTrainReportCallback.CHECKPOINT_NAME
-
-    def get_model(self) -> Booster:
-        """Load the booster.
-
-        Raises:
-            FileNotFoundError: The checkpoint has no model file.
-        """
-        return RayTrainReportCallback.get_model(self, self.MODEL_FILENAME)
+    CALLBACK = RayTrainReportCallback

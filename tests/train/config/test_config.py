@@ -312,7 +312,7 @@ class CustomConfig(BackendConfig):
     num_threads: Annotated[int, at_least(1)] = 8
     timeout_s: Annotated[float | timedelta | None, parse_duration] = 60
     hosts: list[str] | str | None = None
-    scale: Fraction | None = None  # not importable at run time, so it is not checked
+    scale: Fraction | None = None  # not checked, because it is not importable at run time
 
 
 @dataclasses.dataclass(frozen=True)

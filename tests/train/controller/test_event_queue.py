@@ -26,7 +26,7 @@ def test_event_queue_handles_events_during_operation() -> None:
         async def wait_for_three() -> int:
             queue.put(1)
             await three.wait()
-            queue.put(4)  # before the end of the operation, so it is handled
+            queue.put(4)  # handled, because the operation has not ended
             return len(handled)
 
         queue = EventQueue[int](handle)

@@ -61,7 +61,7 @@ def test_traceback_of_chained_exception_has_cause_and_no_drawbar_frames(tmp_path
         try:
             os.environ["NOT SET"]
         except KeyError as error:
-            raise ValueError("no such key") from error
+            raise ValueError("unknown key") from error
 
     with pytest.raises(WorkerGroupError) as raised:
         fit(function, tmp_path)

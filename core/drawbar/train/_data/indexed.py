@@ -184,7 +184,7 @@ class IndexedBlocks(IndexedDataset):
     def make_sources(self, num_shards: int, uneven_rows: UnevenRows) -> list[Any]:
         """Return the source of each shard. Later calls return the same sources.
 
-        Splitting needs CPUs, so it is done for all possible world sizes before workers start.
+        Rows are split for all possible world sizes before workers start, because that needs CPUs.
         """
         if num_shards not in self._sources:
             if uneven_rows == "pad":

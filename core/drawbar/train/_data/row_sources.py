@@ -100,7 +100,10 @@ class SlicedShard(MaterializedShard):
 
 
 def make_dataset(tables: list[pa.Table]) -> Dataset:
-    """Put tables into the object store as an ordered dataset. It needs no task and no CPU."""
+    """Put tables into the object store as a dataset that keeps their rows in order.
+
+    This needs no task and no CPU.
+    """
     import ray.data
 
     dataset: Dataset = ray.data.from_blocks(tables)

@@ -44,7 +44,7 @@ class RunSource(control_socket.ControllableRun, Protocol):
     directory: RunDirectory
     """Run directory."""
     is_detached: bool = False
-    """Whether the run continues when this process stops waiting for it."""
+    """True if the run continues when this process stops waiting for it."""
 
     @property
     def unresponsive_reason(self) -> str:

@@ -173,7 +173,7 @@ def compress_open_segment(
     Args:
         directory: Directory of the run.
         segment: The open segment.
-        last: Last report of each rank in the attempt, at least those of earlier segments.
+        last: Last report of each rank in the attempt. Reports of the open segment may be missing.
         should_skip_damaged: Whether damaged lines are left out.
 
     Returns:

@@ -144,17 +144,14 @@ def launch(
     Accepts torchrun's options, and warns about those without effect. Exits with the script's exit
     code. Prints the output of rank 0; the run's logs contain the output of every rank.
     """
-    if progress is None:
-        progress = sys.stderr.isatty()
     if num_workers is not None and (nproc_per_node or nnodes):
         raise CommandError(
             "--num-workers cannot be combined with --nproc-per-node or --nnodes. Remove one."
         )
-    variables = _parse_env(env or [])
-    if accelerate_config is not None:
-        processes, accelerate_env = _read_accelerate_config(accelerate_config)
-        variables = accelerate_env | variables
-        num_workers = num_workers or (None if nproc_per_node or nnodes else str(processes))
+    processes, accelerate_env = _read_accelerate_config(accelerate_config)
+    variables = accelerate_env | _parse_env(env or [])
+    num_workers = num_workers or (None if nproc_per_node or nnodes else processes)
+    show_progress = sys.stderr.isatty() if progress is None else progress
     requested = _RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
     with command_errors():
         from drawbar import train
@@ -169,7 +166,7 @@ def launch(
             failure_config=failures,
             resume=resume,  # type: ignore[arg-type]  # RunConfig validates it
             # Off a terminal, the command prints only the script's output, like torchrun.
-            logging_config=train.LoggingConfig("INFO" if progress else "WARNING"),
+            logging_config=train.LoggingConfig("INFO" if show_progress else "WARNING"),
             detached=detach,
         )
         make_trainer = partial(
@@ -199,13 +196,18 @@ def launch(
     raise typer.Exit(code)
 
 
-def _read_accelerate_config(path: str) -> tuple[int, dict[str, str]]:
-    """Return the number of processes and the environment variables of an Accelerate config file."""
+def _read_accelerate_config(path: str | None) -> tuple[str | None, dict[str, str]]:
+    """Return the number of processes and the environment variables of an Accelerate config file.
+
+    None and no variables without a file.
+    """
+    if path is None:
+        return None, {}
     with command_errors():
         from drawbar.launch import AccelerateLaunchConfig
 
         settings = AccelerateLaunchConfig.from_file(path)
-    return settings.num_processes, settings.env
+    return str(settings.num_processes), settings.env
 
 
 def _parse_env(assignments: Sequence[str]) -> dict[str, str]:
