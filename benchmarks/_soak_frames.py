@@ -188,7 +188,7 @@ class _Attack:
 
     def _send_invalid_hello(self) -> None:
         with self._connect() as connected:
-            hello = PeerHello(rank=-next(self._ranks), info=INFO, direction="commands")
+            hello = PeerHello(rank=-next(self._ranks), info=INFO, direction="commands", token="")
             self._authenticate(connected).send(self._draw_invalid(HELLO.encode(hello)))
             self._wait_for_close(connected)
 
@@ -204,8 +204,12 @@ class _Attack:
         with self._connect() as connected, self._connect() as connected_for_commands:
             commands = self._authenticate(connected_for_commands)
             messages = self._authenticate(connected)
-            commands.send(HELLO.encode(PeerHello(rank=rank, info=INFO, direction="commands")))
-            messages.send(HELLO.encode(PeerHello(rank=rank, info=INFO, direction="messages")))
+            commands.send(
+                HELLO.encode(PeerHello(rank=rank, info=INFO, direction="commands", token=""))
+            )
+            messages.send(
+                HELLO.encode(PeerHello(rank=rank, info=INFO, direction="messages", token=""))
+            )
             commands.receive()
             message = MESSAGES.encode(draw(self._rng, PeerMessage))
             messages.send(self._draw_invalid(message))

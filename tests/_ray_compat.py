@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
 import sys
 import time
 from pathlib import Path
@@ -9,18 +12,27 @@ from typing import Any
 
 import cloudpickle
 
+AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "runtime_env_agent_port",
+    "dashboard_agent_listen_port",
+)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # other processes cannot import it
 
 
-def wait_for_started_nodes() -> None:
-    """Make Ray wait until a node that it starts has registered.
+def start_nodes_without_time_limits() -> None:
+    """Make Ray start nodes of this process without time limits, which a busy machine may exceed.
 
-    Ray gives up after 30 s, which is not configurable (`ray._private.node.Node`). A busy machine
-    needs longer. The timeout of pytest is the only limit then.
+    Ray waits 30 s until a node has registered, and a node waits 15 s for the ports that its agents
+    choose (https://github.com/ray-project/ray/issues/65983). Neither limit can be configured. Here,
+    the ports are chosen for the agents, and the timeout of pytest is the only limit.
     """
     from ray._private import services
 
     get_node: Any = services.get_node
+    start_raylet: Any = services.start_raylet
     if get_node.__name__ == "get_registered_node":
         return
 
@@ -31,7 +43,24 @@ def wait_for_started_nodes() -> None:
             except RuntimeError:
                 time.sleep(0.1)  # Ray has no event for it
 
+    def start_raylet_with_ports(*args: Any, **options: Any) -> Any:
+        ports = find_free_ports(len(AGENT_PORTS))
+        return start_raylet(*args, **options | dict(zip(AGENT_PORTS, ports, strict=True)))
+
     services.get_node = get_registered_node
+    services.start_raylet = start_raylet_with_ports
+
+
+def find_free_ports(count: int) -> list[int]:
+    """Return free ports below those that the system assigns to connections."""
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) < count:
+            probe = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # the port is in use
+                probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))
+                ports.append(probe.getsockname()[1])
+        return ports
 
 
 def get_ray_address_file() -> Path:

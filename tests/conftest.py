@@ -20,7 +20,7 @@ import ray
 
 from drawbar.train import RunConfig
 from drawbar.train._controller import recovery
-from tests._ray_compat import wait_for_started_nodes
+from tests._ray_compat import start_nodes_without_time_limits
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,7 +69,7 @@ def ray_cluster() -> Iterator[None]:
     # Otherwise, Ray's log monitor lists all logs ten times a second instead of twice.
     os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "0"
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "600")  # a busy machine needs longer
-    wait_for_started_nodes()
+    start_nodes_without_time_limits()
     ray.init(
         address="local",  # never one that happens to run on this machine
         num_cpus=8,

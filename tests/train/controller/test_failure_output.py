@@ -70,6 +70,7 @@ def run_script(tmp_path: Path, ray_cluster: None) -> RunScript:
     return run_script
 
 
+@pytest.mark.alone  # a rank that fails late prints its failure, too
 def test_missing_checkpoint_prints_its_message_once(run_script: RunScript) -> None:
     done = run_script("missing", 2)
     assert done.stderr.count("report() received Checkpoint") == 2  # a short headline, a traceback

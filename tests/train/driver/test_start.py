@@ -33,7 +33,7 @@ from drawbar.train import (
 )
 from drawbar.train._worker.worker_env import count_available_cores
 from tests import _ray_compat
-from tests._ray_compat import wait_for_started_nodes
+from tests._ray_compat import start_nodes_without_time_limits
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
@@ -85,7 +85,7 @@ def test_local_ray_is_shared_by_threads_and_ends_with_driver(
         threading.Event().wait()
 
     def main() -> None:
-        wait_for_started_nodes()
+        start_nodes_without_time_limits()
 
         def one_run(number: int) -> None:
             config = RunConfig(name=f"run_{number}", storage_path=str(tmp_path))
@@ -269,7 +269,7 @@ def test_ranks_on_two_nodes_are_contiguous_and_trials_get_env(
         return node, *ranks
 
     def main() -> None:
-        wait_for_started_nodes()
+        start_nodes_without_time_limits()
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
         far = cluster.add_node(wait=False, num_cpus=2, resources={"far": 1})
         cluster.wait_for_nodes(timeout=math.inf)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests._ray_compat import wait_for_started_nodes
+from tests._ray_compat import start_nodes_without_time_limits
 
 DriversFixture = Callable[..., Any]
 SHOWN = "shown: "
@@ -41,7 +41,7 @@ class Stage:
         self.folder = folder
         # Without time limits of Ray, which a busy machine may exceed. The first nodes are awaited
         # here, later ones by the run.
-        wait_for_started_nodes()
+        start_nodes_without_time_limits()
         head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "wait": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.cluster.wait_for_nodes(timeout=math.inf)

@@ -48,7 +48,7 @@ from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descr
 from tests.train.test_unpickling_safety import Bomb
 
 LOCAL_INFO = WorkerInfo(node_id="0@here", node_ip=LOOPBACK, hostname="here", pid=1, gpu_ids=())
-HELLO_OF_RANK_1 = PeerHello(rank=1, info=LOCAL_INFO, direction="commands")
+HELLO_OF_RANK_1 = PeerHello(rank=1, info=LOCAL_INFO, direction="commands", token="first")
 COLLECTIVE = CollectiveCalled(sequence=0, number=0, kind="barrier", payload=None, location="")
 PATIENCE_S = 30.0
 
@@ -164,7 +164,7 @@ def test_torchrun_server_too_many_silent_connections_are_closed_for_peer(run: Ru
 @pytest.mark.parametrize("rank", [0, 2, -1])
 def test_torchrun_server_rank_outside_group_is_rejected(run: Run, rank: int) -> None:
     connection = run.authenticate()
-    connection.send(HELLO.encode(PeerHello(rank=rank, info=LOCAL_INFO, direction="commands")))
+    connection.send(HELLO.encode(structs.replace(HELLO_OF_RANK_1, rank=rank)))
     check_is_closed(connection)
 
 
@@ -198,6 +198,19 @@ def test_torchrun_server_peer_that_died_before_it_joined_is_replaced(run: Run) -
     check_is_closed(first)
     connection.send(COLLECTIVE)
     assert run.collect_messages().get(timeout=PATIENCE_S) == (1, COLLECTIVE)
+
+
+def test_torchrun_server_older_process_does_not_replace_newer_one_that_joins(run: Run) -> None:
+    older, newer = run.open_socket(), run.authenticate()  # accepted in this order
+    newer.send(HELLO.encode(HELLO_OF_RANK_1))
+    key = bytes.fromhex(json.loads(run.address)["key"])
+    late = authenticate_server(older, key, time.monotonic() + PATIENCE_S)
+    late.send(HELLO.encode(structs.replace(HELLO_OF_RANK_1, token="older")))
+    # The server closes one of them, whichever hello it reads first: always the older one.
+    check_is_closed(late)
+    messages = run.authenticate()
+    messages.send(HELLO.encode(structs.replace(HELLO_OF_RANK_1, direction="messages")))
+    assert newer.receive(deadline=time.monotonic() + PATIENCE_S)
 
 
 REPORTING_PEER = """

@@ -26,11 +26,13 @@ class PeerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         rank: Rank of the peer.
         info: Node and process of the peer.
         direction: Whether the connection transmits commands to the peer or messages from it.
+        token: Random text of the process, the same on both connections.
     """
 
     rank: int
     info: WorkerInfo
     direction: Literal["commands", "messages"]
+    token: str
 
 
 class FunctionCancelled(msgspec.Struct, frozen=True, tag=True):

@@ -12,6 +12,7 @@ messages of a process that ends at any time, also by SIGKILL.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import pickle
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from drawbar.train._config.backend import LauncherStore
 from drawbar.train._errors import ControllerError
@@ -72,6 +73,14 @@ class ServerAddress(TypedDict, total=False):
     port: int
     key: str
     error: str
+
+
+class _CommandConnection(NamedTuple):
+    """Connection for commands of a peer, accepted as number `order`, from the start of rank 0."""
+
+    connection: Connection
+    token: str  # the one in the peer's `PeerHello`
+    order: int
 
 
 class RankZeroConnection:
@@ -135,7 +144,8 @@ class TorchrunServer:
         _raise_descriptor_limit(2 * self.count + SPARE_DESCRIPTORS)
         self._listener = _listen_on_free_port(self.host)
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
-        self._command_connections: dict[int, Connection] = {}  # also of peers that have not joined
+        # By rank, also of peers that have not joined.
+        self._command_connections: dict[int, _CommandConnection] = {}
         self._joined = threading.Condition()
         self._closed = threading.Event()
         self._handler: Future[Callable[[int, ReceivedMessage], object]] = Future()
@@ -175,10 +185,10 @@ class TorchrunServer:
         """Send a command to peers. It is encoded once, and not sent to lost peers."""
         data = COMMANDS.encode(command)
         with self._joined:
-            connections = [self._command_connections.get(rank) for rank in ranks]
-        for connection in connections:
-            if connection is not None:
-                connection.send(data)
+            peers = [self._command_connections.get(rank) for rank in ranks]
+        for peer in peers:
+            if peer is not None:
+                peer.connection.send(data)
 
     def end(self, command: PeerCommand) -> None:
         """Send the last command to all peers that have joined, and reject the others."""
@@ -197,21 +207,26 @@ class TorchrunServer:
 
     def _accept(self, directory: RunDirectory) -> None:
         opened = COMMANDS.encode(RunOpened(pickle.dumps(directory)))
-        while not self._closed.is_set():
+        for order in itertools.count():
+            if self._closed.is_set():
+                return
             self._handshakes.acquire()
             # The loop must survive port scanners and peers that die while they connect.
             try:
                 accepted, _ = self._listener.accept()
                 threading.Thread(
-                    target=self._serve, args=(accepted, opened), name="drawbar-peer", daemon=True
+                    target=self._serve,
+                    args=(accepted, order, opened),
+                    name="drawbar-peer",
+                    daemon=True,
                 ).start()
             except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 self._handshakes.release()
                 wait_to_accept_again(error, self._closed)
 
-    def _serve(self, accepted: socket.socket, opened: bytes) -> None:
+    def _serve(self, accepted: socket.socket, order: int, opened: bytes) -> None:
         try:
-            connection, hello = self._admit(accepted, opened)
+            connection, hello = self._admit(accepted, order, opened)
         except (ProtocolError, EOFError, OSError) as error:
             _logger.debug("a connection to rank 0 was rejected: %s", error)
             accepted.close()
@@ -227,7 +242,8 @@ class TorchrunServer:
         """Close a connection for commands if the one for messages does not follow in time."""
 
         def is_settled() -> bool:
-            return rank in self.worker_infos or self._command_connections.get(rank) is not commands
+            peer = self._command_connections.get(rank)
+            return rank in self.worker_infos or peer is None or peer.connection is not commands
 
         with self._joined:
             if not self._joined.wait_for(is_settled, self.handshake_seconds):
@@ -243,26 +259,37 @@ class TorchrunServer:
             detail = f"its connection to rank 0 ended: {error or 'closed'}"
             connection.close()
             with self._joined:
-                self._command_connections.pop(rank).close()
+                self._command_connections.pop(rank).connection.close()
             handler(rank, WorkerDied(detail=detail, time=time.time()))
 
-    def _add_command_connection(self, rank: int, connection: Connection) -> None:
+    def _add_command_connection(self, rank: int, added: _CommandConnection) -> None:
         previous = self._command_connections.get(rank)
         if previous is not None:
-            previous.close()  # of a process that died before it joined
-        self._command_connections[rank] = connection
+            # One thread serves each connection, so an older one may be served later.
+            if previous.order > added.order:
+                raise ProtocolError(f"a later process of rank {rank} has connected")
+            previous.connection.close()  # of a process that died before it joined
+        self._command_connections[rank] = added
         self._joined.notify_all()
 
+    def _find_command_connection(self, hello: PeerHello) -> Connection | None:
+        """Return the connection for commands of the process that sent `hello`."""
+        peer = self._command_connections.get(hello.rank)
+        return peer.connection if peer is not None and peer.token == hello.token else None
+
     def _add_peer(self, hello: PeerHello, opened: bytes) -> None:
-        if hello.rank not in self._command_connections:
-            raise ProtocolError(f"rank {hello.rank} has no connection for commands")
-        self._command_connections[hello.rank].send(opened)
+        commands = self._find_command_connection(hello)
+        if commands is None:
+            raise ProtocolError(f"this process of rank {hello.rank} has no connection for commands")
+        commands.send(opened)
         self.worker_infos[hello.rank] = hello.info
         self._joined.notify_all()
         if len(self.worker_infos) == self.count:
             self.stop_listening()
 
-    def _admit(self, accepted: socket.socket, opened: bytes) -> tuple[Connection, PeerHello]:
+    def _admit(
+        self, accepted: socket.socket, order: int, opened: bytes
+    ) -> tuple[Connection, PeerHello]:
         """Authenticate a process that has connected, and add it to the peers.
 
         A peer joins with its connection for messages, which is the second one.
@@ -279,14 +306,16 @@ class TorchrunServer:
         with self._joined:
             if hello.direction == "messages":  # another thread adds the connection for commands
                 self._joined.wait_for(
-                    lambda: hello.rank in self._command_connections, deadline - time.monotonic()
+                    lambda: self._find_command_connection(hello) is not None,
+                    deadline - time.monotonic(),
                 )
             if self._closed.is_set():
                 raise ProtocolError("the run has all its processes, or has ended")
             if hello.rank in self.worker_infos or not 1 <= hello.rank <= self.count:
                 raise ProtocolError(f"rank {hello.rank} has joined already, or is not in the run")
             if hello.direction == "commands":
-                self._add_command_connection(hello.rank, connection)
+                added = _CommandConnection(connection, hello.token, order)
+                self._add_command_connection(hello.rank, added)
             else:
                 self._add_peer(hello, opened)
         return connection, hello
@@ -317,10 +346,12 @@ def connect_to_rank_zero(
         raise ControllerError(f"rank 0 cannot open the run: {server_address['error']}")
     with contextlib.ExitStack() as on_error:
         connections = []
+        token = secrets.token_hex(16)
         for direction in ("commands", "messages"):
             connection = _open_connection(server_address)
             on_error.callback(connection.close)
-            connection.send(HELLO.encode(PeerHello(rank=rank, info=info, direction=direction)))
+            hello = PeerHello(rank=rank, info=info, direction=direction, token=token)
+            connection.send(HELLO.encode(hello))
             connections.append(connection)
         commands, messages = connections
         opened = COMMANDS.decode(commands.receive())
