@@ -13,6 +13,7 @@ import pickle
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,6 +39,7 @@ from drawbar.train._storage.manifest import (
     read_manifest,
 )
 from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.transfers import download_files
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -193,22 +195,11 @@ class Checkpoint:
         """
         self.check_exists()
         if path is None:
-            return str(keep_copy(self._copy_key, self._copy_to))
+            return str(keep_copy(self._copy_key, partial(_copy_files_to, self._storage_path)))
         target = Path(path)
         target.mkdir(parents=True, exist_ok=True)
-        self._copy_to(target)
+        _copy_files_to(self._storage_path, target)
         return str(target)
-
-    def _copy_to(self, target: Path) -> None:
-        if isinstance(self._storage_path, Path):
-            if target.samefile(self._storage_path):
-                raise ValueError(
-                    f"to_directory(path={str(target)!r}) is the checkpoint itself. "
-                    "Pass another directory."
-                )
-            copy_files(self._storage_path, target, list_files(self._storage_path))
-        else:
-            self._storage_path.download_files(target, list_user_files(self._storage_path))
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the metadata of the checkpoint, including the trainer's `metadata`.
@@ -386,3 +377,14 @@ class Checkpoint:
         if self.is_local:
             return f"Checkpoint({self.path!r})"
         return f"Checkpoint({str(self._storage_path)!r}, filesystem={self.filesystem.type_name!r})"
+
+
+def _copy_files_to(storage_path: Path | RemotePath, target: Path) -> None:
+    if isinstance(storage_path, RemotePath):
+        download_files(storage_path, target, list_user_files(storage_path))
+        return
+    if target.samefile(storage_path):
+        raise ValueError(
+            f"to_directory(path={str(target)!r}) is the checkpoint itself. Pass another directory."
+        )
+    copy_files(storage_path, target, list_files(storage_path))

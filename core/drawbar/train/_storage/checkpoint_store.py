@@ -228,9 +228,11 @@ class CheckpointStore(UploadTarget, ABC):
         """Return the manifests of checkpoints that have every file with its size, oldest first."""
         return [manifest for manifest in self.list_committed() if not self.find_damage(manifest)]
 
-    def _check_not_committed(self, name: str) -> None:
-        if self.is_intact(name):
-            raise make_already_committed_error(self.path(name))
+
+def check_not_committed(checkpoints: CheckpointStore, name: str) -> None:
+    """Raise `FileExistsError` if a committed checkpoint has this name."""
+    if checkpoints.is_intact(name):
+        raise make_already_committed_error(checkpoints.path(name))
 
 
 def _find_damage(path: Path | RemotePath, manifest: Manifest) -> str:

@@ -27,6 +27,7 @@ from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.contents import MANIFEST_FILE
 from drawbar.train._storage.files import is_current_file, remove_tree
 from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.transfers import download_files
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def use_cached_copy(directory: RemotePath) -> Iterator[Path]:
     with _CopyLock(copy) as lock:
         try:
             lock.acquire_shared(
-                lambda target: directory.download_files(target, directory.list_files())
+                lambda target: download_files(directory, target, directory.list_files())
             )
             yield copy
         finally:

@@ -20,6 +20,7 @@ from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import (
     CheckpointDraft,
     CheckpointStore,
+    check_not_committed,
     commit_in_place,
     finalize_local,
     make_name_conflict_error,
@@ -91,7 +92,7 @@ class LocalCheckpointStore(CheckpointStore):
 
     def _commit_in_place(self, draft: CheckpointDraft) -> Manifest:
         name = draft.manifest.name
-        self._check_not_committed(name)
+        check_not_committed(self, name)
         if not is_external(name):
             self.staging.replace_symlinks(self.run_path / name)
         if "/" in name:  # not a direct child of the run directory
@@ -101,7 +102,7 @@ class LocalCheckpointStore(CheckpointStore):
     def _clear_target(self, target: Path) -> None:
         if not target.exists():
             return
-        self._check_not_committed(target.name)
+        check_not_committed(self, target.name)
         if target.name not in self.list_damaged():
             raise make_name_conflict_error(target)
         self.staging.move_to_trash(target)

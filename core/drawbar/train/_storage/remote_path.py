@@ -5,12 +5,11 @@ Operations that object stores do not support, such as renaming and appending, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from drawbar.train._storage import fault_points
 from drawbar.train._storage.arrow_filesystems import (
     get_fsspec_filesystem,
     is_same_filesystem,
@@ -18,16 +17,11 @@ from drawbar.train._storage.arrow_filesystems import (
 )
 from drawbar.train._storage.contents import FileEntry, check_relative_path, format_exact_size
 from drawbar.train._storage.retries import retry_transient
-from drawbar.train._threads import DaemonThreadPool
 
 if TYPE_CHECKING:
     from pyarrow import NativeFile
     from pyarrow.fs import FileInfo, FileSystem
 
-T = TypeVar("T")
-
-_TRANSFER_THREADS = 8
-_TRANSFER_CHUNK_BYTES = 16 * 1024 * 1024
 _FLAT_FILESYSTEMS = ("s3", "gcs", "abfs")
 
 
@@ -144,13 +138,18 @@ class RemotePath:
         """
 
         def read() -> bytes:
-            with self._open_input(name) as stream:
+            with self.open_input(name) as stream:
                 data: bytes = stream.read(size)
             return data
 
         return retry_transient(read, f"reading {self / name}")
 
-    def _open_input(self, name: str) -> NativeFile:
+    def open_input(self, name: str) -> NativeFile:
+        """Open a file for reading.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+        """
         path = f"{self.fs_path}/{name}"
         try:
             # By default, pyarrow decompresses a file with a name such as `data.gz`.
@@ -173,62 +172,18 @@ class RemotePath:
         """Write a file."""
 
         def write() -> None:
-            with self._open_output(name) as stream:
+            with self.open_output(name) as stream:
                 stream.write(data)
 
         retry_transient(write, f"writing {format_exact_size(len(data))} to {self / name}")
 
-    def _open_output(self, name: str) -> NativeFile:
+    def open_output(self, name: str) -> NativeFile:
+        """Open a file for writing. It exists when the stream is closed."""
         path = f"{self.fs_path}/{name}"
         # Object stores have no directories; create_dir would add an empty object of that name.
         if self.filesystem.type_name not in _FLAT_FILESYSTEMS:
             self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
         return self.filesystem.open_output_stream(path, compression=None)
-
-    # -- many files
-
-    def upload_files(self, source: Path, files: Sequence[FileEntry]) -> dict[str, str]:
-        """Copy files of a local directory into this one, in several threads.
-
-        Returns:
-            The xxh3 (64 bit) of each written file as 16 hex digits, by path.
-        """
-        fault_points.maybe_stop_at("persist.start")
-        checksums = _transfer_parallel(
-            files, lambda file: self.upload_file(source / file.path, file)
-        )
-        return {file.path: checksum for file, checksum in zip(files, checksums, strict=True)}
-
-    def upload_file(self, source: Path, file: FileEntry) -> str:
-        """Copy a local file to `file` in this directory, and return its xxh3."""
-        import xxhash
-
-        def upload() -> str:
-            # A new digest for each try: a failed try has hashed only a part of the file.
-            digest = xxhash.xxh3_64()
-            with open(source, "rb") as reader, self._open_output(file.path) as writer:
-                while chunk := reader.read(_TRANSFER_CHUNK_BYTES):
-                    writer.write(chunk)
-                    digest.update(chunk)
-            return str(digest.hexdigest())
-
-        return retry_transient(
-            upload, f"writing {format_exact_size(file.size)} to {self / file.path}"
-        )
-
-    def download_files(self, target: Path, files: Sequence[FileEntry]) -> None:
-        """Copy files of this directory into a local one, in several threads."""
-        _transfer_parallel(files, lambda file: self._download_file(target / file.path, file))
-
-    def _download_file(self, target: Path, file: FileEntry) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-
-        def download() -> None:
-            with self._open_input(file.path) as reader, open(target, "wb") as writer:
-                while chunk := reader.read(_TRANSFER_CHUNK_BYTES):
-                    writer.write(chunk)
-
-        retry_transient(download, f"reading {format_exact_size(file.size)} from {self / file.path}")
 
     # -- deleting
 
@@ -252,13 +207,3 @@ class RemotePath:
             retry_transient(lambda: self.filesystem.delete_dir(self.fs_path), f"deleting {self}")
         except FileNotFoundError:
             return
-
-
-def _transfer_parallel(files: Sequence[FileEntry], action: Callable[[FileEntry], T]) -> list[T]:
-    results: list[T] = []
-    with DaemonThreadPool(min(_TRANSFER_THREADS, max(len(files), 1)), "drawbar-transfer") as pool:
-        for result in pool.map(action, files):
-            if not results:
-                fault_points.maybe_stop_at("persist.half")
-            results.append(result)
-    return results

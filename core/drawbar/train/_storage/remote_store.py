@@ -20,6 +20,7 @@ from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import (
     CheckpointDraft,
     CheckpointStore,
+    check_not_committed,
     commit_in_place,
     finalize_remote,
     make_name_conflict_error,
@@ -37,6 +38,7 @@ from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.retries import warn_if_slow
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
+from drawbar.train._storage.transfers import upload_files
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,14 @@ class RemoteCheckpointStore(CheckpointStore):
         with warn_if_slow(
             f"writing checkpoint {assigned.checkpoint_name} of {assigned.label} to {self.run_path}"
         ):
-            checksums = directory.upload_files(assigned.source_directory, assigned.files)
+            checksums = upload_files(assigned.source_directory, directory, assigned.files)
         return StagedFiles(None, tuple(assigned.files), checksums)
 
     def commit(self, draft: CheckpointDraft) -> Manifest:
         """Check that all files exist, remove files of other attempts, and write the manifest."""
         fault_points.maybe_stop_at("commit.start")
         name = draft.manifest.name
-        self._check_not_committed(name)
+        check_not_committed(self, name)
         if draft.is_in_place:
             if "/" in name:
                 add_name(self.run_path, name)

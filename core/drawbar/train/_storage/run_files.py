@@ -32,6 +32,7 @@ from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY, list_superseded, parse_segments
 from drawbar.train._storage.retries import is_transient
+from drawbar.train._storage.transfers import upload_file
 
 OUTCOME_FILE = "outcome.pkl"
 TRAINER_FILE = "trainer.pkl"
@@ -262,7 +263,7 @@ class RemoteRunFiles(RunFiles):
             copy = RemoteJournal(self.remote_path)
             (copy.upload_all if whole_journal else copy.upload)(journal)
         else:
-            self.remote_path.upload_file(path, FileEntry(name, path.stat().st_size))
+            upload_file(path, self.remote_path, FileEntry(name, path.stat().st_size))
 
     def _upload_reports(self) -> None:
         """Upload the open segments, and the closed ones that are not in the storage."""

@@ -12,6 +12,7 @@ from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.filesystem import make_local_filesystem
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.transfers import upload_files
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -121,7 +122,7 @@ class StorageContext(os.PathLike[str]):
         storage_path = self._run_directory.checkpoints.path(checkpoint_dir_name)
         if isinstance(storage_path, RemotePath):
             with checkpoint.as_directory() as source:
-                storage_path.upload_files(Path(source), list_files(Path(source)))
+                upload_files(Path(source), storage_path, list_files(Path(source)))
         else:
             checkpoint.to_directory(storage_path)
         return Checkpoint.from_storage_path(storage_path)

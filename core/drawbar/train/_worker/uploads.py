@@ -29,6 +29,7 @@ from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.retries import is_transient, warn_if_slow
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import AssignedFiles, make_shared_name
+from drawbar.train._storage.transfers import upload_files
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.report_checks import (
     CheckpointUploadMode,
@@ -365,7 +366,7 @@ class Uploads:
         path = self._checkpoints.path(name)
         files = [file for file in list_files(source) if file.path not in files_of_lower_ranks]
         if isinstance(path, RemotePath):
-            path.upload_files(source, files)
+            upload_files(source, path, files)
         else:
             path.mkdir(parents=True, exist_ok=True)
             copy_files(source, path, files)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import os
 import pickle
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, WorkerDied
-from drawbar.train._serialization import Serialized, serialize
+from drawbar.train._serialization import serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker_group.thread_group import ThreadWorkerGroup
@@ -33,6 +31,7 @@ from drawbar.train._worker_group.torchrun_messages import (
     StartAttempt,
     StopRequested,
 )
+from drawbar.train._worker_group.torchrun_requests import PeerRequests, get_result
 from drawbar.train._worker_group.torchrun_server import TorchrunServer, get_peer_address
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
@@ -68,9 +67,7 @@ class TorchrunWorkerGroup:
         self._loop = asyncio.get_running_loop()
         self._on_messages: OnMessages = lambda rank, messages: None
         self._functions_ended: dict[int, asyncio.Event] = {}  # by rank of a peer
-        self._request_ids = itertools.count()
-        # Rank and reply, by request ID.
-        self._pending_requests: dict[int, tuple[int, Future[PeerReply]]] = {}
+        self._requests = PeerRequests(server)
         self._lost_peers: dict[int, WorkerDied] = {}
         server.set_handler(self._on_message_from_thread)
 
@@ -121,17 +118,14 @@ class TorchrunWorkerGroup:
     def _on_message(self, rank: int, message: ReceivedMessage) -> None:
         match message:
             case PeerReply():
-                self._resolve_request(message)
+                self._requests.on_reply(message)
             case StopRequested(save=save):
                 self._stop_run(save)
             case FunctionCancelled():
                 self._set_function_ended(rank)
             case WorkerDied():
                 self._lost_peers[rank] = message
-                # Threads are waiting for replies that the peer will never send.
-                for request_id, (requested_rank, _) in list(self._pending_requests.items()):
-                    if requested_rank == rank:
-                        self._fail_request(request_id, message)
+                self._requests.on_peer_lost(rank, message)
                 self._set_function_ended(rank)
                 self._on_messages(rank, [message])
             case _:
@@ -177,7 +171,7 @@ class TorchrunWorkerGroup:
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack of every rank, or None for a rank that does not reply."""
         ranks = sorted(self._functions_ended)
-        requests = [asyncio.wrap_future(self._request(rank, CaptureStack)) for rank in ranks]
+        requests = [asyncio.wrap_future(self._requests.send(rank, CaptureStack)) for rank in ranks]
         if requests:
             await asyncio.wait(requests, timeout=STACK_SECONDS)
         stacks = await self._local_group.collect_stacks()
@@ -193,27 +187,6 @@ class TorchrunWorkerGroup:
         return (
             detect_stopped_process(peer.pid) if peer.hostname == self._local_info.hostname else None
         )
-
-    def _request(
-        self, rank: int, make_request: Callable[[int], CaptureStack | ExecuteFunction]
-    ) -> Future[PeerReply]:
-        """Send a request to a peer, from any thread."""
-        request_id, reply = next(self._request_ids), Future[PeerReply]()
-        self._pending_requests[request_id] = rank, reply
-        self._server.send([rank], make_request(request_id))
-        # Checked last: a loss from now on resolves the pending requests of the peer.
-        if rank in self._lost_peers:
-            self._fail_request(request_id, self._lost_peers[rank])
-        return reply
-
-    def _fail_request(self, request_id: int, death: WorkerDied) -> None:
-        self._resolve_request(PeerReply(request_id=request_id, error=death.detail))
-
-    def _resolve_request(self, reply: PeerReply) -> None:
-        _, pending = self._pending_requests.pop(reply.request_id, (-1, None))
-        # The requesting thread may have stopped waiting.
-        if pending is not None and pending.set_running_or_notify_cancel():
-            pending.set_result(reply)
 
     def relocate_on_next_start(self) -> None:
         """Do nothing: torchrun has placed the processes."""
@@ -236,8 +209,8 @@ class TorchrunWorkerGroup:
         if rank == 0:
             return function(*args, **kwargs)
         call = serialize((function, args, kwargs))
-        result: R = _get_result(
-            rank, self._request(rank, partial(ExecuteFunction, call=call))
+        result: R = get_result(
+            rank, self._requests.send(rank, partial(ExecuteFunction, call=call))
         ).deserialize()
         return result
 
@@ -250,25 +223,19 @@ class TorchrunWorkerGroup:
         # Pickled once for all peers.
         make_request = partial(ExecuteFunction, call=serialize((function, args, kwargs)))
         replies = {
-            rank: self._request(rank, make_request) for rank in sorted(self._server.worker_infos)
+            rank: self._requests.send(rank, make_request)
+            for rank in sorted(self._server.worker_infos)
         }
         # Called while the peers run it: the ranks may wait for each other in it.
         local_result = function(*args, **kwargs)
         return [
             local_result,
-            *(_get_result(rank, reply).deserialize() for rank, reply in replies.items()),
+            *(get_result(rank, reply).deserialize() for rank, reply in replies.items()),
         ]
 
     # There are no object references without Ray, so these return the results.
     execute_single_async = execute_single
     execute_async = execute
-
-
-def _get_result(rank: int, pending: Future[PeerReply]) -> Serialized:
-    reply = pending.result()
-    if reply.value is not None:
-        return reply.value
-    raise RuntimeError(f"a hook of the backend failed on rank {rank}: {reply.error}")
 
 
 def make_local_worker_info(ranks: Ranks, gpu_ids: tuple[str, ...]) -> WorkerInfo:
