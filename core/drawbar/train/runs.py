@@ -14,8 +14,16 @@ The `drawbar` command-line tool shows the same information.
 from drawbar.train._api import set_public_module
 from drawbar.train._history.cleanup import UnusedFile, find_unused_local_files
 from drawbar.train._history.find_runs import find_run, list_runs
+from drawbar.train._history.run_catalog import RunCatalog
 from drawbar.train._history.run_record import RunRecord
 
-__all__ = ["RunRecord", "UnusedFile", "find_run", "find_unused_local_files", "list_runs"]
+__all__ = [
+    "RunCatalog",
+    "RunRecord",
+    "UnusedFile",
+    "find_run",
+    "find_unused_local_files",
+    "list_runs",
+]
 
 set_public_module(globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
@@ -55,13 +55,13 @@ def find_run(
         is_name = not os.path.exists(text) and (default / text / JOURNAL_FILE).exists()
     path = default / text if is_name else resolve_path(text, storage_filesystem)
     try:
-        return _read_record(path)
+        return read_record(path)
     except FileNotFoundError:
         storage = default if is_name else path.parent
         raise LookupError(_describe_missing_run(path, storage)) from None
 
 
-def _read_record(path: Path | RemotePath, name: str = "") -> RunRecord:
+def read_record(path: Path | RemotePath, name: str = "") -> RunRecord:
     """Read a run. `name` is its name in the storage path that lists it.
 
     Raises:
@@ -115,26 +115,41 @@ def list_runs(
     storage = resolve_path(storage_path, storage_filesystem)
     if not storage.exists():
         raise FileNotFoundError(f"Storage path {storage} does not exist.")
-    yield from _iter_runs(storage, prefix="", depth=1)
+    yield from iter_run_records(storage, read_record)
 
 
-def _iter_runs(storage: Path | RemotePath, prefix: str, depth: int) -> Iterator[RunRecord]:
+def iter_run_records(
+    storage: Path | RemotePath,
+    read: Callable[[Path | RemotePath, str], RunRecord],
+    prefix: str = "",
+    depth: int = 1,
+) -> Iterator[RunRecord]:
+    """Yield the runs of a directory, in the order of their names.
+
+    Args:
+        storage: The directory.
+        read: Function that reads the run in a directory with a name, as `read_record` does.
+        prefix: Name of the directory in the storage path, with a "/" at its end.
+        depth: Number of directories from the storage path to the runs.
+    """
     for name in _list_run_directories(storage):
         path = storage / name
-        run = _read_run(path, prefix + name)
+        run = _read_run(path, prefix + name, read)
         if run is not None:
             yield run
         elif depth < _MAX_DEPTH and not (isinstance(path, Path) and path.is_symlink()):
             # A directory that is unreadable or was just deleted must not hide the others.
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                yield from _iter_runs(path, f"{prefix}{name}/", depth + 1)
+                yield from iter_run_records(path, read, f"{prefix}{name}/", depth + 1)
 
 
-def _read_run(path: Path | RemotePath, name: str) -> RunRecord | None:
+def _read_run(
+    path: Path | RemotePath, name: str, read: Callable[[Path | RemotePath, str], RunRecord]
+) -> RunRecord | None:
     if isinstance(path, Path) and not _can_be_run(path):
         return None
     try:
-        return _read_record(path, name)
+        return read(path, name)
     except FileNotFoundError:
         return None
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.cleanup import UnusedFile, find_unused_files
 from drawbar.train._history.events import RunStarted
@@ -125,6 +127,20 @@ class RunRecord:
         """Last metrics of the lowest rank that reported, usually rank 0; None without reports."""
         return self._history.last_metrics
 
+    def list_events(self) -> list[dict[str, object]]:
+        """Return the readable events of the journal as JSON values, in order.
+
+        Returns:
+            Events. `event` is the type, `time` is in seconds since the epoch, and the other keys
+            depend on the type.
+
+        Example:
+            Print the types of the events of a run::
+
+                print([event["event"] for event in runs.find_run("experiment").list_events()])
+        """
+        return [msgspec.to_builtins(event) for event in self._history.events]
+
     def list_report_rows(self) -> list[Metrics]:
         """Return a table of all reports that count, like `Result.metrics_dataframe`.
 
@@ -225,14 +241,24 @@ class RunRecord:
             | list_committed_names(self._history.events)
         )
         for name in sorted(names.union(damaged)):
-            try:
-                self._directory.checkpoints.get_checkpoint(name).verify()
-            except OSError as error:
-                yield name, f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            except (CheckpointError, ImportError, ValueError) as error:
-                yield name, str(error)
-            else:
-                yield name, ""
+            yield name, self.verify_checkpoint(name)
+
+    def verify_checkpoint(self, name: str) -> str:
+        """Check the files of a checkpoint against its manifest and checksums.
+
+        Args:
+            name: Name of the checkpoint.
+
+        Returns:
+            Its damage; "" if it is intact.
+        """
+        try:
+            self._directory.checkpoints.get_checkpoint(name).verify()
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        except (CheckpointError, ImportError, ValueError) as error:
+            return str(error)
+        return ""
 
     def compute_size(self) -> int:
         """Return the total size of all files of the run in bytes."""
