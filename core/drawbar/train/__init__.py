@@ -22,12 +22,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train import backend, collective
+from drawbar.train._config.callback_info import AttemptInfo, RunEndInfo
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar.train._config.logging_config import LoggingConfig
 from drawbar.train._config.packages import find_shadowing_file as _find_shadowing_file
 from drawbar.train._config.run_config import (
     CheckpointConfig,
     FailureConfig,
-    LoggingConfig,
     RunConfig,
     RunContext,
     UserCallback,
@@ -95,6 +96,7 @@ if TYPE_CHECKING:  # provided by __getattr__ at run time
 
 __all__ = [
     "TRAIN_DATASET_KEY",
+    "AttemptInfo",
     "AttemptTimes",
     "Backend",
     "BackendConfig",
@@ -124,6 +126,7 @@ __all__ = [
     "ResumeError",
     "RunConfig",
     "RunContext",
+    "RunEndInfo",
     "RunHandle",
     "RunInProgressError",
     "ScalingConfig",

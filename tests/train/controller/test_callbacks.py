@@ -10,13 +10,16 @@ import pytest
 
 from drawbar import train
 from drawbar.train import (
+    AttemptInfo,
     Checkpoint,
     DataParallelTrainer,
     RunConfig,
     RunContext,
+    RunEndInfo,
     ScalingConfig,
     UserCallback,
     WorkerGroupError,
+    runs,
 )
 from tests.train.runs import fit
 
@@ -52,6 +55,66 @@ def test_callbacks_see_reports_and_exceptions_in_order(tmp_path: Path) -> None:
         ("run", [{"b": 2}], "checkpoint_000001"),
     ]
     assert [str(error) for error in exceptions.values()] == ["boom"]
+
+
+class LifecycleRecorder(UserCallback):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.run_ids = set[str]()
+
+    def on_run_start(self, run_context: RunContext) -> None:
+        self.run_ids.add(run_context.run_id)
+        self.calls.append("start")
+
+    def on_attempt_start(self, run_context: RunContext, attempt: AttemptInfo) -> None:
+        self.calls.append(attempt)
+
+    def after_report(self, *_: Any) -> None:
+        self.calls.append("report")
+
+    def after_exception(self, *_: Any) -> None:
+        self.calls.append("exception")
+
+    def on_run_end(self, run_context: RunContext, info: RunEndInfo) -> None:
+        self.calls.append(info)
+
+
+def test_callbacks_see_start_attempts_and_end_of_failed_and_resumed_run(tmp_path: Path) -> None:
+    def save_and_fail(config: dict[str, bool]) -> None:
+        with train.checkpoint_dir() as path:
+            train.report({}, checkpoint=path)
+        if config["should_fail"]:
+            raise ValueError("boom")
+
+    first, second = LifecycleRecorder(), LifecycleRecorder()
+    with pytest.raises(WorkerGroupError):
+        fit(save_and_fail, tmp_path, {"should_fail": True}, callbacks=[first])
+    fit(save_and_fail, tmp_path, {"should_fail": False}, callbacks=[second])
+
+    *calls, end = first.calls
+    attempt = AttemptInfo(attempt=0, num_workers=1, first_report_index=0)
+    assert calls == ["start", attempt, "report", "exception"]
+    assert end.status == "failed"
+    assert "boom" in end.error
+    start, attempt, *calls = second.calls
+    assert start == "start"
+    assert (attempt.attempt, attempt.first_report_index) == (1, 1)
+    assert attempt.resume_checkpoint is not None
+    assert Path(attempt.resume_checkpoint).name == "checkpoint_000000"
+    assert calls == ["report", RunEndInfo(status="finished")]
+    assert first.run_ids == second.run_ids
+    assert len(first.run_ids) == 1
+
+
+def test_run_end_callback_finds_all_reports_of_run(tmp_path: Path) -> None:
+    class Reader(UserCallback):
+        def on_run_end(self, run_context: RunContext, info: RunEndInfo) -> None:
+            record = runs.find_run(run_context.path)
+            rows.append((info.status, record.status, record.metrics))
+
+    rows: list[Any] = []
+    fit(lambda: train.report({"a": 1}), tmp_path, callbacks=[Reader()])
+    assert rows == [("finished", "finished", {"a": 1})]
 
 
 class Broken(UserCallback):

@@ -1,4 +1,4 @@
-"""Configuration of a run: storage, failures, checkpoints, logging, and callbacks.
+"""Configuration of a run: storage, failures, checkpoints, and callbacks.
 
 All classes are frozen. Their constructors raise `ValueError` or `TypeError` for invalid arguments,
 so that mistakes are reported at the user's line before a process starts.
@@ -6,7 +6,6 @@ so that mistakes are reported at the user's line before a process starts.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from drawbar.train._config import fields
+from drawbar.train._config.callback_info import AttemptInfo, RunEndInfo
+from drawbar.train._config.logging_config import LoggingConfig
 from drawbar.train._frames import warn_caller
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
@@ -66,6 +67,23 @@ class UserCallback:
         trainer = DataParallelTrainer(train_func, run_config=RunConfig(callbacks=[PrintLoss()]))
     """
 
+    def on_run_start(self, run_context: RunContext) -> None:
+        """Handle the start of the run, once per `fit()`. A resume calls it again.
+
+        Args:
+            run_context: The run. `run_id` is the same after a resume.
+        """
+
+    def on_attempt_start(self, run_context: RunContext, attempt: AttemptInfo) -> None:
+        """Handle the start of an attempt: all workers are running.
+
+        It is not called for an attempt whose workers do not start.
+
+        Args:
+            run_context: The run.
+            attempt: Number of the attempt, and the checkpoint from which it resumes.
+        """
+
     def after_report(
         self,
         run_context: RunContext,
@@ -96,6 +114,17 @@ class UserCallback:
         Args:
             run_context: The run.
             worker_exceptions: Exceptions by rank.
+        """
+
+    def on_run_end(self, run_context: RunContext, info: RunEndInfo) -> None:
+        """Handle the end of the run. It is not called if the driver is killed.
+
+        `fit()` returns after this call. `drawbar.train.runs.find_run(run_context.path)` reads all
+        metrics and checkpoints of the run.
+
+        Args:
+            run_context: The run.
+            info: Outcome of the run.
         """
 
 
@@ -235,37 +264,6 @@ class CheckpointConfig(fields.ConfigRepr):
     checkpoint_score_order: ScoreOrder = "max"
     _: KW_ONLY
     durable: bool = False
-
-
-def _check_log_level(name: str, value: Any) -> str:
-    level: str = fields.require_type(name, value, str)
-    fields.require_choice(name, level.upper(), ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
-    return level
-
-
-@dataclass(frozen=True, repr=False)
-class LoggingConfig(fields.ConfigRepr):
-    """Console output of a run. The files in `<run>/logs` always contain everything.
-
-    Args:
-        log_level: "INFO" shows progress, the output of rank 0, and all errors. "WARNING" omits
-            progress. "ERROR" also omits the output of rank 0.
-
-    Raises:
-        TypeError: `log_level` is not a string.
-        ValueError: `log_level` is not the name of a level of `logging`.
-
-    Example:
-        >>> RunConfig(logging_config=LoggingConfig("WARNING"))
-        RunConfig(logging_config=LoggingConfig(log_level='WARNING'))
-    """
-
-    log_level: Annotated[str, _check_log_level] = "INFO"
-
-    @property
-    def level_number(self) -> int:
-        """Numeric level, as in `logging`."""
-        return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
 def _check_run_name(name: str, value: Any) -> str:

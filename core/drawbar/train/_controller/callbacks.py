@@ -8,15 +8,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
 from drawbar.train._config.backend import Backend, BackendConfig
+from drawbar.train._config.callback_info import AttemptInfo, RunEndInfo
 from drawbar.train._config.run_config import RunContext, UserCallback
 from drawbar.train._errors import load_exceptions
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
+    AttemptStarted,
+    ControllerFailed,
     Event,
     Notice,
     PreemptionAnnounced,
     RoundCompleted,
+    RunEnded,
     WorkersFailed,
+    WorkersStarted,
 )
 from drawbar.train._threads import DaemonThreadPool, run_in_daemon_thread
 from drawbar.train._worker_failure import WorkerFailure
@@ -43,11 +48,23 @@ class CallbackRunner:
         self._logged_errors = set[tuple[str, str]]()
         self._current_callback = ""
         self._drained = threading.Event()
+        self._attempt_started: AttemptStarted | None = None
+        self._has_ended = False
+
+    def on_run_start(self) -> None:
+        """Submit the calls for the start of the run."""
+        for callback in self._callbacks:
+            self._submit(callback.on_run_start)
 
     def on_event(self, event: Event) -> None:
         """Submit the calls for an event. Exceptions of workers are unpickled on the thread."""
+        if isinstance(event, AttemptStarted):
+            self._attempt_started = event
         for callback in self._callbacks:
             match event:
+                case WorkersStarted() if self._attempt_started is not None:
+                    info = _describe_attempt(self._attempt_started, len(event.workers))
+                    self._submit(callback.on_attempt_start, info)
                 case RoundCompleted():
                     # Use a thread: user code that uploads or sends mail must not block the event
                     # loop, which commits the checkpoints of all ranks.
@@ -56,8 +73,12 @@ class CallbackRunner:
                     self._thread.submit(self._call_after_exception, callback, event.failures)
                 case PreemptionAnnounced():
                     self._submit(callback.on_preemption, event.info)
+                # The controller can still fail after the event for the end of the run.
+                case RunEnded() | ControllerFailed() if not self._has_ended:
+                    self._submit(callback.on_run_end, _describe_end(event))
                 case _:
                     pass
+        self._has_ended |= isinstance(event, RunEnded | ControllerFailed)
 
     def _call_after_exception(
         self, callback: UserCallback, failures: Sequence[WorkerFailure]
@@ -109,6 +130,20 @@ class CallbackRunner:
     def stop_waiting(self) -> None:
         """Make `drain()` return without waiting beyond `DRAIN_NOTICE_S`."""
         self._drained.set()
+
+
+def _describe_attempt(start: AttemptStarted, num_workers: int) -> AttemptInfo:
+    return AttemptInfo(
+        attempt=start.attempt,
+        num_workers=num_workers,
+        first_report_index=start.first_report_index,
+        resume_checkpoint=start.resume_checkpoint,
+    )
+
+
+def _describe_end(event: RunEnded | ControllerFailed) -> RunEndInfo:
+    status = "failed" if isinstance(event, ControllerFailed) else event.outcome
+    return RunEndInfo(status=status, error=event.error)
 
 
 class BackendHooks:

@@ -149,6 +149,7 @@ class ControllerThread:
         except BaseException:
             self._close()
             raise
+        self._callbacks.on_run_start()
         # A daemon thread: Python waits for other threads before it calls exit handlers, so the run
         # would block the exit of the program until it ends.
         self._thread = threading.Thread(target=self._run, name="drawbar-controller", daemon=True)
@@ -170,8 +171,9 @@ class ControllerThread:
         try:
             self._outcome = asyncio.run(self._run_controller())
         except BaseException as error:
-            self._outcome = ControllerOutcome(error=_make_controller_error(error))
-            self._events.emit(ControllerFailed())
+            controller_error = _make_controller_error(error)
+            self._outcome = ControllerOutcome(error=controller_error)
+            self._events.emit(ControllerFailed(controller_error.error_message))
         try:
             self._close()
         except Exception:

@@ -321,6 +321,8 @@ class ValidationsPending:
 class ControllerFailed:
     """The controller failed, so the run has ended without an event in the journal."""
 
+    error: str = ""
+
 
 Event = (
     JournaledEvent
