@@ -160,6 +160,7 @@ SMALLER = {
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
     "docs/launch.md": "tests/launch",
+    "docs/operations/monitoring.md": "tests/train/history/test_resources.py",
     "docs/quickstart.md": "tests/test_examples.py",
     "docs/tune.md": "tests/tune",
     "docs/writing-an-integration.md": "tests/train/test_writing_an_integration.py",

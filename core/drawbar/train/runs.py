@@ -16,8 +16,11 @@ from drawbar.train._history.cleanup import UnusedFile, find_unused_local_files
 from drawbar.train._history.find_runs import find_run, list_runs
 from drawbar.train._history.run_catalog import RunCatalog
 from drawbar.train._history.run_record import RunRecord
+from drawbar.train._protocol.resources import GpuSample, ResourceSample
 
 __all__ = [
+    "GpuSample",
+    "ResourceSample",
     "RunCatalog",
     "RunRecord",
     "UnusedFile",

@@ -33,6 +33,7 @@ from drawbar.train._history.events import (
     DatasetEpochEnded,
     LinePrinted,
     Notice,
+    ResourcesSampled,
     RoundCompleted,
     UserFunctionStarted,
 )
@@ -61,6 +62,7 @@ from drawbar.train._protocol.messages import (
     ShardEpochEnded,
     WorkerDied,
 )
+from drawbar.train._protocol.resources import ResourceSample
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._worker_failure import WorkerFailure
@@ -199,6 +201,10 @@ class Attempt:
             self._emit(BytesWritten(message.data, message.stream))
 
     def _handle_message(self, rank: int, message: GroupMessage) -> None:
+        if isinstance(message, ResourceSample):
+            # Not an activity of the rank: a thread sends it, even if the function hangs.
+            self._emit(ResourcesSampled(message))
+            return
         # Use the clock of this process: the clocks of the nodes may differ.
         self._last_activity[rank] = time.monotonic()
         match message:

@@ -69,6 +69,9 @@ class RunAssignmentPlanner:
             nodes = [worker.node_id for worker in sort_by_rank(workers, ranks)]
             shards = self._datasets.make_shards(nodes, positions)
         specs = self._make_worker_specs(workers)
+        node_pids: dict[str, tuple[int, ...]] = {}
+        for worker in workers:
+            node_pids[worker.node_id] = (*node_pids.get(worker.node_id, ()), worker.pid)
         return [
             WorkerAssignment(
                 spec=specs[worker.node_id],
@@ -79,6 +82,8 @@ class RunAssignmentPlanner:
                 resume_checkpoint=checkpoint,
                 ranks=worker_ranks,
                 gpu_ids=worker.gpu_ids,
+                # Only the lowest local rank needs them, so 64 ranks do not send 64 lists.
+                node_pids=() if worker_ranks.local_rank else node_pids[worker.node_id],
                 dataset_shards=shards[worker_ranks.world_rank],
                 data_positions=positions,
             )

@@ -20,6 +20,7 @@ from drawbar.train._driver.open_run import open_run
 from drawbar.train._errors import ControllerError
 from drawbar.train._history.event_stream import Emit, EventStream, Watcher
 from drawbar.train._history.events import ControllerFailed, Notice
+from drawbar.train._history.resource_log import ResourceLog
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._storage.files import inherit_directory_mode, write_atomically
@@ -134,11 +135,12 @@ class ControllerThread:
             self._console = make_console(self.path)
             on_error.callback(self._console.close)
             self._callbacks = CallbackRunner(spec.run_config.callbacks, self._open_run.context)
+            self._resources = ResourceLog(self.directory)
             self._events = EventStream(
                 self._open_run.journal,
                 self._open_run.reports,
                 self._open_run.state,
-                [self._console, self._callbacks],
+                [self._console, self._callbacks, self._resources],
             )
             # Under the lock of the journal: only its holder may replace the socket of a killed
             # process.
@@ -216,6 +218,7 @@ class ControllerThread:
             reversed_steps.callback(self._socket.close)  # under the lock, before another start
             reversed_steps.callback(self._upload_and_finish)
             reversed_steps.callback(self._open_run.reports.close)
+            reversed_steps.callback(self._resources.close)
             reversed_steps.callback(self._callbacks.drain, self._events.emit)
 
     def _notify_end(self) -> None:

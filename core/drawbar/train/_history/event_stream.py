@@ -130,8 +130,8 @@ class EventBuffer:
                         self._last_report_event = event.select_last()
                         self._report_count += len(event.indices)
                     return
-                case events.RoundCompleted():
-                    return  # only for callbacks, which run in the host
+                case events.RoundCompleted() | events.ResourcesSampled():
+                    return  # only for callbacks and the log, which are in the host
                 case (
                     events.AttemptStarted()
                     | events.WorkersStarted()

@@ -18,6 +18,7 @@ from drawbar.train._errors import PreemptionInfo
 from drawbar.train._metrics import Metrics
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._protocol.messages import OutputLine, ShardEpochEnded
+from drawbar.train._protocol.resources import ResourceSample
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import check_checkpoint_name
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
@@ -275,6 +276,13 @@ class BytesWritten:
 
 
 @dataclass(frozen=True)
+class ResourcesSampled:
+    """A resource sample of a node. Stored in a `ResourceLog`."""
+
+    sample: ResourceSample
+
+
+@dataclass(frozen=True)
 class RoundCompleted:
     """All ranks have made report `index`, and its checkpoint, if any, is committed.
 
@@ -330,6 +338,7 @@ Event = (
     | Notice
     | LinePrinted
     | BytesWritten
+    | ResourcesSampled
     | RoundCompleted
     | WorkersFailed
     | PreemptionAnnounced

@@ -20,9 +20,11 @@ from drawbar.train._history.report_ranges import (
     find_missing_reports,
     list_committed_names,
 )
+from drawbar.train._history.resource_log import read_resources
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState, Timeline
 from drawbar.train._metrics import Metrics
+from drawbar.train._protocol.resources import ResourceSample
 from drawbar.train._storage.contents import MANIFEST_FILE
 from drawbar.train._storage.external_checkpoints import INDEX_FILE
 from drawbar.train._storage.files import compute_tree_size
@@ -174,6 +176,22 @@ class RunRecord:
             For each metric, its value by report number.
         """
         return extract_curves(self._history, is_sampled=is_sampled)
+
+    def read_resources(self) -> list[ResourceSample]:
+        """Return the resource samples of all nodes: CPU, memory, GPUs, and free disk space.
+
+        Each node is sampled every 10 s. Older samples of long runs are farther apart.
+
+        Returns:
+            The readable samples, in the order of their arrival; [] if there are none.
+
+        Example:
+            Print the memory that the processes of a run used::
+
+                for sample in runs.find_run("experiment").read_resources():
+                    print(sample.node, sample.time, sample.rss_bytes)
+        """
+        return read_resources(self._directory)
 
     # -- files
 

@@ -37,7 +37,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerAssignment:
-    """Assignment of one worker for one attempt. `dataset_shards` refers to its datasets, if any."""
+    """Assignment of one worker for one attempt.
+
+    `node_pids` are the processes of the run on its node, and `dataset_shards` refers to its
+    datasets, if any.
+    """
 
     spec: WorkerSpec
     run_id: str
@@ -47,6 +51,7 @@ class WorkerAssignment:
     ranks: Ranks
     resume_checkpoint: Checkpoint | None = None
     gpu_ids: tuple[str, ...] = ()
+    node_pids: tuple[int, ...] = ()
     dataset_shards: object = None
     data_positions: dict[str, object] = field(default_factory=dict)
 

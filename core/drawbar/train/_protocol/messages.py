@@ -15,6 +15,7 @@ from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._metrics import Metrics
 from drawbar.train._protocol.codec import Codec
+from drawbar.train._protocol.resources import ResourceSample
 from drawbar.train._row_positions import UnevenRows
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.contents import FileEntry, check_relative_path
@@ -317,6 +318,7 @@ Message = (
     | OutputLine
     | OutputBytes
     | Heartbeat
+    | ResourceSample
     | ProcessRetired
     | RankFinished
     | RankFailed

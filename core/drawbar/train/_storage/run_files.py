@@ -35,6 +35,7 @@ from drawbar.train._storage.retries import is_transient
 from drawbar.train._storage.transfers import upload_file
 
 OUTCOME_FILE = "outcome.pkl"
+RESOURCES_FILE = "resources.jsonl"
 TRAINER_FILE = "trainer.pkl"
 RUN_FILE_NAMES = (
     "broken",
@@ -45,6 +46,7 @@ RUN_FILE_NAMES = (
     INDEX_FILE,
     PARTS_DIRECTORY,
     REPORTS_DIRECTORY,
+    RESOURCES_FILE,
     "stacks",
     TRAINER_FILE,
 )

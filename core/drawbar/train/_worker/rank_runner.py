@@ -20,6 +20,7 @@ from drawbar.train._serialization import Serialized
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.output import capture_output
+from drawbar.train._worker.resource_sampler import sample_resources
 from drawbar.train._worker.session import ProgramProxy, Session
 from drawbar.train._worker.stack import Stack, capture_stack
 from drawbar.train._worker.train_loop import TrainLoop, is_main_thread, run_train_loop
@@ -90,7 +91,7 @@ class RankRunner:
         self._thread = threading.current_thread()
         final_message: Message | None = RankInterrupted()
         try:
-            with environment:
+            with environment, sample_resources(session.assignment, send):
                 final_message = run_train_loop(
                     session, train_loop, send, is_process_wide=is_process_wide
                 )
