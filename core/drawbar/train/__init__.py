@@ -59,6 +59,7 @@ from drawbar.train._errors import (
     WorkerError,
     WorkerGroupError,
 )
+from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.ledger import DataLedger, DatasetEpoch
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import AttemptTimes, Timeline
@@ -77,6 +78,7 @@ from drawbar.train._worker.context import (
     should_checkpoint,
 )
 from drawbar.train._worker.report_checks import CheckpointUploadMode
+from drawbar.train._worker.timing import phase, step
 from drawbar.train._worker.train_context import TrainContext
 from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train.backend import Backend, BackendConfig
@@ -113,6 +115,7 @@ __all__ = [
     "DatasetEpoch",
     "DivergenceError",
     "FailureConfig",
+    "Goodput",
     "HangError",
     "InsufficientResourcesError",
     "LoggingConfig",
@@ -153,8 +156,10 @@ __all__ = [
     "get_context",
     "get_dataset_shard",
     "get_preemption_info",
+    "phase",
     "report",
     "should_checkpoint",
+    "step",
 ]
 
 _INTEGRATIONS = (

@@ -36,6 +36,7 @@ from drawbar.train._worker.integration_api import (
     sync_report_index,
 )
 from drawbar.train._worker.program_process import run_program
+from drawbar.train._worker.timing import get_forward_callback, measure_data_wait
 from drawbar.train._worker.worker_env import get_visible_gpu_ids
 
 __all__ = [
@@ -51,12 +52,14 @@ __all__ = [
     "count_collectives",
     "discard_checkpoint",
     "get_agreed_checkpoint",
+    "get_forward_callback",
     "get_node_address",
     "get_resume_checkpoint",
     "get_visible_gpu_ids",
     "get_worker_address",
     "get_worker_environment",
     "make_import_error",
+    "measure_data_wait",
     "parse_duration",
     "register_data_position",
     "report_buffered",

@@ -27,6 +27,7 @@ from drawbar.torch._loader_registry import TrackedLoader, get_registry
 from drawbar.torch._reproducibility import current_seed, derive_seed
 from drawbar.torch._sampler import EpochSampler
 from drawbar.train import collective, get_context
+from drawbar.train.backend import measure_data_wait
 
 T = TypeVar("T")
 
@@ -148,7 +149,7 @@ class PreparedDataLoader(DataLoader[T]):
         self._tracked.begin()
         seed = derive_seed(self._worker_seed, *self._tracked.tracker.epoch_start)
         self._loader.generator.manual_seed(seed)
-        return self._tracked.track(self._batches())
+        return self._tracked.track(measure_data_wait(self._batches()))
 
     def _batches(self) -> Iterator[T]:
         if self._device.type == "cpu":  # batches are already there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,6 +13,7 @@ from torch import nn
 from drawbar.torch._devices import get_device
 from drawbar.torch._mixed_precision import add_autocast_hooks
 from drawbar.train import get_context
+from drawbar.train.backend import get_forward_callback
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,7 +103,33 @@ def _check_strategy(strategy: object, kwargs: Mapping[str, object] | None) -> No
 def _wrap_ddp(model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     device_ids = [device] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, **{"device_ids": device_ids, **kwargs})
+    wrapped = nn.parallel.DistributedDataParallel(model, **{"device_ids": device_ids, **kwargs})
+    timer = _ForwardTimer()
+    wrapped.register_forward_pre_hook(timer.begin)
+    wrapped.register_forward_hook(timer.end)
+    return wrapped
+
+
+class _ForwardTimer:
+    """Hooks that measure the forward passes of a model, to find ranks that are slow.
+
+    On a GPU, this is the time that the rank needs to launch the kernels. Copies of the model, for
+    example in a file of `torch.save`, are not measured.
+    """
+
+    def __init__(self) -> None:
+        self._add_seconds: Callable[[float], None] | None = get_forward_callback()
+        self._start = 0.0
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_add_seconds": None, "_start": 0.0}
+
+    def begin(self, module: nn.Module, inputs: object) -> None:
+        self._start = time.perf_counter()
+
+    def end(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        if self._add_seconds is not None:
+            self._add_seconds(time.perf_counter() - self._start)
 
 
 def _wrap_fsdp(model: nn.Module, device: torch.device, kwargs: dict[str, Any]) -> nn.Module:

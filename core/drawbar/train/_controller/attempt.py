@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from drawbar.train._controller.failures import (
 )
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import RankActivity, collect_payloads
+from drawbar.train._controller.rank_times import RankTimesRecorder
 from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import Emit
@@ -58,6 +60,7 @@ from drawbar.train._protocol.messages import (
     RankFailed,
     RankFinished,
     RankInterrupted,
+    RankTimes,
     Report,
     ShardEpochEnded,
     WorkerDied,
@@ -81,6 +84,7 @@ class Attempt:
         emit: Callback that publishes events.
         should_emit_rounds: Whether to emit `RoundCompleted` events.
         checkpoints: Checkpoints of the run.
+        directory: Run directory on this node.
         on_diagnosis_request: Collects the stacks of all ranks and replies to the rank that requests
             them.
 
@@ -101,6 +105,7 @@ class Attempt:
         emit: Emit,
         should_emit_rounds: bool,
         checkpoints: CheckpointCoordinator,
+        directory: Path,
         on_diagnosis_request: Callable[[int, DiagnosisRequest], None],
     ) -> None:
         self.number = number
@@ -111,6 +116,7 @@ class Attempt:
         self._emit = self.reports.emit_after_reports
         self._send_command = self.reports.send_after_reports
         self._broadcast_command = self.reports.broadcast_after_reports
+        self.rank_times = RankTimesRecorder(number, directory, self._emit)
         self._should_emit_rounds = should_emit_rounds
         self._checkpoints = checkpoints
         self._on_diagnosis_request = on_diagnosis_request
@@ -230,6 +236,8 @@ class Attempt:
                 self._on_diagnosis_request(rank, message)
             case FunctionFailed():
                 self._failure_times[rank] = message.time
+            case RankTimes():
+                self.rank_times.add(rank, message)
             case FunctionStarted():
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case RankFinished():
@@ -247,6 +255,11 @@ class Attempt:
                 self.fail(AttemptFailure("worker", deaths={rank: message}))
             case RankInterrupted():
                 self.fail(AttemptFailure("worker", [describe_interruption(rank)]))
+
+    @property
+    def last_activity_time(self) -> float:
+        """Time of the last message of a rank, in seconds since the epoch."""
+        return time.time() - (time.monotonic() - max(self._last_activity.values()))
 
     @property
     def is_finished(self) -> bool:
@@ -298,6 +311,7 @@ class Attempt:
     def on_committed(self, manifest: Manifest, command: CommitCompleted) -> None:
         """Record a commit and notify every rank."""
         self._progress.on_committed(manifest.index)
+        self.rank_times.record()
         # A rank that has returned would ignore the command, which is a remote call on Ray.
         running = [rank for rank in range(len(self.workers)) if rank not in self.finished]
         self._broadcast_command(running, command)
@@ -309,6 +323,8 @@ class Attempt:
 
     def _on_report(self, rank: int, report: Report) -> None:
         self.reports.add(rank, report)
+        if report.times is not None:
+            self.rank_times.add(rank, report.times)
         self._last_locations[rank] = report.location
         self._checkpoints.record_moved_files(rank, self.workers[rank], report)
         for complete in self._progress.on_report(rank, report):

@@ -201,6 +201,8 @@ class Controller:
 
     def _emit_run_ended(self, status: str, error: str = "") -> None:
         num_reports = None if self._attempt is None else self._attempt.reports.num_reports
+        if self._attempt is not None:
+            self._attempt.rank_times.end()
         self._emit(
             events.RunEnded(time=time.time(), outcome=status, error=error, num_reports=num_reports)
         )
@@ -245,6 +247,7 @@ class Controller:
             emit=self._emit,
             should_emit_rounds=bool(self._run.spec.run_config.callbacks),
             checkpoints=self._checkpoints,
+            directory=self._run.directory.local_path,
             on_diagnosis_request=self._diagnosis.reply,
         )
         # Emit before the functions start, so that the journal has the workers before their reports.

@@ -169,6 +169,8 @@ class Recovery:
             worker_failure.kind == "startup" for worker_failure in failure.failures
         ):
             headlines.append(f"{type(failure.exception).__name__}: {failure.exception}")
+        if attempt is not None:
+            attempt.rank_times.end()
         self._emit(
             AttemptEnded(
                 time=time.time(),
@@ -176,6 +178,7 @@ class Recovery:
                 cause=failure.cause,
                 failure_headlines=headlines,
                 num_reports=0 if attempt is None else attempt.reports.num_reports,
+                failure_time=_get_failure_time(attempt, failure),
             )
         )
         is_final = isinstance(decision, GiveUp)
@@ -192,6 +195,13 @@ class Recovery:
             path=self._run.directory.uri,
             recoverable=self._checkpoints.describe_remaining_files(),
         )
+
+
+def _get_failure_time(attempt: Attempt | None, failure: AttemptFailure) -> float | None:
+    """Return the time of the root cause, or of the last message of a rank after a hang."""
+    if failure.cause == "hang" and attempt is not None:
+        return attempt.last_activity_time
+    return failure.failures[0].time if failure.failures else None
 
 
 def _should_relocate(attempt: Attempt | None) -> bool:

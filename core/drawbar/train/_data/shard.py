@@ -84,6 +84,7 @@ class DatasetShard:
     ) -> None:
         self.spec = part
         self.on_epoch_end: Callable[[ShardEpochEnded], None] | None = None
+        self.measure_wait: Callable[[Iterable[Any]], Iterator[Any]] = iter
         self._source = source
         self._unread_source = unread_source
         self._keep_alive = keep_alive
@@ -175,7 +176,7 @@ class DatasetShard:
         iteration, items, ended, fails = self._iteration, 0, False, False
         counts = self.spec.is_ordered and reading.can_count_rows
         try:
-            for batch in getattr(source, method)(**options):
+            for batch in self.measure_wait(getattr(source, method)(**options)):
                 items += 1
                 if iteration == self._iteration and counts:
                     self._num_rows_read += reading.count_rows(batch)

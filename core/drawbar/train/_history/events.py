@@ -184,12 +184,14 @@ class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended")
     """The attempt ended early. `failure_headlines` begins with the root cause.
 
     `num_reports` is the number of reports of all ranks in the attempt; None if unknown.
+    `failure_time` is the time of the root cause, in seconds since the epoch; None if unknown.
     """
 
     attempt: int
     cause: AttemptEndCause
     failure_headlines: list[str]
     num_reports: int | None = None
+    failure_time: float | None = None
 
 
 class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
@@ -197,6 +199,28 @@ class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
 
     attempt: int
     descriptions: dict[int, str]
+
+
+class RankTimesRecorded(JournalEntry, frozen=True, kw_only=True, tag="rank_times"):
+    """Where the time of the ranks went, from the start of the training function.
+
+    Recorded after each commit and at the end of an attempt. `seconds` are averages over the ranks;
+    see `RankTimes` for the keys. `steps` is the number of steps of the slowest rank.
+    """
+
+    attempt: int
+    seconds: dict[str, float]
+    steps: int
+
+
+class StragglerFound(JournalEntry, frozen=True, kw_only=True, tag="straggler"):
+    """A rank needs longer than the others in a part of its steps; see `Straggler`."""
+
+    attempt: int
+    rank: int
+    part: str
+    ratio: float
+    seconds_per_step: float
 
 
 class RunEnded(JournalEntry, frozen=True, kw_only=True, tag="run_ended"):
@@ -223,6 +247,8 @@ JournaledEvent = (
     | CheckpointDeleted
     | AttemptEnded
     | RanksStalled
+    | RankTimesRecorded
+    | StragglerFound
     | RunEnded
 )
 

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar.train._errors import TrainingFailedError
+from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.html import RunCard, extract_curves
 from drawbar.train._history.ledger import DataLedger
 from drawbar.train._history.ranking import (
@@ -23,6 +24,7 @@ from drawbar.train._metrics import Metrics, describe_available
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore
 from drawbar.train._storage.filesystem import AnyFileSystem, make_local_filesystem
+from drawbar.train._storage.journal_file import is_locked
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
@@ -187,6 +189,18 @@ class Result:
     def timeline(self) -> Timeline:
         """Durations and outcomes of all attempts."""
         return self._read_history().state.timeline
+
+    @property
+    def goodput(self) -> Goodput:
+        """Productive share of the time of the run, and where the rest of the time went.
+
+        Example:
+            Print where the time of the run went::
+
+                print(result.goodput)
+        """
+        is_active = self._directory is not None and is_locked(self._directory.journal_path)
+        return self._read_history().compute_goodput(is_active=is_active)
 
     def _read_history(self) -> RunHistory:
         if self._history is not None:

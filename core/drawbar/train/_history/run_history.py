@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from drawbar.train._errors import DamagedRunError, UnsupportedFormatError
-from drawbar.train._history.events import CheckpointCommitted, JournaledEvent
+from drawbar.train._history.events import AttemptEnded, CheckpointCommitted, JournaledEvent
+from drawbar.train._history.goodput import Goodput, compute_goodput
 from drawbar.train._history.journal import (
     decode_events,
     decode_readable_events,
@@ -152,6 +154,22 @@ class RunHistory:
                 f'{reason}. The checkpoints are not affected; fit() with resume="auto" resumes '
                 "from the newest intact one and records in the journal which reports are missing."
             )
+
+    def compute_goodput(self, *, is_active: bool) -> Goodput:
+        """Return the goodput until the end of the run, or until now if a process hosts it."""
+        ended = {event.attempt for event in self.events if isinstance(event, AttemptEnded)}
+        # Reports after the last event of a driver that was killed.
+        last_report_times = {
+            attempt.attempt: max(block.time[-1] for block in last.values())
+            for attempt in self._attempts
+            if attempt.attempt not in ended and (last := self.reports.get_last(attempt.attempt))
+        }
+        return compute_goodput(
+            self.events,
+            is_active=is_active,
+            now=time.time() if is_active else None,
+            last_report_times=last_report_times,
+        )
 
     # -- last reports
 

@@ -12,9 +12,16 @@ import msgspec
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.cleanup import UnusedFile, find_unused_files
-from drawbar.train._history.events import RunStarted
+from drawbar.train._history.events import RunStarted, StragglerFound
+from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.html import extract_curves
 from drawbar.train._history.journal import decode_readable_events
+from drawbar.train._history.rank_times import (
+    RANK_TIMES_FILE,
+    RankTimesSample,
+    Straggler,
+    decode_lines,
+)
 from drawbar.train._history.report_ranges import (
     describe_missing,
     find_missing_reports,
@@ -118,6 +125,35 @@ class RunRecord:
     def timeline(self) -> Timeline:
         """Attempts of the run, with their durations and outcomes."""
         return self._history.state.timeline
+
+    @property
+    def goodput(self) -> Goodput:
+        """Productive share of the time of the run; until now if it is in progress."""
+        is_active = self.status not in (*FINAL_STATUSES, INTERRUPTED, UNKNOWN)
+        return self._history.compute_goodput(is_active=is_active)
+
+    @property
+    def stragglers(self) -> list[Straggler]:
+        """Ranks that were slower than the others, in the order in which they were found."""
+        return [
+            Straggler(event.rank, event.part, event.ratio, event.seconds_per_step)
+            for event in self._history.events
+            if isinstance(event, StragglerFound)
+        ]
+
+    def read_rank_times(self) -> list[RankTimesSample]:
+        """Return where the time of each rank went, sampled about every ten seconds.
+
+        Returns:
+            Samples of all attempts, oldest first; [] if the run has one worker or ended at once.
+
+        Example:
+            Print the steps of each rank::
+
+                for sample in runs.find_run("experiment").read_rank_times():
+                    print({rank: times.steps for rank, times in sample.ranks.items()})
+        """
+        return list(decode_lines(self._directory.run_files.read(RANK_TIMES_FILE) or b""))
 
     @property
     def error(self) -> str:

@@ -53,6 +53,22 @@ class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
     should_move: bool = False
 
 
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Where the time of a rank went since the start of its training function.
+
+    Attributes:
+        time: Time of the message, in seconds since the epoch.
+        steps: Number of steps.
+        seconds: Seconds by key: "function" is the time since the start, and "warmup" the excess of
+            the first step. "data_wait", "checkpoint_save", "checkpoint_blocked", "collective", and
+            "phase:NAME" do not overlap. "forward" is a part of the remaining time.
+    """
+
+    time: float
+    steps: int
+    seconds: dict[str, float]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A call of `report()`.
 
@@ -66,6 +82,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         data_positions: With a checkpoint, positions of the rank's data sources by name.
         validation: Requested validation of the checkpoint.
         is_buffered: True if the message may arrive later, together with others.
+        times: Times of the rank, in some of the reports.
     """
 
     index: int
@@ -77,6 +94,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data_positions: dict[str, object] = {}
     validation: Validation | None = None
     is_buffered: bool = False
+    times: RankTimes | None = None
 
 
 class CheckpointWaitStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -314,6 +332,7 @@ Message = (
     | ShardEpochEnded
     | DiagnosisRequest
     | FunctionStarted
+    | RankTimes
     | FunctionFailed
     | OutputLine
     | OutputBytes

@@ -45,6 +45,7 @@ RUN_FILE_NAMES = (
     OUTCOME_FILE,
     INDEX_FILE,
     PARTS_DIRECTORY,
+    "rank_times.jsonl",
     REPORTS_DIRECTORY,
     RESOURCES_FILE,
     "stacks",

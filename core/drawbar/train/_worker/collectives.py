@@ -17,6 +17,7 @@ from drawbar.train._protocol.messages import (
 )
 from drawbar.train._serialization import serialize
 from drawbar.train._worker.command_queue import CommandQueue
+from drawbar.train._worker.rank_timer import RankTimer
 from drawbar.train._worker.training_thread import ThreadGuard
 
 _CORE = "drawbar.train."
@@ -31,6 +32,7 @@ class Collectives:
         send_lock: Lock to hold while a message is numbered and sent.
         send: Callback that sends messages to the controller.
         command_queue: Queue that receives the results.
+        timer: Measures the time in collectives.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class Collectives:
         send_lock: AbstractContextManager[object],
         send: Callable[[Message], None],
         command_queue: CommandQueue,
+        timer: RankTimer,
     ) -> None:
         self._rank = rank
         self._thread_guard = thread_guard
         self._send_lock = send_lock
         self._send = send
         self._command_queue = command_queue
+        self._timer = timer
         self._next_sequence = 0
         self._next_user_number = 0
 
@@ -87,7 +91,8 @@ class Collectives:
                     sequence=sequence, number=number, kind=kind, payload=payload, location=location
                 )
             )
-        result = self._command_queue.wait((CollectiveResult, sequence), timeout=timeout)
+        with self._timer.measure("collective"):
+            result = self._command_queue.wait((CollectiveResult, sequence), timeout=timeout)
         assert isinstance(result, CollectiveResult)
         return [p.deserialize() for p in result.payloads if p is not None]
 

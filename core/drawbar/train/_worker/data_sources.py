@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from drawbar.train._data.shard import DatasetShard
 from drawbar.train._data.split import fetch_shards, make_position_key
@@ -19,6 +20,7 @@ class DataSources:
         shards: Reference to the shards of the rank's datasets, or None.
         positions: Position of each source in the resume checkpoint.
         on_epoch_ended: Callback for each finished epoch of a shard.
+        measure_wait: Yields the batches of an iterator and measures the time to wait for them.
     """
 
     def __init__(
@@ -26,7 +28,9 @@ class DataSources:
         shards: object,
         positions: Mapping[str, object],
         on_epoch_ended: Callable[[ShardEpochEnded], None],
+        measure_wait: Callable[[Iterable[Any]], Iterator[Any]],
     ) -> None:
+        self._measure_wait = measure_wait
         self._on_epoch_ended = on_epoch_ended
         self._shards_ref = shards
         self._lock = threading.RLock()
@@ -47,6 +51,7 @@ class DataSources:
                 for dataset_name, shard in shards.items():
                     self.track_position(make_position_key(dataset_name), shard.encode_position)
                     shard.on_epoch_end = self._on_epoch_ended
+                    shard.measure_wait = self._measure_wait
                 self._shards = shards
         try:
             return self._shards[name]

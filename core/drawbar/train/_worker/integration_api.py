@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from drawbar.train._protocol.messages import CheckpointDiscarded, ProcessRetired
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.context import (
@@ -92,7 +93,9 @@ def get_resume_checkpoint() -> Checkpoint | None:
         >>> if checkpoint is not None:
         ...     restore_from(checkpoint)
     """
-    return current_session("get_resume_checkpoint").get_resume_checkpoint()
+    session = current_session("get_resume_checkpoint")
+    has_committed = session.checkpoint is not session.assignment.resume_checkpoint
+    return None if has_committed else session.get_latest_checkpoint()
 
 
 def get_agreed_checkpoint() -> Checkpoint | None:
@@ -153,7 +156,7 @@ def retire_process() -> None:
     Example:
         >>> retire_process()
     """
-    current_session("retire_process").retire_process()
+    current_session("retire_process").send(ProcessRetired())
 
 
 def report_buffered(metrics: Mapping[str, object]) -> None:
@@ -248,7 +251,7 @@ def discard_checkpoint(name: str) -> None:
     Example:
         >>> discard_checkpoint("checkpoint_000003")
     """
-    current_session("discard_checkpoint").discard_checkpoint(name)
+    current_session("discard_checkpoint").send(CheckpointDiscarded(checkpoint_name=name))
 
 
 def get_worker_environment() -> dict[str, str]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,18 +28,14 @@ from drawbar.train._protocol.commands import (
     Command,
     CommitCompleted,
     DiagnosisReply,
-    FileChunkAck,
     InterruptFunction,
 )
 from drawbar.train._protocol.messages import (
-    CheckpointDiscarded,
     CheckpointListRequest,
     CheckpointOffer,
     DiagnosisRequest,
-    FileChunk,
-    FileRequest,
     Message,
-    ProcessRetired,
+    RankTimes,
     Report,
     ShardEpochEnded,
 )
@@ -46,10 +43,13 @@ from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import UploadTarget, make_default_name
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.node_local_storage import FileReply, NodeLocalStorage
+from drawbar.train._storage.node_local_storage import NodeLocalStorage
+from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
+from drawbar.train._worker.file_transfers import make_node_local_storage
+from drawbar.train._worker.rank_timer import RankTimer
 from drawbar.train._worker.report_checks import (
     CheckpointUploadMode,
     check_name,
@@ -104,11 +104,15 @@ class Session:
         self.should_clean_up_node = False
         self._node_local_storage: NodeLocalStorage | None = None
         self._staging_label = f"rank_{assignment.ranks.world_rank}"
-        self._send = send
+        self._send = self.send = send
         self.interrupt_scope = InterruptScope()
         self._command_queue = CommandQueue(send, self.interrupt_scope)
+        self.timer = RankTimer()
         self.data_sources = DataSources(
-            assignment.dataset_shards, assignment.data_positions, self._send_epoch_ended
+            assignment.dataset_shards,
+            assignment.data_positions,
+            self._send_epoch_ended,
+            partial(self.timer.measure_items, "data_wait"),
         )
         self.uploads = self._make_uploads(self.directory.checkpoints)
         self.thread_guard = ThreadGuard(assignment.ranks)
@@ -119,6 +123,7 @@ class Session:
             self._send_lock,
             send,
             self._command_queue,
+            self.timer,
         )
         self._next_report = assignment.first_report_index
         self._offers: dict[int, CheckpointOffer] = {}
@@ -126,6 +131,7 @@ class Session:
         self._locals: dict[object, Any] = {}  # objects of integrations, by factory
         self.training_count = itertools.count(1)  # a training function may train several times
         self.program: ProgramProxy | None = None
+        self.is_timed_by_program = False
 
     def get_local(self, factory: Callable[[], T]) -> T:
         """Return the object of this attempt that `factory` creates on the first call."""
@@ -145,6 +151,7 @@ class Session:
         with self._send_lock:
             if isinstance(message, Report):
                 self._next_report = message.index + 1
+            self.is_timed_by_program |= isinstance(message, RankTimes)
             self._send(message)
 
     @property
@@ -168,14 +175,15 @@ class Session:
         with self._send_lock:
             self.thread_guard.check_reporting_thread("report()")
             index, self._next_report = self._next_report, self._next_report + 1
-            now = time.time()
+            self.timer.on_report()
             self._send(
                 Report(
                     index=index,
                     metrics=values,
-                    time=now,
+                    time=time.time(),
                     location=location,
                     is_buffered=is_buffered,
+                    times=self.timer.take_due_times(),
                 )
             )
         # An interrupt is only raised in the function's own thread. Any other thread that reports
@@ -209,7 +217,7 @@ class Session:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
         if delete_local is None:
-            delete_local = self._should_move(checkpoint, mode)
+            delete_local = _should_move(self.directory, checkpoint, mode)
         is_blocking = mode is not CheckpointUploadMode.ASYNC
         location = format_caller_location()
         with self._send_lock:
@@ -225,6 +233,7 @@ class Session:
             # After the offer: if it raises, nothing was reported and the user may report again.
             self._next_report += 1
             self._offers[index] = offer
+            self.timer.on_report()
             self._send(
                 Report(
                     index=index,
@@ -235,18 +244,15 @@ class Session:
                     is_blocking=is_blocking,
                     data_positions=self.data_sources.get_positions(),
                     validation=to_validate,
+                    times=self.timer.get_times(),
                 )
             )
         # Without the lock: other threads may report while this one waits for its commit.
-        if is_blocking:
-            self.uploads.persist_and_wait(index, offer)
-        else:
-            self.uploads.async_commits.submit(index, offer)
-
-    def _should_move(self, checkpoint: Checkpoint, mode: CheckpointUploadMode) -> bool:
-        """Return whether to move the directory if the user does not specify it."""
-        should_move = mode.default_delete_local_checkpoint_after_upload()
-        return should_move and self.directory.checkpoints.get_child_name(checkpoint) is None
+        with self.timer.measure("checkpoint_blocked"):
+            if is_blocking:
+                self.uploads.persist_and_wait(index, offer)
+            else:
+                self.uploads.async_commits.submit(index, offer)
 
     def _send_epoch_ended(self, message: ShardEpochEnded) -> None:
         with self._send_lock:
@@ -257,24 +263,7 @@ class Session:
 
         Needed if this node does not share the run directory.
         """
-
-        def send_chunk(name: str, path: str, offset: int, data: bytes) -> None:
-            self._command_queue.request(
-                lambda request_id: FileChunk(
-                    request_id=request_id, checkpoint_name=name, path=path, offset=offset, data=data
-                ),
-                FileChunkAck,
-            )
-
-        def request_chunk(name: str, path: str, offset: int) -> FileReply:
-            return self._command_queue.request(
-                lambda request_id: FileRequest(
-                    request_id=request_id, checkpoint_name=name, path=path, offset=offset
-                ),
-                FileReply,
-            )
-
-        storage = NodeLocalStorage(self.directory, send_chunk, request_chunk)
+        storage = make_node_local_storage(self.directory, self._command_queue)
         self._node_local_storage = storage
         self.uploads = self._make_uploads(storage)
 
@@ -288,11 +277,6 @@ class Session:
             self._command_queue.wait,
         )
 
-    def get_resume_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint of this attempt's start, or None after a commit in this attempt."""
-        has_committed = self.checkpoint is not self.assignment.resume_checkpoint
-        return None if has_committed else self.get_latest_checkpoint()
-
     def get_latest_checkpoint(self) -> Checkpoint | None:
         """Return the latest committed checkpoint that this rank knows."""
         return self.ensure_local(self.checkpoint)
@@ -302,10 +286,6 @@ class Session:
         if self._node_local_storage is not None and checkpoint is not None:
             self._node_local_storage.fetch_checkpoint(checkpoint)
         return checkpoint
-
-    def retire_process(self) -> None:
-        """Request a new process for the next attempt."""
-        self._send(ProcessRetired())
 
     def close(self, flush_timeout: float) -> None:
         """End the attempt early.
@@ -324,7 +304,8 @@ class Session:
         """Create a staging directory for a checkpoint. See `drawbar.train.checkpoint_dir`."""
         path = self.directory.staging.make_directory(self._staging_label)
         try:
-            yield path
+            with self.timer.measure("checkpoint_save"):
+                yield path
         except BaseException:
             # A reported directory belongs to the controller and may be part of a commit.
             if all(offer.directory != str(path) for offer in self._offers.values()):
@@ -351,10 +332,6 @@ class Session:
             (self.directory.checkpoints.get_checkpoint(name), metrics, status)
             for name, metrics, status in reply.checkpoints
         ]
-
-    def discard_checkpoint(self, name: str) -> None:
-        """Request the deletion of a committed checkpoint."""
-        self._send(CheckpointDiscarded(checkpoint_name=name))
 
     def diagnose(self) -> str:
         """Write the stacks of all ranks to the run directory and return a summary."""
@@ -389,3 +366,11 @@ class Session:
                     self._command_queue.put(command)
             case _:
                 self._command_queue.put(command)
+
+
+def _should_move(
+    directory: RunDirectory, checkpoint: Checkpoint, mode: CheckpointUploadMode
+) -> bool:
+    """Return whether to move the directory if the user does not specify it."""
+    should_move = mode.default_delete_local_checkpoint_after_upload()
+    return should_move and directory.checkpoints.get_child_name(checkpoint) is None

@@ -83,12 +83,14 @@ def run_train_loop(
             loop = _make_copy(train_loop)
             with loop.backend_config.train_func_context():
                 send(FunctionStarted(time=time.time()))
+                session.timer.start()
                 session.thread_guard.reset_reporting_thread()
                 try:
                     value = loop.run()
                 except AttemptInterrupted:
                     raise
                 except BaseException:
+                    _send_times(session)
                     raised_at = time.time()  # other ranks fail once the backend's context ends
                     send(FunctionFailed(time=raised_at))
                     raise
@@ -96,6 +98,7 @@ def run_train_loop(
                 # Inside the backend's context: ranks that still train must not lose this peer
                 # while its last checkpoint is in flight.
                 session.uploads.async_commits.flush()
+                _send_times(session)
         session.interrupt_scope.end()
         # The owner of objects in the return value is a worker process that ends before they are
         # read, so transfer the ownership.
@@ -119,6 +122,12 @@ def run_train_loop(
         failure = describe_exception(error, session.assignment, num_reports, raised_at)
         session.close(FAILURE_FLUSH_S)
         return RankFailed(failure=failure)
+
+
+def _send_times(session: Session) -> None:
+    """Send the times of this rank, unless a program has sent its own."""
+    if not session.is_timed_by_program:
+        session.send(session.timer.get_times())
 
 
 def _make_copy(train_loop: ObjectRef[Serialized] | TrainLoop) -> TrainLoop:

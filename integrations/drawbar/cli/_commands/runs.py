@@ -47,6 +47,7 @@ def _to_dict(run: RunRecord) -> dict[str, Any]:
         "world_size": attempts[-1].world_size if attempts else 0,
         "size": run.compute_size(),
         "metrics": run.metrics,
+        "goodput": run.goodput.goodput,
         "damage": run.damage,
     }
 

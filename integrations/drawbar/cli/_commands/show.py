@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from textwrap import indent
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.filesize import decimal
 
 from drawbar.cli._arguments import AsJson, RunName, command_errors, open_record
@@ -23,6 +24,7 @@ from drawbar.cli._output import (
     write_json,
     write_table,
 )
+from drawbar.cli._ranks import format_part, show_ranks
 from drawbar.cli._terminal_plot import sparkline
 from drawbar.train import Manifest
 from drawbar.train.runs import RunRecord
@@ -30,12 +32,17 @@ from drawbar.train.runs import RunRecord
 _ENDED = ("finished", "failed", "stopped")
 
 
-def show(run: RunName, as_json: AsJson = False) -> None:
-    """Show the status, attempts, checkpoints, and metrics of a run."""
+ShowRanks = Annotated[bool, typer.Option("--ranks", help="Show where the time of each rank went.")]
+
+
+def show(run: RunName, as_json: AsJson = False, ranks: ShowRanks = False) -> None:
+    """Show the status, attempts, checkpoints, goodput, and metrics of a run."""
     record = open_record(run)
     with command_errors():
         checkpoints, unreadable = record.inspect_checkpoints()
-    if as_json:
+    if ranks:
+        show_ranks(record, as_json=as_json)
+    elif as_json:
         write_json({**_to_dict(record, checkpoints), "unreadable": unreadable})
     else:
         _write(record, checkpoints, unreadable)
@@ -54,6 +61,8 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "metrics": record.metrics,
         "attempts": record.timeline.attempts,
         "seconds": time_breakdown(record),
+        "goodput": record.goodput.to_dict(),
+        "stragglers": [straggler._asdict() for straggler in record.stragglers],
         "checkpoints": [
             {
                 "name": checkpoint.name,
@@ -124,10 +133,9 @@ def _write(
         print("\nAttempts")
         for attempt in attempts:
             print(f"  {escape_control_chars(str(attempt))}")
-        print("\nTime")
-        times = time_breakdown(record)
-        times["checkpoint commits (in background)"] = times.pop("checkpoint_commits")
-        write_table([(name, format_duration(seconds)) for name, seconds in times.items()], "  ")
+        _write_goodput(record)
+        for straggler in record.stragglers:
+            print(f"  {escape_control_chars(straggler.describe())} (drawbar show --ranks)")
     if record.error:
         print("\nError\n" + indent(escape_lines(record.error), "  "))
     if checkpoints or unreadable:
@@ -141,6 +149,19 @@ def _write(
         write_table(
             [(name, one_line(value)) for name, value in flatten(record.config).items()], "  "
         )
+
+
+def _write_goodput(record: RunRecord) -> None:
+    goodput = record.goodput
+    print(f"\nGoodput  {goodput.goodput:.1%} of {format_duration(goodput.hosted)}")
+    parts = sorted(goodput.parts.items(), key=lambda item: -item[1])
+    rows = [
+        (format_part(part), format_duration(seconds), f"{seconds / goodput.elapsed:.1%}")
+        for part, seconds in parts
+    ]
+    if goodput.paused:
+        rows.append(("paused", format_duration(goodput.paused), ""))
+    write_table([tuple(map(escape_control_chars, row)) for row in rows], "  ")
 
 
 def _format_row(checkpoint: Manifest) -> tuple[str, ...]:

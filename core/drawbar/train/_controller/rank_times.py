@@ -1,0 +1,118 @@
+"""Record where the time of the ranks of an attempt goes, and warn about slow ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+
+from drawbar.train._history.event_stream import Emit
+from drawbar.train._history.events import Notice, RankTimesRecorded, StragglerFound
+from drawbar.train._history.rank_times import (
+    RANK_TIMES_FILE,
+    RankTimesOfRank,
+    encode_line,
+    find_stragglers,
+)
+from drawbar.train._protocol.messages import RankTimes
+
+_MIN_INTERVAL_S = 10.0
+_MAX_WARNINGS = 10
+
+_logger = logging.getLogger("drawbar.train")
+
+
+class RankTimesRecorder:
+    """Times of the ranks of one attempt.
+
+    Args:
+        attempt: Number of the attempt.
+        directory: Run directory on this node.
+        emit: Callback that publishes events.
+    """
+
+    def __init__(self, attempt: int, directory: Path, emit: Emit) -> None:
+        self._attempt = attempt
+        self._path = directory / RANK_TIMES_FILE
+        self._emit = emit
+        self._ranks: dict[int, RankTimes] = {}
+        # Sums over the ranks, so that a commit costs the same with any number of ranks.
+        self._sums = Counter[str]()
+        self._is_recorded = True
+        self._start = time.monotonic()
+        self._next_line = 0.0
+        self._can_write = True
+        self._warned = set[tuple[int, str]]()
+
+    def add(self, rank: int, times: RankTimes) -> None:
+        """Update the times of a rank, and write a line for all ranks if one is due."""
+        previous = self._ranks.get(rank)
+        if previous is not None:
+            self._sums.subtract(previous.seconds)
+        self._sums.update(times.seconds)
+        self._ranks[rank] = times
+        self._is_recorded = False
+        now = time.monotonic()
+        if now >= self._next_line and len(self._ranks) > 1:
+            # Longer intervals in longer attempts bound the size of the file.
+            self._next_line = now + max(_MIN_INTERVAL_S, (now - self._start) / 100)
+            self._write_line()
+
+    def record(self) -> None:
+        """Emit the averages over the ranks, if they have changed."""
+        if self._is_recorded:
+            return
+        self._is_recorded = True
+        count = len(self._ranks)
+        self._emit(
+            RankTimesRecorded(
+                time=time.time(),
+                attempt=self._attempt,
+                seconds={key: max(value / count, 0.0) for key, value in self._sums.items()},
+                steps=min(times.steps for times in self._ranks.values()),
+            )
+        )
+
+    def end(self) -> None:
+        """Record the last times of the attempt."""
+        if not self._is_recorded:
+            # If the user has deleted the run directory, the error of the run is the next event's.
+            with contextlib.suppress(FileNotFoundError):
+                self._write_line()
+                self.record()
+
+    def _write_line(self) -> None:
+        self._warn_about_stragglers()
+        if not self._can_write:
+            return
+        line = encode_line(time.time(), self._attempt, self._ranks)
+        try:
+            with open(self._path, "ab") as file:
+                file.write(line)
+        except OSError as error:
+            self._can_write = False
+            if not isinstance(error, FileNotFoundError):
+                _logger.warning("Times of the ranks are not recorded: %s", error)
+
+    def _warn_about_stragglers(self) -> None:
+        ranks = {
+            rank: RankTimesOfRank(times.steps, times.seconds) for rank, times in self._ranks.items()
+        }
+        for straggler in find_stragglers(ranks):
+            key = straggler.rank, straggler.part
+            if key in self._warned or len(self._warned) == _MAX_WARNINGS:
+                continue
+            self._warned.add(key)
+            self._emit(
+                StragglerFound(
+                    time=time.time(),
+                    attempt=self._attempt,
+                    rank=straggler.rank,
+                    part=straggler.part,
+                    ratio=min(straggler.ratio, 1e6),
+                    seconds_per_step=straggler.seconds_per_step,
+                )
+            )
+            self._emit(Notice(f"{straggler.describe()} (drawbar show --ranks)"))

@@ -1,0 +1,203 @@
+"""Times of each rank: the file `rank_times.jsonl`, and ranks that are slower than the others."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from drawbar.train._protocol.messages import RankTimes
+
+RANK_TIMES_FILE = "rank_times.jsonl"
+"""File in the run directory with the times of all ranks, about every ten seconds."""
+
+STRAGGLER_RATIO = 1.3
+"""A rank is slow if it needs this many times the median of all ranks."""
+
+MIN_STRAGGLER_STEPS = 50
+"""Number of steps before ranks are compared."""
+
+_MIN_SHARE_OF_STEP = 0.05
+_WAITING = ("data_wait", "checkpoint_save", "checkpoint_blocked", "collective")
+
+
+class RankTimesLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `rank_times.jsonl`: the times of all ranks since the start of their functions."""
+
+    time: float
+    attempt: int
+    ranks: list[int]
+    steps: list[int]
+    seconds: dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimesSample:
+    """Times of all ranks from the start of their training functions to a point in time.
+
+    Attributes:
+        time: Time of the sample, in seconds since the epoch.
+        attempt: Number of the attempt.
+        ranks: Times of each rank that has sent some.
+
+    Example:
+        Print how long each rank has waited for data so far::
+
+            sample = runs.find_run("experiment").read_rank_times()[-1]
+            for rank, times in sample.ranks.items():
+                print(rank, times.seconds.get("data_wait", 0.0))
+    """
+
+    time: float
+    attempt: int
+    ranks: dict[int, RankTimesOfRank]
+
+
+@dataclass(frozen=True)
+class RankTimesOfRank:
+    """Times of one rank since the start of its training function.
+
+    Attributes:
+        steps: Number of steps: calls of `drawbar.train.step()`, or reports without such calls.
+        seconds: Seconds by key. "function" is the time since the start. "data_wait",
+            "checkpoint_save", "checkpoint_blocked", "collective", and "phase:NAME" are parts of it,
+            as are "warmup" (excess of the first step) and "forward" (forward passes).
+
+    Example:
+        Print the seconds per step of rank 3::
+
+            times = runs.find_run("experiment").read_rank_times()[-1].ranks[3]
+            print(times.seconds["function"] / times.steps)
+    """
+
+    steps: int
+    seconds: Mapping[str, float]
+
+    def split_step(self) -> dict[str, float]:
+        """Return the mean seconds per step by part, without the excess of the first step.
+
+        Returns:
+            The parts for which this rank alone is responsible: "data loader", "checkpoint",
+            "forward pass" or, without measured forward passes, "computation", and each phase.
+        """
+        steps = max(self.steps, 1)
+        parts = {
+            "data loader": self.seconds.get("data_wait", 0.0),
+            "checkpoint": self.seconds.get("checkpoint_save", 0.0),
+        }
+        phases = {key: value for key, value in self.seconds.items() if key.startswith("phase:")}
+        parts |= {f"phase {key.removeprefix('phase:')}": value for key, value in phases.items()}
+        if "forward" in self.seconds:
+            parts["forward pass"] = self.seconds["forward"]
+        else:
+            waiting = sum(self.seconds.get(key, 0.0) for key in _WAITING) + sum(phases.values())
+            busy = self.seconds.get("function", 0.0) - self.seconds.get("warmup", 0.0) - waiting
+            parts["computation"] = max(busy, 0.0)
+        return {part: seconds / steps for part, seconds in parts.items()}
+
+
+class Straggler(NamedTuple):
+    """A rank that needs longer than the others in a part of its steps.
+
+    Attributes:
+        rank: Rank of the worker.
+        part: Part of the step: "data loader", "forward pass", "computation", "checkpoint", or
+            "phase NAME".
+        ratio: Time of this rank divided by the median of all ranks; infinity if that is 0.
+        seconds_per_step: Time of this rank in seconds per step.
+    """
+
+    rank: int
+    part: str
+    ratio: float
+    seconds_per_step: float
+
+    def describe(self) -> str:
+        """Return a sentence for users."""
+        compared = f"{self.ratio:.1f} times the median" if self.ratio < 100 else "much more"
+        return (
+            f"rank {self.rank} is slow in its {self.part}: {1000 * self.seconds_per_step:.0f} ms "
+            f"per step, {compared} of all ranks"
+        )
+
+
+def find_stragglers(ranks: Mapping[int, RankTimesOfRank]) -> list[Straggler]:
+    """Return the ranks that are slower than the others, the slowest first.
+
+    Args:
+        ranks: Times of each rank over the same period.
+
+    Returns:
+        The ranks that need at least `STRAGGLER_RATIO` times the median in a part of their steps,
+        if the excess is at least 5 % of a step. Empty with fewer than `MIN_STRAGGLER_STEPS` steps.
+    """
+    if len(ranks) < 2 or min(times.steps for times in ranks.values()) < MIN_STRAGGLER_STEPS:
+        return []
+    split = {rank: times.split_step() for rank, times in ranks.items()}
+    step = statistics.median(
+        times.seconds.get("function", 0.0) / times.steps for times in ranks.values()
+    )
+    found = []
+    for part in dict.fromkeys(part for parts in split.values() for part in parts):
+        values = {rank: parts.get(part, 0.0) for rank, parts in split.items()}
+        # The lower median: with two ranks, the slow one is compared with the other.
+        median = statistics.median_low(values.values())
+        for rank, value in values.items():
+            if value >= STRAGGLER_RATIO * median and value - median >= _MIN_SHARE_OF_STEP * step:
+                ratio = value / median if median else float("inf")
+                found.append(Straggler(rank, part, ratio, value))
+    return sorted(found, key=lambda straggler: -straggler.seconds_per_step)
+
+
+def subtract(
+    later: Mapping[int, RankTimesOfRank], earlier: Mapping[int, RankTimesOfRank]
+) -> dict[int, RankTimesOfRank]:
+    """Return the times of the ranks between two samples of the same attempt."""
+    changes = {}
+    for rank, times in later.items():
+        before = earlier.get(rank, RankTimesOfRank(0, {}))
+        seconds = {
+            key: max(value - before.seconds.get(key, 0.0), 0.0)
+            for key, value in times.seconds.items()
+        }
+        changes[rank] = RankTimesOfRank(max(times.steps - before.steps, 0), seconds)
+    return changes
+
+
+def encode_line(time: float, attempt: int, ranks: Mapping[int, RankTimes]) -> bytes:
+    """Return a line of `rank_times.jsonl`."""
+    keys = dict.fromkeys(key for times in ranks.values() for key in times.seconds)
+    line = RankTimesLine(
+        time=time,
+        attempt=attempt,
+        ranks=list(ranks),
+        steps=[times.steps for times in ranks.values()],
+        seconds={
+            key: [round(times.seconds.get(key, 0.0), 3) for times in ranks.values()] for key in keys
+        },
+    )
+    return msgspec.json.encode(line) + b"\n"
+
+
+def decode_lines(data: bytes) -> Iterator[RankTimesSample]:
+    """Yield the samples of `rank_times.jsonl`, without lines that cannot be read."""
+    for text in data.splitlines():
+        try:
+            line = msgspec.json.decode(text, type=RankTimesLine)
+            ranks = _decode_ranks(line)
+        except (msgspec.MsgspecError, ValueError):  # an incomplete or damaged line
+            continue
+        yield RankTimesSample(time=line.time, attempt=line.attempt, ranks=ranks)
+
+
+def _decode_ranks(line: RankTimesLine) -> dict[int, RankTimesOfRank]:
+    columns: Sequence[tuple[str, list[float]]] = list(line.seconds.items())
+    if any(len(values) != len(line.ranks) for _, values in columns):
+        raise ValueError("columns of different lengths")
+    return {
+        rank: RankTimesOfRank(steps, {key: values[number] for key, values in columns})
+        for number, (rank, steps) in enumerate(zip(line.ranks, line.steps, strict=True))
+    }

@@ -1,0 +1,200 @@
+"""Measure where the time of a rank goes: waiting for data, checkpoints, collectives, and phases."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TypeVar
+
+from drawbar.train._protocol.messages import RankTimes
+
+T = TypeVar("T")
+
+PHASE_PREFIX = "phase:"
+"""Prefix of the keys of phases that the user marks."""
+
+MAX_PHASES = 100
+"""Maximum number of names of phases per rank and attempt. Others are counted together."""
+
+OTHER_PHASES = f"{PHASE_PREFIX}other phases"
+
+MAX_INTERVAL_S = 10.0
+"""Maximum time between two messages with times, if the rank reports meanwhile."""
+
+_MEDIAN_STEPS = 101
+
+_logger = logging.getLogger("drawbar.train")
+
+
+class RankTimer:
+    """Times of one rank since the start of its training function.
+
+    Only the thread of the training function is measured: waiting in other threads does not delay
+    the training. Measurements may be nested. Each second counts only for the innermost one.
+
+    Args:
+        clock: Returns the time in seconds. It never goes back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.start()
+
+    def start(self) -> None:
+        """Start in the calling thread, which is that of the training function."""
+        self._thread = threading.get_ident()
+        self._start = self._last_step = self._since = self._clock()
+        self._open: list[str] = []  # keys of the measurements in progress, the innermost last
+        self._seconds: dict[str, float] = {}
+        self._measured = self._measured_at_step = 0.0  # sum of the measurements
+        self._forward = 0.0
+        self._counts_steps = False
+        self.num_steps = 0
+        self._first_step = 0.0
+        self._step_times = deque[float](maxlen=_MEDIAN_STEPS)
+        self._num_phases = 0
+        self._interval, self._next_send = 1.0, self._start + 1.0
+
+    # -- measurements
+
+    def measure(self, key: str) -> Measurement:
+        """Return a context manager that measures its body under this key."""
+        return Measurement(self, key)
+
+    def measure_items(self, key: str, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, and measure the time that waiting for each of them takes."""
+        iterator = iter(items)
+        while True:
+            self.begin(key)
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.end(key)
+            yield item
+
+    def begin(self, key: str) -> None:
+        """Begin to measure under a key, instead of the measurement in progress."""
+        if threading.get_ident() == self._thread:
+            self._charge(self._clock())
+            self._open.append(key)
+
+    def end(self, key: str) -> None:
+        """End the innermost measurement with this key. It may already have ended."""
+        if threading.get_ident() != self._thread or key not in self._open:
+            return
+        self._charge(self._clock())
+        # Not always the last one: a generator may leave a measurement open while it is suspended.
+        del self._open[len(self._open) - 1 - self._open[::-1].index(key)]
+
+    def add_forward(self, seconds: float) -> None:
+        """Add the duration of a forward pass, which is a part of the time of a step."""
+        self._forward += seconds
+
+    def _charge(self, now: float) -> None:
+        """Add the time since the last change to the innermost measurement."""
+        if self._open:
+            seconds = now - self._since
+            self._seconds[self._open[-1]] = self._seconds.get(self._open[-1], 0.0) + seconds
+            self._measured += seconds
+        self._since = now
+
+    def make_phase_key(self, name: str) -> str:
+        """Return the key under which a phase of the user is measured."""
+        key = PHASE_PREFIX + name
+        if key in self._seconds:
+            return key
+        if self._num_phases == MAX_PHASES:
+            _logger.warning(
+                "phase(%r) is phase number %d. It and all further names are counted as %r. Pass "
+                "names from a fixed set, without the step or the epoch.",
+                name,
+                MAX_PHASES + 1,
+                OTHER_PHASES.removeprefix(PHASE_PREFIX),
+            )
+        self._num_phases += 1
+        if self._num_phases > MAX_PHASES:
+            return OTHER_PHASES
+        self._seconds[key] = 0.0
+        return key
+
+    # -- steps
+
+    def on_step(self) -> None:
+        """Count a step of the user. From now on, reports are not counted as steps."""
+        if not self._counts_steps:
+            self._counts_steps, self.num_steps = True, 0
+            self._step_times.clear()
+        self._add_step(self._clock())
+
+    def on_report(self) -> None:
+        """Count a report as a step, unless the user counts the steps."""
+        if not self._counts_steps:
+            self._add_step(self._clock())
+
+    def _add_step(self, now: float) -> None:
+        if threading.get_ident() == self._thread:
+            self._charge(now)
+        seconds = max(now - self._last_step - (self._measured - self._measured_at_step), 0.0)
+        self._last_step, self._measured_at_step = now, self._measured
+        if self.num_steps:
+            self._step_times.append(seconds)
+        else:
+            self._first_step = seconds
+        self.num_steps += 1
+
+    # -- messages
+
+    def take_due_times(self) -> RankTimes | None:
+        """Return the times if they have not been sent for a while, else None."""
+        now = self._clock()
+        if now < self._next_send:
+            return None
+        # The first ones are sent early, so that short runs have some, too.
+        self._interval = min(2 * self._interval, MAX_INTERVAL_S)
+        self._next_send = now + self._interval
+        return self.get_times()
+
+    def get_times(self) -> RankTimes:
+        """Return the times since the start of the training function."""
+        now = self._clock()
+        if threading.get_ident() == self._thread:
+            self._charge(now)
+        warmup = 0.0
+        if self._step_times:
+            warmup = max(self._first_step - statistics.median(self._step_times), 0.0)
+        seconds = {"function": now - self._start, "warmup": warmup, **self._seconds}
+        if self._forward:
+            seconds["forward"] = self._forward
+        return RankTimes(
+            time=time.time(),
+            steps=self.num_steps,
+            seconds={key: round(value, 6) for key, value in seconds.items()},
+        )
+
+
+class Measurement:
+    """Context manager that measures its body."""
+
+    __slots__ = ("_key", "_timer")
+
+    def __init__(self, timer: RankTimer, key: str) -> None:
+        self._timer = timer
+        self._key = key
+
+    def __enter__(self) -> None:
+        self._timer.begin(self._key)
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._timer.end(self._key)

@@ -1,0 +1,316 @@
+"""Goodput of hand-made journals with known answers, of random journals, and of real runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from drawbar import train
+from drawbar.train import Goodput, Result, RunConfig, runs
+from drawbar.train._history import events
+from drawbar.train._history.goodput import compute_goodput
+from tests.train.event_factories import workers_started
+from tests.train.runs import fit
+
+Journal = list[events.JournaledEvent]
+
+
+def started(time: float) -> events.RunStarted:
+    return events.RunStarted(time=time, run_id="r", name="n", config={})
+
+
+def attempt(number: int, time: float, first_report: int = 0) -> events.AttemptStarted:
+    return events.AttemptStarted(
+        time=time, attempt=number, first_report_index=first_report, resume_checkpoint=None
+    )
+
+
+def function(number: int, ready: float, start: float, workers: int = 2) -> Journal:
+    return [
+        msgspec.structs.replace(workers_started(workers), time=ready, attempt=number),
+        *(
+            events.UserFunctionStarted(time=start, attempt=number, rank=rank)
+            for rank in range(workers)
+        ),
+    ]
+
+
+def commit(number: int, time: float, index: int, **seconds: float) -> Journal:
+    return [
+        events.CheckpointCommitted(
+            time=time,
+            attempt=number,
+            index=index,
+            name=f"checkpoint_{index:06d}",
+            nbytes=1,
+            seconds=0.1,
+            metrics={},
+        ),
+        events.RankTimesRecorded(time=time, attempt=number, seconds=seconds, steps=index),
+    ]
+
+
+def failed(number: int, time: float, at: float | None = None) -> events.AttemptEnded:
+    return events.AttemptEnded(
+        time=time, attempt=number, cause="worker", failure_headlines=[], failure_time=at
+    )
+
+
+def ended(time: float, outcome: str = "finished") -> events.RunEnded:
+    return events.RunEnded(time=time, outcome=outcome)
+
+
+def assert_parts(goodput: Goodput, **parts: float) -> None:
+    assert dict(goodput.parts) == pytest.approx(parts)
+
+
+def test_goodput_of_undisturbed_run_has_no_lost_work() -> None:
+    journal = [
+        started(100),
+        attempt(0, 101),
+        *function(0, 103, 104),
+        *commit(0, 120, 9, function=16, warmup=2, data_wait=3, checkpoint_blocked=1),
+        events.RankTimesRecorded(
+            time=134,
+            attempt=0,
+            steps=20,
+            seconds={
+                "function": 29,
+                "warmup": 2,
+                "data_wait": 5,
+                "checkpoint_save": 1,
+                "phase:e": 4,
+            },
+        ),
+        ended(135),
+    ]
+    goodput = compute_goodput(journal)
+    assert_parts(
+        goodput,
+        startup=2,
+        placement=2,
+        warmup=2,
+        data_wait=5,
+        checkpoint_blocked=1,
+        productive=17,
+        teardown=2,
+        **{"phase:e": 4},
+    )
+    assert (goodput.hosted, goodput.elapsed) == pytest.approx((35, 35))
+    assert goodput.goodput == pytest.approx(17 / 35)
+    assert goodput.worker_seconds == pytest.approx(2 * 32)
+
+
+def failed_attempt() -> Journal:
+    """Attempt 0: start at 4, commit at 14, death at 19, handled at 20; attempt 1 starts at 25."""
+    return [
+        started(0),
+        attempt(0, 1),
+        *function(0, 3, 4),
+        *commit(0, 14, 9, function=10, data_wait=2),
+        failed(0, 20, at=19),
+        attempt(1, 21, first_report=10),
+        *function(1, 24, 25),
+    ]
+
+
+def test_goodput_of_restart_counts_lost_work_and_detection() -> None:
+    goodput = compute_goodput([*failed_attempt(), ended(35)])
+    assert_parts(
+        goodput,
+        startup=2,
+        placement=2,
+        productive=8 + 10,
+        data_wait=2,
+        lost_work=5,
+        detection=1,
+        restart=5,
+    )
+
+
+def test_goodput_of_restart_from_older_checkpoint_loses_work_of_several_attempts() -> None:
+    journal = [*failed_attempt(), failed(1, 30, at=30), attempt(2, 31, first_report=5)]
+    journal += [*function(2, 33, 34), ended(40)]
+    parts = compute_goodput(journal).parts
+    assert parts["lost_work"] == pytest.approx(15 + 5)
+    assert parts["productive"] == pytest.approx(6)
+    assert parts["restart"] == pytest.approx(5 + 4)
+
+
+def test_goodput_of_failed_run_shows_unsaved_work_which_a_resume_loses() -> None:
+    journal = [
+        started(0),
+        attempt(0, 1),
+        *function(0, 3, 4),
+        *commit(0, 14, 9, function=10),
+        failed(0, 20, at=20),
+        ended(22, "failed"),
+    ]
+    assert_parts(
+        compute_goodput(journal), startup=2, placement=2, productive=10, unsaved=6, teardown=2
+    )
+    journal += [started(122), attempt(1, 123, first_report=10), *function(1, 125, 126), ended(130)]
+    goodput = compute_goodput(journal)
+    assert_parts(
+        goodput,
+        startup=2,
+        placement=2,
+        productive=14,
+        lost_work=6,
+        teardown=2,
+        crash_gap=100,
+        restart=4,
+    )
+    assert goodput.elapsed == pytest.approx(130)
+    assert goodput.hosted == pytest.approx(30)
+
+
+def test_goodput_of_killed_driver_uses_its_last_report_and_crash_gap() -> None:
+    killed = [started(0), attempt(0, 0), *function(0, 0, 0), *commit(0, 10, 9)]
+    last = {0: 16.0}
+    assert_parts(compute_goodput(killed, last_report_times=last), productive=10, unsaved=6)
+    resumed = [*killed, started(50), attempt(1, 50, first_report=10), *function(1, 52, 52)]
+    goodput = compute_goodput([*resumed, ended(60)], last_report_times=last)
+    assert_parts(goodput, productive=18, lost_work=6, crash_gap=34, restart=2)
+
+
+def test_goodput_of_run_stopped_by_user_has_pause() -> None:
+    journal = [started(0), attempt(0, 0), *function(0, 0, 0), *commit(0, 10, 9)]
+    journal += [ended(12, "stopped"), started(1012), attempt(1, 1012, first_report=10)]
+    goodput = compute_goodput([*journal, *function(1, 1013, 1013), ended(1020)])
+    assert goodput.paused == pytest.approx(1000)
+    assert_parts(goodput, productive=17, lost_work=2, restart=1)
+
+
+def test_goodput_of_active_run_counts_until_now() -> None:
+    journal = [started(0), attempt(0, 1), *function(0, 3, 4)]
+    assert_parts(
+        compute_goodput(journal, is_active=True, now=10), startup=2, placement=2, productive=6
+    )
+    assert_parts(compute_goodput(journal[:2], is_active=True, now=3), startup=1, placement=2)
+
+
+def test_goodput_with_clock_set_back_counts_the_rest() -> None:
+    journal = [started(10_000), attempt(0, 10_000), *function(0, 10_002, 10_002)]
+    journal += [*commit(0, 10_012, 9), *commit(0, 5_000, 19), *commit(0, 5_010, 29), ended(5_020)]
+    assert_parts(compute_goodput(journal), placement=2, productive=30)
+
+
+def test_goodput_of_stalled_ranks_is_averaged() -> None:
+    journal = [started(0), attempt(0, 0), *function(0, 0, 0)]
+    journal += [events.RanksStalled(time=10, attempt=0, descriptions={1: "x"})]
+    journal += [events.RanksStalled(time=20, attempt=0, descriptions={}), ended(30)]
+    assert_parts(compute_goodput(journal), stalled=5, productive=25)
+
+
+def make_random_journal(seed: int) -> tuple[Journal, float, float]:
+    """Return events in any order, the last time, and the sum of the positive differences."""
+    rng = random.Random(seed)
+    now, total, journal = 1_000.0, 0.0, Journal()
+    for number in range(rng.randrange(1, 40)):
+        seconds = rng.choice([0, 0.5, 3, 20, -5, -1000])
+        now += seconds
+        total += max(seconds, 0)
+        journal += make_random_events(rng, number, now)
+    return journal, now, total
+
+
+def make_random_events(rng: random.Random, number: int, now: float) -> Journal:
+    times = {key: rng.uniform(0, 9) for key in ("function", "data_wait", "phase:x", "warmup")}
+    choices: list[Callable[[], Journal]] = [
+        lambda: [started(now)],
+        lambda: [attempt(number, now, rng.randrange(number + 1))],
+        lambda: function(number, now, now + rng.uniform(-50, 50)),
+        lambda: commit(rng.randrange(number + 1), now, number, **times),
+        lambda: [failed(number, now, at=rng.choice([None, now - 3, now + 3]))],
+        lambda: [events.RanksStalled(time=now, attempt=0, descriptions={0: "", 1: ""})],
+        lambda: [ended(now, rng.choice(["finished", "failed", "stopped"]))],
+    ]
+    return rng.choice(choices)()
+
+
+def test_goodput_of_any_journal_has_positive_parts_that_sum_to_at_most_its_time() -> None:
+    for seed in range(300):
+        journal, now, total = make_random_journal(seed)
+        for is_active in (False, True):
+            goodput = compute_goodput(journal, is_active=is_active, now=now)
+            assert all(seconds > 0 for seconds in goodput.parts.values()), seed
+            assert goodput.elapsed + goodput.paused <= total + 1e-3, seed
+            assert 0 <= goodput.effective <= goodput.goodput <= 1, seed
+
+
+def test_goodput_of_real_run_has_no_gap_and_is_the_same_everywhere(tmp_path: Path) -> None:
+    live: list[Goodput] = []
+
+    def train_func() -> None:
+        for step in range(6):
+            with train.phase("eval"):
+                time.sleep(0.02)
+            time.sleep(0.01)  # a training step
+            with train.checkpoint_dir() as path:
+                (path / "step").write_text(str(step))
+                train.report({"step": step}, checkpoint=path)
+        live.append(runs.find_run(tmp_path / "run").goodput)
+
+    begin = time.time()
+    result = fit(train_func, tmp_path)
+    elapsed = time.time() - begin
+    goodput = result.goodput
+    assert not goodput.parts.keys() & {"lost_work", "restart", "unsaved", "crash_gap"}
+    assert goodput.parts["phase:eval"] >= 0.12
+    assert goodput.parts["productive"] >= 0.05
+    assert goodput.hosted == goodput.elapsed <= elapsed
+    # All except what `fit()` does before it opens the run directory and after the run.
+    last = runs.find_run(tmp_path / "run")
+    assert goodput.elapsed == pytest.approx(
+        (last.last_event_time or math.inf) - (last.start_time or 0), abs=1e-3
+    )
+    assert last.goodput == Result.from_path(tmp_path / "run").goodput == goodput
+    assert live[0].elapsed <= goodput.elapsed
+    assert "goodput" in str(goodput)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_goodput_after_kill_of_worker_has_lost_work(run_config: RunConfig) -> None:
+    def train_func() -> dict[str, Any]:
+        context = train.get_context()
+        resumed = train.get_checkpoint()
+        times = {"start": time.time()}
+        for step in itertools.count(1 if resumed is None else 3):
+            if step == 3 and resumed is None and context.get_world_rank() == 1:
+                (Path(context.get_storage().storage_fs_path) / "killed").write_text(
+                    str(time.time())
+                )
+                os.kill(os.getpid(), signal.SIGKILL)
+            with train.checkpoint_dir() as path:
+                (path / f"rank_{context.get_world_rank()}").touch()
+                train.report({"step": step}, checkpoint=path if step == 1 else None)
+            if step == 4:
+                break
+            train.collective.barrier()
+            time.sleep(0.05)  # training
+        return times
+
+    result = fit(train_func, run_config, num_workers=2, max_failures=1)
+    parts = result.goodput.parts
+    killed = float((Path(result.path).parent / "killed").read_text())
+    first, second = result.timeline.attempts
+    assert first.end_time is not None
+    assert second.function_start_time is not None
+    commit_time = runs.find_run(result.path).list_checkpoints()[0].time
+    # The death is known to the sentinel within a fraction of a second.
+    lost = parts["lost_work"] + parts.get("detection", 0.0)
+    assert lost == pytest.approx(first.end_time - commit_time, abs=0.05)
+    assert parts["lost_work"] >= killed - commit_time - 0.05
+    assert parts["restart"] == pytest.approx(second.function_start_time - first.end_time, abs=0.05)
+    assert sum(parts.values()) == pytest.approx(result.goodput.elapsed)
