@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,12 +51,12 @@ def test_timer_measures_waiting_for_items(clock: Clock, timer: RankTimer) -> Non
             items.append(item)
         return items
 
-    def slow_items() -> object:
+    def slow_items() -> Iterator[int]:
         for item in range(3):
             clock.now += 1
             yield item
 
-    assert load() == [0, 1, 2]  # type: ignore[comparison-overlap]
+    assert load() == [0, 1, 2]
     assert timer.get_times().seconds["data_wait"] == 3
 
 
@@ -129,7 +130,7 @@ def make_ranks(steps: int = 100, **slow: float) -> dict[int, RankTimesOfRank]:
     ],
 )
 def test_stragglers_are_named_with_their_part(key: str, part: str) -> None:
-    (found,) = find_stragglers(make_ranks(**{key: 2.0}))
+    (found,) = find_stragglers(make_ranks(100, **{key: 2.0}))
     assert (found.rank, found.part) == (2, part)
     assert found.ratio > 1.3
     assert f"rank 2 is slow in its {part}" in found.describe()
@@ -177,8 +178,12 @@ def test_phases_and_steps_of_run_are_recorded(tmp_path: Path) -> None:
             with phase, phase:
                 pass
             train.step()
-        decorated = phase(lambda: None)
-        decorated()
+
+        @phase
+        def evaluate() -> None:
+            pass
+
+        evaluate()
 
     fit(function, tmp_path)
     (sample,) = runs.find_run(tmp_path / "run").read_rank_times()

@@ -202,7 +202,7 @@ class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
 
 
 class RankTimesRecorded(JournalEntry, frozen=True, kw_only=True, tag="rank_times"):
-    """Where the time of the ranks went, from the start of the training function.
+    """Times of the ranks since the start of their training function, by part.
 
     Recorded after each commit and at the end of an attempt. `seconds` are averages over the ranks;
     see `RankTimes` for the keys. `steps` is the number of steps of the slowest rank.

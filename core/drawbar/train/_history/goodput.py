@@ -133,7 +133,7 @@ class _Commit:
 
 @dataclass
 class _AttemptWork:
-    """Time in the training function of one attempt. Times are those of `GoodputMeter.clock`."""
+    """Time in the training function of one attempt, in seconds of `GoodputMeter.clock`."""
 
     number: int
     workers: int = 0

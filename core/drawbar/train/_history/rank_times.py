@@ -61,7 +61,7 @@ class RankTimesOfRank:
     """Times of one rank since the start of its training function.
 
     Attributes:
-        steps: Number of steps: calls of `drawbar.train.step()`, or reports without such calls.
+        steps: Number of steps: calls of `drawbar.train.step()`, or else reports.
         seconds: Seconds by key. "function" is the time since the start. "data_wait",
             "checkpoint_save", "checkpoint_blocked", "collective", and "phase:NAME" are parts of it,
             as are "warmup" (excess of the first step) and "forward" (forward passes).

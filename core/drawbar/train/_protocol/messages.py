@@ -54,7 +54,7 @@ class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Where the time of a rank went since the start of its training function.
+    """Times of a rank since the start of its training function, by part.
 
     Attributes:
         time: Time of the message, in seconds since the epoch.

@@ -46,7 +46,7 @@ class RankTimer:
         self.start()
 
     def start(self) -> None:
-        """Start in the calling thread, which is that of the training function."""
+        """Start in the calling thread, which runs the training function."""
         self._thread = threading.get_ident()
         self._start = self._last_step = self._since = self._clock()
         self._open: list[str] = []  # keys of the measurements in progress, the innermost last

@@ -12,7 +12,7 @@ from drawbar.train._worker.active_session import current_session
 T = TypeVar("T")
 
 
-def phase(name: str) -> AbstractContextManager[None]:
+def phase(name: str) -> Phase:
     """Mark a part of the training function that is not training, such as an evaluation.
 
     `Result.goodput` shows the time of each phase separately, and not as productive. In nested
@@ -42,10 +42,12 @@ def phase(name: str) -> AbstractContextManager[None]:
             f"phase() needs a name of printable characters, found {name!r}. Pass a name such as "
             '"eval".'
         )
-    return _Phase(name)
+    return Phase(name)
 
 
-class _Phase(ContextDecorator, AbstractContextManager[None]):
+class Phase(ContextDecorator, AbstractContextManager[None]):
+    """Context manager and decorator that `phase` returns."""
+
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -87,7 +89,7 @@ def measure_data_wait(batches: Iterable[T]) -> Iterator[T]:
     """Yield the batches, and measure how long the training function waits for each of them.
 
     For data loaders of integrations. Waiting for data is shown in the goodput of the run. Outside a
-    training function, and in other threads than that of the function, nothing is measured.
+    training function, this raises an error. In other threads, nothing is measured.
 
     Args:
         batches: Batches of a data loader.
