@@ -65,5 +65,5 @@ def _to_dict(record: RunRecord, sample: RankTimesSample | None) -> dict[str, Any
             }
             for rank, times in sorted(ranks.items())
         ],
-        "stragglers": [straggler._asdict() for straggler in record.stragglers],
+        "stragglers": record.stragglers,
     }

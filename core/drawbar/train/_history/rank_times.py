@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
@@ -99,7 +98,8 @@ class RankTimesOfRank:
         return {part: seconds / steps for part, seconds in parts.items()}
 
 
-class Straggler(NamedTuple):
+@dataclass(frozen=True)
+class Straggler:
     """A rank that needs longer than the others in a part of its steps.
 
     Attributes:
@@ -108,6 +108,12 @@ class Straggler(NamedTuple):
             "phase NAME".
         ratio: Time of this rank divided by the median of all ranks; infinity if that is 0.
         seconds_per_step: Time of this rank in seconds per step.
+
+    Example:
+        Print the slow ranks of a run::
+
+            for straggler in runs.find_run("experiment").stragglers:
+                print(straggler.describe())
     """
 
     rank: int

@@ -62,7 +62,7 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "attempts": record.timeline.attempts,
         "seconds": time_breakdown(record),
         "goodput": record.goodput.to_dict(),
-        "stragglers": [straggler._asdict() for straggler in record.stragglers],
+        "stragglers": record.stragglers,
         "checkpoints": [
             {
                 "name": checkpoint.name,
