@@ -116,5 +116,9 @@ if __name__ == "__main__":
         from benchmarks import _reports_scale
 
         _reports_scale.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["goodput"]:
+        from benchmarks import _goodput
+
+        _goodput.main(sys.argv[2:])
     else:
         main()
