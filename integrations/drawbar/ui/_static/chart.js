@@ -19,6 +19,8 @@ export function Chart({title, lines, band, isLog, isTime, marks = [], isLarge, s
     if (!width || !box.current) return undefined;
     const plot = new uPlot(makeOptions({lines, band, isLog, isTime, marks, width, height: isLarge ? 260 : 180, sync, setCursor}),
       align(lines, band, isLog), box.current);
+    // uPlot chooses 0 to 100 for one point.
+    if (plot.data[0].length === 1) plot.setScale("x", {min: plot.data[0][0] - 1, max: plot.data[0][0] + 1});
     return () => plot.destroy();
   }, [width, lines, band, isLog, isTime, isLarge, theme]);
   useEffect(() => setCursor(null), [lines]);

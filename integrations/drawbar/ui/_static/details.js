@@ -15,9 +15,13 @@ export function Attempts({attempts}) {
       <tbody>${attempts.map((each) => html`<tr><td>${each.attempt}</td><td class="nowrap">${dateTime(each.start_time)}</td>
         <td class="n">${number(each.world_size)}</td>
         ${times.map(([, name]) => html`<td class="n">${each[name] === 0 ? "–" : duration(each[name])}</td>`)}
-        <td class="n">${number(each.num_checkpoints)}</td><td class="nowrap">${each.resume_checkpoint || "–"}</td>
-        <td class="outcome">${each.outcome || each.status}${(each.failures || []).slice(0, 3).map((text) => html`<div class="small muted clip">${text}</div>`)}</td></tr>`)}
+        <td class="n">${number(each.num_checkpoints)}</td><td class="nowrap">${baseName(each.resume_checkpoint) || "–"}</td>
+        <td class="outcome">${each.outcome || each.status}${(each.failures || []).filter((text) => !(each.outcome || "").includes(text)).slice(0, 3).map((text) => html`<div class="small muted clip">${text}</div>`)}</td></tr>`)}
       </tbody></table></div></section>`;
+}
+
+function baseName(path) {
+  return (path || "").replace(/\/+$/, "").split("/").pop();
 }
 
 export function Checkpoints({data, select}) {

@@ -47,7 +47,8 @@ function Figures({data}) {
     ["Attempts", number(run.attempts), `${plural(failures, "failure")}, ${plural(run.restarts || 0, "restart")}`],
     ["Ranks", number(run.world_size), workers && workers.length
       ? `${plural(nodes, "node")}${gpus ? ` · ${plural(gpus, "GPU")}` : ""}` : ""],
-    ["Reports", number(run.num_reports), name === undefined ? "" : `${name} ${number(value)}`],
+    run.num_reports === null || run.num_reports === undefined ? ["Last report", number(value), name || ""]
+      : ["Reports", number(run.num_reports), name === undefined ? "" : `${name} ${number(value)}`],
     ["Latest checkpoint", newest ? number(newest.index) : "none",
       newest ? `${bytes(newest.bytes)} · ${dateTime(newest.time)}` : ""],
   ];

@@ -5,7 +5,7 @@ import {Pattern, PatternDefinitions, fillOf} from "./patterns.js";
 import {CheckpointDetail} from "./details.js";
 
 const LABELS = {
-  training: "training", startup: "startup", restart: "restart", lost: "lost work", unsaved: "after the last checkpoint",
+  training: "training", startup: "startup", restart: "restart", lost: "lost work", unsaved: "unsaved (after the last checkpoint)",
   detection: "failure detection", crash_gap: "crash gap (no process)", paused: "stopped by the user", teardown: "teardown",
 };
 const MARKS = {
@@ -45,7 +45,7 @@ function useLimits(data, segments) {
     .filter((time) => time !== null && time !== undefined);
   const start = times.length ? times.reduce((a, b) => Math.min(a, b)) : 0;
   const end = times.length ? times.reduce((a, b) => Math.max(a, b)) : 1;
-  return [start, Math.max(end, start + 0.1)];
+  return [start, Math.max(end, start + 0.001)];
 }
 
 function Drawing({data, plot, setZoom, checkpoint, setCheckpoint}) {
