@@ -16,6 +16,7 @@ from drawbar.train._history.cleanup import UnusedFile, find_unused_local_files
 from drawbar.train._history.find_runs import find_run, list_runs
 from drawbar.train._history.rank_times import RankTimesOfRank, RankTimesSample, Straggler
 from drawbar.train._history.run_catalog import RunCatalog
+from drawbar.train._history.run_data import ReportColumns
 from drawbar.train._history.run_record import RunRecord
 from drawbar.train._protocol.resources import GpuSample, ResourceSample
 
@@ -23,6 +24,7 @@ __all__ = [
     "GpuSample",
     "RankTimesOfRank",
     "RankTimesSample",
+    "ReportColumns",
     "ResourceSample",
     "RunCatalog",
     "RunRecord",

@@ -24,6 +24,7 @@ from drawbar.cli._commands.runs import runs
 from drawbar.cli._commands.show import show
 from drawbar.cli._commands.stacks import stacks
 from drawbar.cli._commands.stop import stop
+from drawbar.cli._commands.ui import ui
 from drawbar.cli._commands.verify import verify
 from drawbar.cli._doctor.command import doctor
 from drawbar.cli._migrate.command import migrate
@@ -68,6 +69,7 @@ app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT)(launch)
 COMMANDS = (
     runs,
     show,
+    ui,
     logs,
     stacks,
     stop,

@@ -39,6 +39,9 @@ REPORT_COLUMNS = ("rank", "index", "attempt", "time")
 SAMPLED_REPORTS = 100_000
 """Number of reports from which on sampled curves do not have all of them."""
 
+SAMPLED_VALUES = 2_000_000
+"""Number of metric values from which on sampled curves do not have all of them."""
+
 
 @dataclass(frozen=True)
 class RunHistory:
@@ -288,7 +291,9 @@ class RunHistory:
     def iter_sampled_blocks(self) -> Iterator[ReportBlock]:
         """Yield reports of the lowest rank: all of a short run, and some of a long one."""
         rank = self.lowest_rank
-        if self.count_stored() <= SAMPLED_REPORTS:
+        count = self.count_stored()
+        num_values = count * len(self.last_metrics or ())
+        if count <= SAMPLED_REPORTS and num_values <= SAMPLED_VALUES:
             yield from (block for _, block in self.iter_blocks(rank))
             return
         for attempt in self._current_attempts:

@@ -28,6 +28,7 @@ from drawbar.train._history.report_ranges import (
     list_committed_names,
 )
 from drawbar.train._history.resource_log import read_resources
+from drawbar.train._history.run_data import ReportColumns, select_columns
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState, Timeline
 from drawbar.train._metrics import Metrics
@@ -200,6 +201,28 @@ class RunRecord:
                     print(row["rank"], row["index"], row.get("loss"))
         """
         yield from self._history.iter_rows()
+
+    def iter_report_columns(
+        self, *, rank: int | None = None, is_sampled: bool = False
+    ) -> Iterator[ReportColumns]:
+        """Yield the reports that count in columns, which is faster than rows.
+
+        Args:
+            rank: Rank whose reports are read. Default: all ranks.
+            is_sampled: Whether to return only the lowest rank and, of a long run, some reports.
+
+        Yields:
+            Blocks of reports, roughly in order.
+
+        Example:
+            Print the highest loss of a run::
+
+                run = runs.find_run("experiment")
+                print(max(max(block.metrics["loss"]) for block in run.iter_report_columns()))
+        """
+        history = self._history
+        stored = (block for _, block in history.iter_blocks(rank))
+        yield from select_columns(history.iter_sampled_blocks() if is_sampled else stored)
 
     def get_curves(self, *, is_sampled: bool = False) -> dict[str, dict[int, float]]:
         """Return the numeric metrics of the lowest rank, for plots.

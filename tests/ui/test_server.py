@@ -1,0 +1,348 @@
+"""Tests of the server of `drawbar ui`: data of runs in all states, and rejected requests."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import shutil
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import ui
+from tests.ui.conftest import HOSTILE, Client, make_run
+
+PARTS = ("", "/curves", "/ranks", "/log", "/stacks")
+
+
+def get_run(client: Client, name: str) -> Any:
+    return client.get(f"api/runs/{client.find_id(name)}")
+
+
+# -- list of runs
+
+
+def test_runs_lists_runs_in_all_states(client: Client) -> None:
+    reply = client.get("api/runs")
+    statuses = {run["name"]: run["status"] for run in reply["runs"]}
+    hostile = next(name for name in statuses if "alert" in name)
+    del statuses[hostile]
+    assert statuses == {
+        "finished": "finished",
+        "failed": "failed",
+        "killed": "interrupted",
+        "damaged": "finished",
+        "no-journal": "unknown",
+    }
+    assert reply["server_time"] >= reply["as_of"] > 0
+    run = next(run for run in reply["runs"] if run["name"] == "finished")
+    assert (run["attempts"], run["restarts"], run["is_active"]) == (1, 0, False)
+    assert run["metrics"] == {"loss": 1 / 3, HOSTILE: 2, "val/acc": 0.5, "bad": "NaN"}
+    assert run["duration"] == pytest.approx(run["end_time"] - run["start_time"])
+
+
+def test_runs_long_poll_returns_when_a_run_appears(tmp_path: Path) -> None:
+    make_run(tmp_path, "first", 1)
+    with ui.start_server([tmp_path], port=0) as server:
+        client = Client(server.url)
+        version = client.get("api/runs")["version"]
+        same = client.get("api/runs", after=version, wait=0)
+        assert same["unchanged"]
+        assert "runs" not in same
+        replies: list[Any] = []
+        arguments = {"after": version, "wait": 30}
+        thread = threading.Thread(
+            target=lambda: replies.append(client.get("api/runs", **arguments))
+        )
+        thread.start()
+        make_run(tmp_path, "second", 1)
+        thread.join(60)
+        assert {run["name"] for run in replies[0]["runs"]} == {"first", "second"}
+        shutil.rmtree(tmp_path / "first")
+        after = client.get("api/runs", after=replies[0]["version"], wait=30)
+        assert "first" not in {run["name"] for run in after["runs"]}
+
+
+def test_start_server_missing_storage_raises_lookup_error(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="does not exist"):
+        ui.start_server([tmp_path / "missing"], port=0)
+
+
+def test_list_run_summaries_equals_page(client: Client, ui_storage: Path) -> None:
+    names = [run["name"] for run in ui.list_run_summaries([ui_storage])]
+    assert names == [run["name"] for run in client.get("api/runs")["runs"]]
+
+
+def test_info_single_run_is_opened_directly(ui_storage: Path) -> None:
+    with ui.start_server([ui_storage / "finished"], port=0) as server:
+        client = Client(server.url)
+        assert client.get("api/info")["only_run"] == client.find_id("finished")
+
+
+# -- page of a run
+
+
+def test_run_failed_has_root_cause_and_remedy(client: Client) -> None:
+    page = get_run(client, "failed")
+    failure = page["failure"]
+    assert (failure["rank"], failure["headline"]) == (0, "ValueError: boom <b>")
+    assert failure["file"].endswith("conftest.py")
+    assert failure["code"] == 'raise ValueError("boom <b>")'
+    assert "Traceback" in failure["traceback"]
+    assert page["resume"]["checkpoint"] == "checkpoint_000000"
+    assert page["resume"]["advice"].startswith("Fix the error first.")
+    assert [name for name, _ in page["resume"]["arguments"]] == ["name", "storage_path", "resume"]
+    assert [mark["kind"] for mark in page["events"]] == ["failure"]
+
+
+def test_run_finished_has_checkpoints_and_segments_without_gaps(client: Client) -> None:
+    page = get_run(client, "finished")
+    assert page["failure"] is page["resume"] is None
+    assert [item["state"] for item in page["checkpoints"]] == ["stored"] * 3
+    assert page["checkpoints"][0]["files"] == [{"path": "model", "size": 7}]
+    (attempt,) = page["attempts"]
+    assert (attempt["status"], attempt["lost"], attempt["unsaved"]) == ("finished", 0, 0)
+    segments = page["segments"]
+    assert [segment["kind"] for segment in segments] == ["startup", "training"]
+    assert all(a["end"] == b["start"] for a, b in itertools.pairwise(segments))
+    assert page["settings"]["scaling_config/num_workers"] == "0"
+    assert page["versions"]["drawbar"] == page["drawbar_version"]
+
+
+def test_run_killed_driver_has_unsaved_work_and_no_crash_gap_yet(client: Client) -> None:
+    page = get_run(client, "killed")
+    assert page["failure"]["cause"] == "driver"
+    assert page["resume"]["checkpoint"] == "checkpoint_000001"
+    assert not page["resume"]["advice"].startswith("Fix")
+    assert [item["kind"] for item in page["segments"]][:2] == ["startup", "training"]
+    assert page["attempts"][0]["status"] == "interrupted"
+
+
+def test_run_killed_and_resumed_has_crash_gap(ui_storage: Path, tmp_path: Path) -> None:
+    shutil.copytree(ui_storage / "killed", tmp_path / "killed")
+    make_run(tmp_path, "killed", 4)
+    with ui.start_server([tmp_path], port=0) as server:
+        page = get_run(Client(server.url), "killed")
+    assert "crash_gap" in [segment["kind"] for segment in page["segments"]]
+    assert page["attempts"][1]["resume_checkpoint"] == "checkpoint_000001"
+    assert page["attempts"][1]["restart"] < 60
+    assert [item["name"] for item in page["checkpoints"] if item["is_resume"]] == [
+        "checkpoint_000001"
+    ]
+
+
+def test_run_every_part_of_every_run_is_readable(client: Client) -> None:
+    for run in client.get("api/runs")["runs"]:
+        for part in PARTS:
+            reply = client.get(f"api/runs/{run['id']}{part}")
+            assert "as_of" in reply, (run["name"], part)
+    assert "cannot be read in line" in get_run(client, "damaged")["run"]["damage"]
+
+
+# -- curves, logs, checkpoints, and comparison
+
+
+def test_curves_by_step_time_and_rank(client: Client) -> None:
+    base = f"api/runs/{client.find_id('finished')}/curves"
+    curves = client.get(base, metric=["loss", HOSTILE, "missing"])["curves"]
+    assert curves["loss"] == {"x": [0, 1, 2], "y": [1.0, 1 / 2, 1 / 3]}
+    assert curves[HOSTILE]["y"] == [0, 1, 2]
+    assert curves["missing"] == {"x": [], "y": []}
+    times = client.get(base, x="time", metric="loss")
+    assert all(0 <= x < 1_000 for x in times["curves"]["loss"]["x"])
+    band = client.get(base, ranks="band", metric="val/acc")["curves"]["val/acc"]
+    assert (band["median"], band["ranks"]) == ([0.5, 0.5, 0.5], 1)
+    each = client.get(base, ranks="each", metric="loss")["curves"]["loss"]
+    assert each["ranks"]["0"]["x"] == [0, 1, 2]
+    part = client.get(base, metric="loss", **{"from": 1, "to": 1})
+    assert part["curves"]["loss"] == {"x": [1], "y": [0.5]}
+    assert "bad" not in client.get(base)["curves"]
+
+
+def test_curves_keep_lowest_and_highest_value_of_each_pixel_column(tmp_path: Path) -> None:
+    from drawbar import train
+
+    def train_func() -> None:
+        for step in range(1_000):
+            train.report({"loss": 100.0 if step == 567 else math.sin(step)})
+
+    train.DataParallelTrainer(
+        train_func,
+        scaling_config=train.ScalingConfig(num_workers=0),
+        run_config=train.RunConfig(name="spike", storage_path=tmp_path),
+    ).fit()
+    with ui.start_server([tmp_path], port=0) as server:
+        client = Client(server.url)
+        reply = client.get(f"api/runs/{client.find_id('spike')}/curves", points=10, metric="loss")
+    curve = reply["curves"]["loss"]
+    assert len(curve["x"]) <= 20
+    assert curve["y"][curve["x"].index(567)] == 100.0
+    assert curve["x"] == sorted(curve["x"])
+
+
+def test_log_is_read_in_parts(client: Client) -> None:
+    base = f"api/runs/{client.find_id('finished')}/log"
+    everything = client.get(base, offset=0)
+    assert everything["text"].startswith(f"\x1b[31mlog line\x1b[0m {HOSTILE}\n")
+    assert everything["next"] == everything["size"]
+    first = client.get(base, offset=0, limit=5)
+    rest = client.get(base, offset=first["next"])
+    assert first["text"] + rest["text"] == everything["text"]
+    last = client.get(base, limit=30)
+    assert everything["text"].endswith(last["text"])
+    assert client.get(base, rank=7)["size"] is None
+
+
+def test_verify_reports_damage(ui_storage: Path, client: Client, tmp_path: Path) -> None:
+    base = f"api/runs/{client.find_id('finished')}/verify"
+    assert client.get(base, name="checkpoint_000001")["damage"] == ""
+    assert client.send(f"{base}?name=../failed")[0] == 404
+    shutil.copytree(ui_storage / "finished", tmp_path / "run")
+    (tmp_path / "run" / "checkpoint_000001" / "model").write_text("changed")
+    with ui.start_server([tmp_path], port=0) as server:
+        copy = Client(server.url)
+        base = f"api/runs/{copy.find_id('run')}/verify"
+        assert "model" in copy.get(base, name="checkpoint_000001")["damage"]
+
+
+def test_compare_lists_different_settings_first(client: Client) -> None:
+    ids = f"{client.find_id('finished')},{client.find_id('failed')}"
+    reply = client.get("api/compare", run=ids)
+    different = [row["name"] for row in reply["settings"] if row["differs"]]
+    assert {"train_loop_config/epochs", "train_loop_config/fails"} <= set(different)
+    assert [row["name"] for row in reply["settings"]][: len(different)] == different
+    curves = client.get("api/compare/curves", run=ids, metric="loss")["curves"]["loss"]
+    assert {len(curve["x"]) for curve in curves.values()} == {1, 3}
+    assert client.send(f"api/compare?run={client.find_id('failed')}")[0] == 400
+
+
+# -- security
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "api/nothing",
+        "api/runs/../../etc/passwd",
+        "static/../_server.py",
+        "static/%2e%2e/_server.py",
+        "static//etc/passwd",
+        "static/",
+        "%00",
+        "api/runs/%ff%00",
+    ],
+)
+def test_get_unknown_path_is_not_found(client: Client, path: str) -> None:
+    assert client.send(path)[0] == 404
+
+
+@pytest.mark.parametrize(
+    "query", ["points=1e9", "points=x", "x=other", "ranks=none", "from=nan", "points=nan"]
+)
+def test_get_invalid_parameter_names_it(client: Client, query: str) -> None:
+    status, data, _ = client.send(f"api/runs/{client.find_id('finished')}/curves?{query}")
+    assert status == 400
+    assert query.partition("=")[0] in json.loads(data)["error"]
+
+
+def test_get_foreign_host_header_is_rejected(client: Client) -> None:
+    for host in ("attacker.example", "localhost:1", "", "127.0.0.1"):
+        status, data, headers = client.send("api/runs", Host=host)
+        assert status in (400, 403), host
+        assert b"finished" not in data
+        assert "Access-Control-Allow-Origin" not in headers
+
+
+def test_replies_have_content_security_policy(client: Client) -> None:
+    _, _, headers = client.send("api/info")
+    assert headers["Content-Security-Policy"].startswith("default-src 'self'")
+    assert "unsafe-inline" not in headers["Content-Security-Policy"].partition("style-src")[0]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_stop_needs_token_and_same_origin(client: Client) -> None:
+    path = f"api/runs/{client.find_id('finished')}/stop"
+    page = {"Cookie": client.cookie, "X_Drawbar": "1"}
+    assert client.send(path, b"{}")[0] == 403
+    assert client.send(path, b"{}", Cookie=client.cookie)[0] == 403
+    assert client.send(path, b"{}", X_Drawbar="1", Cookie="drawbar_1=x")[0] == 403
+    assert client.send(path, b"{}", Origin="http://attacker.example", **page)[0] == 403
+    assert client.send(path, b"{}", Sec_Fetch_Site="cross-site", **page)[0] == 403
+    assert client.send(path, b"[", **page)[0] == 400
+    status, data, _ = client.send(path, b"{}", Origin=client.base.rstrip("/"), **page)
+    assert status == 409
+    assert "not in progress" in json.loads(data)["error"]
+
+
+def test_info_can_stop_only_with_token(client: Client) -> None:
+    assert client.get("api/info")["can_stop"] is False
+    _, data, _ = client.send("api/info", Cookie=client.cookie)
+    assert json.loads(data)["can_stop"] is True
+
+
+def test_server_on_other_address_needs_token(ui_storage: Path) -> None:
+    with ui.start_server([ui_storage], host="0.0.0.0", port=0) as server:
+        client = Client(server.url.replace(socket.gethostname(), "127.0.0.1", 1))
+        assert client.send("api/runs")[0] == 403
+        assert client.send("api/runs?token=wrong")[0] == 403
+        assert client.send("api/runs", Cookie=client.cookie)[0] == 200
+
+
+# -- ports and the end of the server
+
+
+def test_start_server_port_in_use_takes_the_next_one(ui_storage: Path) -> None:
+    with ui.start_server([ui_storage], port=0) as first:
+        port = int(first.url.split(":")[2].split("/")[0])
+        with ui.start_server([ui_storage], port=port) as second:
+            assert second.url.split("?")[0] != first.url.split("?")[0]
+            assert Client(second.url).get("api/runs") is not None
+
+
+def test_close_ends_long_polls(ui_storage: Path) -> None:
+    server = ui.start_server([ui_storage], port=0)
+    client = Client(server.url)
+    version = client.get("api/runs")["version"]
+
+    def poll() -> None:
+        with contextlib.suppress(OSError):  # closed before the request arrived
+            client.get("api/runs", after=version, wait=30)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    server.close()
+    server.close()  # has no effect
+    server.wait()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_run_deleted_is_not_found(tmp_path: Path) -> None:
+    make_run(tmp_path, "run", 1)
+    with ui.start_server([tmp_path], port=0) as server:
+        client = Client(server.url)
+        run_id, version = client.find_id("run"), client.get("api/runs")["version"]
+        shutil.rmtree(tmp_path / "run")
+        client.get("api/runs", after=version, wait=30)
+        status, data, _ = client.send(f"api/runs/{run_id}")
+    assert status == 404
+    assert "deleted" in json.loads(data)["error"]
+
+
+def test_log_symbolic_link_is_not_followed(ui_storage: Path, tmp_path: Path) -> None:
+    shutil.copytree(ui_storage / "finished", tmp_path / "run")
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    log = tmp_path / "run" / "logs" / "rank_0.log"
+    log.unlink()
+    os.symlink(secret, log)
+    with ui.start_server([tmp_path], port=0) as server:
+        client = Client(server.url)
+        reply = client.get(f"api/runs/{client.find_id('run')}/log")
+    assert "secret" not in reply["text"]
