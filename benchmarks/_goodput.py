@@ -118,7 +118,7 @@ def _train(config: Mapping[str, Any]) -> None:
 
 
 def _work(seconds: float) -> None:
-    time.sleep(seconds)  # stands for computing
+    time.sleep(seconds)  # instead of training
 
 
 def _read_logs(folder: Path, num_attempts: int) -> list[AttemptLog]:

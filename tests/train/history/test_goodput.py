@@ -7,6 +7,8 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,29 @@ from tests.train.event_factories import workers_started
 from tests.train.runs import fit
 
 Journal = list[events.JournaledEvent]
+
+KILLED_DRIVER = """
+import os, signal, sys, time
+from pathlib import Path
+from drawbar import train
+
+folder = Path(sys.argv[1])
+
+def function():
+    if train.get_checkpoint() is None:
+        with train.checkpoint_dir() as path:
+            train.report({"step": 0}, checkpoint=path)
+        time.sleep(0.3)  # training
+        train.report({"step": 1})
+        (folder / "killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train.DataParallelTrainer(
+    function,
+    scaling_config=train.ScalingConfig(num_workers=0),
+    run_config=train.RunConfig(name="run", storage_path=folder),
+).fit()
+"""
 
 
 def started(time: float) -> events.RunStarted:
@@ -247,6 +272,54 @@ def test_goodput_of_any_journal_has_positive_parts_that_sum_to_at_most_its_time(
             assert all(seconds > 0 for seconds in goodput.parts.values()), seed
             assert goodput.elapsed + goodput.paused <= total + 1e-3, seed
             assert 0 <= goodput.effective <= goodput.goodput <= 1, seed
+
+
+def compute_journal_seconds(journal: Journal) -> float:
+    """Return the time of a journal: all positive differences, but not jumps of the clock back."""
+    last, total = None, 0.0
+    for event in journal:
+        if isinstance(event, events.UserFunctionStarted):
+            continue  # its time is from the clock of a node
+        if last is None or event.time < last - 30:
+            last = event.time
+        total += max(event.time - last, 0.0)
+        last = max(event.time, last)
+    return total
+
+
+def test_goodput_of_any_journal_has_parts_that_sum_to_its_time() -> None:
+    for seed in range(300):
+        journal, _, _ = make_random_journal(seed)
+        goodput = compute_goodput(journal)
+        seconds = compute_journal_seconds(journal)
+        assert goodput.elapsed + goodput.paused == pytest.approx(seconds, abs=1e-3), seed
+
+
+def test_goodput_of_journal_without_start_of_attempt_sums_to_its_time() -> None:
+    parts = compute_goodput([started(0), failed(0, 5), attempt(1, 6), ended(10)]).parts
+    assert sum(parts.values()) == pytest.approx(10)
+
+
+def test_goodput_of_killed_driver_and_resume_has_crash_gap(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED_DRIVER)
+    command = [sys.executable, str(script), str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    killed = float((tmp_path / "killed").read_text())
+    run = runs.find_run(tmp_path / "run")
+    saved = run.list_checkpoints()[0].time
+    before = run.goodput
+    assert before.parts["unsaved"] == pytest.approx(killed - saved, abs=0.2)
+
+    begin = time.time()
+    assert subprocess.run(command, check=False).returncode == 0
+    goodput = runs.find_run(tmp_path / "run").goodput
+    assert goodput.parts["lost_work"] == pytest.approx(before.parts["unsaved"])
+    assert "unsaved" not in goodput.parts
+    assert goodput.parts["crash_gap"] >= begin - killed
+    assert goodput.parts["restart"] > 0
+    assert goodput == Result.from_path(tmp_path / "run").goodput
+    assert goodput.elapsed == pytest.approx(sum(goodput.parts.values()))
 
 
 def test_goodput_of_real_run_has_no_gap_and_is_the_same_everywhere(tmp_path: Path) -> None:

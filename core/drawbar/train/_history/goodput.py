@@ -29,11 +29,13 @@ PART_DESCRIPTIONS = {
     "unsaved": "training after the last checkpoint of a run that ended early",
     "detection": "from a failure until Drawbar handled it",
     "teardown": "from the end of the training function to the end of the run",
+    "other": "time that the journal does not explain, for example because it is damaged",
     CRASH_GAP: "no process hosted the run after a crash or a failure",
 }
 """Part of the time of a run, and its definition. Phases of the user are "phase:NAME"."""
 
 _MAX_CLOCK_DIFFERENCE_S = 30.0
+_ROUNDING_ERROR_S = 1e-6
 _PARTS_OF_WORK = {
     "warmup": "warmup",
     "data_wait": "data_wait",
@@ -49,9 +51,9 @@ class Goodput:
     Attributes:
         parts: Seconds by part, without parts of 0 s. Their sum is `elapsed`. The parts are
             "productive", "warmup", "data_wait", "checkpoint_blocked", "stalled", "placement",
-            "startup", "restart", "lost_work", "unsaved", "detection", "teardown", "crash_gap", and
-            "phase:NAME" for each `drawbar.train.phase`. The page "Runs" of the documentation
-            defines them.
+            "startup", "restart", "lost_work", "unsaved", "detection", "teardown", "other",
+            "crash_gap", and "phase:NAME" for each `drawbar.train.phase`. The page "Runs" of the
+            documentation defines them.
         paused: Seconds between a stop by the user and the next start, which are in no part.
         worker_seconds: Sum over the workers of the seconds in which their processes were running.
 
@@ -265,6 +267,11 @@ class GoodputMeter:
         if waits and self._last_time is not None:
             part = self._waiting_part if not self._has_ended_attempt or is_active else "teardown"
             parts[part] = parts.get(part, 0.0) + clock - self._waiting_since
+        # Events of a damaged journal may be missing or out of order. No second may be lost, because
+        # the ratios would be too high.
+        other = clock - sum(value for part, value in parts.items() if part != CRASH_GAP)
+        if other > _ROUNDING_ERROR_S:
+            parts["other"] = other
         return Goodput(
             parts={part: value for part, value in parts.items() if value > 0},
             paused=self._paused,
