@@ -162,6 +162,7 @@ OTHER_TESTS = {
     "docs/launch.md": "tests/launch",
     "docs/operations/monitoring.md": "tests/train/history/test_resources.py",
     "docs/quickstart.md": "tests/test_examples.py",
+    "docs/trackers.md": "tests/trackers",
     "docs/tune.md": "tests/tune",
     "docs/writing-an-integration.md": "tests/train/test_writing_an_integration.py",
 }

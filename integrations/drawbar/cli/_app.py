@@ -24,6 +24,7 @@ from drawbar.cli._commands.runs import runs
 from drawbar.cli._commands.show import show
 from drawbar.cli._commands.stacks import stacks
 from drawbar.cli._commands.stop import stop
+from drawbar.cli._commands.track import track
 from drawbar.cli._commands.ui import ui
 from drawbar.cli._commands.verify import verify
 from drawbar.cli._doctor.command import doctor
@@ -76,6 +77,7 @@ COMMANDS = (
     compare,
     plot,
     export,
+    track,
     verify,
     clean,
     doctor,

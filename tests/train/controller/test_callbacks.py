@@ -117,6 +117,15 @@ def test_run_end_callback_finds_all_reports_of_run(tmp_path: Path) -> None:
     assert rows == [("finished", "finished", {"a": 1})]
 
 
+def test_callback_that_rejects_config_raises_before_run() -> None:
+    class LocalOnly(UserCallback):
+        def check_run_config(self, run_config: RunConfig) -> None:
+            raise ValueError(f"{run_config.storage_path} is not supported")
+
+    with pytest.raises(ValueError, match="s3://bucket is not supported"):
+        RunConfig(storage_path="s3://bucket", callbacks=[LocalOnly()])
+
+
 class Broken(UserCallback):
     def after_report(self, *_: Any) -> None:
         raise ValueError("in the callback")

@@ -67,6 +67,16 @@ class UserCallback:
         trainer = DataParallelTrainer(train_func, run_config=RunConfig(callbacks=[PrintLoss()]))
     """
 
+    def check_run_config(self, run_config: RunConfig) -> None:
+        """Check the configuration of a run. `RunConfig` calls this before anything starts.
+
+        Args:
+            run_config: Configuration that has this callback.
+
+        Raises:
+            ValueError: The callback cannot be used with the configuration.
+        """
+
     def on_run_start(self, run_context: RunContext) -> None:
         """Handle the start of the run, once per `fit()`. A resume calls it again.
 
@@ -375,6 +385,11 @@ class RunConfig(fields.ConfigRepr):
         Sequence[str],
         fields.list_of(str, "a list of keys of train_loop_config such as ['license']"),
     ] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for callback in self.callbacks:
+            callback.check_run_config(self)
 
 
 def _suggest_callback(callbacks: object) -> str:

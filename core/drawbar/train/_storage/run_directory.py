@@ -7,6 +7,8 @@
         trainer.pkl               data for restore()
         places.json               index of checkpoints in other places (external_checkpoints.py)
         outcome.pkl               return values and error of a detached run
+        trackers/                 positions of trackers in the reports (report_feed.py)
+        tensorboard/              event files of a TensorBoard tracker
         logs/rank_N.log           complete output of each rank
         checkpoint_000041/        a committed checkpoint: the user's files and the manifest
         broken/                   quarantined checkpoints and damaged segments of reports

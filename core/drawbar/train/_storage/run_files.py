@@ -37,6 +37,7 @@ from drawbar.train._storage.transfers import upload_file
 OUTCOME_FILE = "outcome.pkl"
 RESOURCES_FILE = "resources.jsonl"
 TRAINER_FILE = "trainer.pkl"
+TRACKERS_DIRECTORY = "trackers"
 RUN_FILE_NAMES = (
     "broken",
     "journal.damaged",
@@ -49,6 +50,8 @@ RUN_FILE_NAMES = (
     REPORTS_DIRECTORY,
     RESOURCES_FILE,
     "stacks",
+    "tensorboard",
+    TRACKERS_DIRECTORY,
     TRAINER_FILE,
 )
 
@@ -89,6 +92,10 @@ class RunFiles:
 
     def list_reports(self) -> list[str]:
         """Return the names of the segments with reports; see `parse_segments`."""
+        return self.list_local_reports()
+
+    def list_local_reports(self) -> list[str]:
+        """Return the names of the segments in `path`."""
         try:
             return os.listdir(self.path / REPORTS_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
@@ -178,7 +185,7 @@ class RemoteRunFiles(RunFiles):
 
     def _download_open_segments(self) -> None:
         """Download the segments that a driver on another machine did not close."""
-        local_names = super().list_reports()
+        local_names = self.list_local_reports()
         for segment in parse_segments([*self._remote_reports, *local_names]):
             if segment.end is None and segment.file_name not in local_names:
                 data = (self.remote_path / REPORTS_DIRECTORY).read_or_none(segment.file_name)
@@ -193,7 +200,7 @@ class RemoteRunFiles(RunFiles):
 
     def list_reports(self) -> list[str]:
         """Return the segments in the storage, and those in the work directory if it is newer."""
-        local_names = super().list_reports() if self._has_newer_local_files else []
+        local_names = self.list_local_reports() if self._has_newer_local_files else []
         return list({*self._remote_reports, *local_names})
 
     def read_report(self, name: str, size: int | None = None) -> bytes | None:
@@ -271,7 +278,7 @@ class RemoteRunFiles(RunFiles):
     def _upload_reports(self) -> None:
         """Upload the open segments, and the closed ones that are not in the storage."""
         stored, directory = self._remote_reports, self.remote_path / REPORTS_DIRECTORY
-        segments = parse_segments(super().list_reports())
+        segments = parse_segments(self.list_local_reports())
         for segment in segments:
             path = self.path / segment.path
             try:

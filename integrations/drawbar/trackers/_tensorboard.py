@@ -1,0 +1,181 @@
+"""TensorBoard: write event files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drawbar.trackers._connection import Connection, TrackedRun
+from drawbar.trackers._cursor import Cursor
+from drawbar.trackers._points import Point, Ranks
+from drawbar.trackers._tracker import Tracker
+from drawbar.train import RunConfig
+
+if TYPE_CHECKING:
+    from tensorboardX.record_writer import RecordWriter
+
+_PREFIX = "events.out.tfevents."
+
+
+class TensorBoard(Tracker):
+    """Write the reports of a run to TensorBoard event files.
+
+    The step is the number of the report. If a new attempt replaces reports, TensorBoard shows only
+    the later ones. Each point is on disk before Drawbar records that it was sent.
+
+    Args:
+        log_dir: Directory for the event files of several runs. Each run has a directory in it with
+            the name of the run. Default: `tensorboard` in the run directory.
+        ranks: Reports to send: those of one rank, such as 0; the "mean", "min", or "max" over all
+            ranks; or "all", which adds a prefix such as "rank_3/" to the metric names.
+        finish_timeout: Maximum time in seconds, or a timedelta, for which the end of the run waits
+            for the tracker.
+
+    Raises:
+        ImportError: tensorboardX is not installed.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is invalid.
+
+    Example:
+        ```python
+        run_config = RunConfig(name="mnist", callbacks=[TensorBoard()])
+        ```
+    """
+
+    kind = "tensorboard"
+    package = "tensorboardX"
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        *,
+        ranks: Ranks = 0,
+        finish_timeout: float | timedelta = 30,
+    ) -> None:
+        super().__init__(ranks=ranks, finish_timeout=finish_timeout)
+        if log_dir is not None and "://" in os.fspath(log_dir):
+            raise ValueError(
+                f"log_dir={os.fspath(log_dir)!r} is a URI, but TensorBoard files are written to a "
+                "local or mounted directory. Set log_dir to such a directory."
+            )
+        # Absolute: the controller of a detached run has another working directory.
+        self.log_dir = None if log_dir is None else Path(log_dir).expanduser().absolute()
+
+    def _get_options(self) -> dict[str, str | None]:
+        return {"log_dir": None if self.log_dir is None else str(self.log_dir)}
+
+    def check_run_config(self, run_config: RunConfig) -> None:
+        """Check that there is a local directory for the files that no other tracker uses.
+
+        Args:
+            run_config: Configuration of the run.
+
+        Raises:
+            ValueError: The run is in remote storage and `log_dir` is not set, or another tracker
+                has the same destination.
+        """
+        super().check_run_config(run_config)
+        path = os.fspath(run_config.storage_path or "")
+        if self.log_dir is None and ("://" in path or run_config.storage_filesystem is not None):
+            raise ValueError(_describe_missing_directory(path))
+
+    def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+        if self.log_dir is not None:
+            return _EventFiles(self.log_dir / run.name, cursor)
+        if run.local_path is None:
+            raise ValueError(_describe_missing_directory(run.path))
+        return _EventFiles(run.local_path / "tensorboard", cursor)
+
+
+def _describe_missing_directory(path: str) -> str:
+    return (
+        f"TensorBoard() writes to the run directory, but {path or 'storage_filesystem'} is remote "
+        "storage. Set TensorBoard(log_dir=...) to a local or mounted directory."
+    )
+
+
+class _EventFiles(Connection):
+    """Event files in a directory. Each connection and each rewind starts a new file.
+
+    A file starts with the number of the report from which on points in earlier files are replaced.
+
+    Args:
+        log_dir: Directory of the files.
+        cursor: Stored position. Ranks may have later points than it says; they are written again.
+    """
+
+    def __init__(self, log_dir: Path, cursor: Cursor) -> None:
+        super().__init__(cursor.go_back())
+        self._log_dir = log_dir
+        self._resend_index = self.cursor.resend_index
+        self._file: RecordWriter | None = None
+
+    def _get_file(self) -> RecordWriter:
+        if self._file is None:
+            self._file = self._start_file(self._resend_index)
+        return self._file
+
+    def _start_file(self, first_index: int) -> RecordWriter:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.record_writer import RecordWriter
+
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        path = _make_file_path(self._log_dir)
+        file = RecordWriter(str(path))
+        now = time.time()
+        file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+        start = SessionLog(status=SessionLog.START)
+        event = Event(wall_time=now, step=first_index, session_log=start)
+        file.write(event.SerializeToString())
+        file.flush()
+        _sync_directory(self._log_dir)
+        return file
+
+    def write(self, points: Sequence[Point]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        file = self._get_file()
+        for point in points:
+            values = [
+                Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()
+            ]
+            event = Event(wall_time=point.time, step=point.index, summary=Summary(value=values))
+            file.write(event.SerializeToString())
+
+    def rewind(self, first_index: int) -> None:
+        self.close(outcome="")
+        self._file = self._start_file(first_index)
+
+    def flush(self) -> bool:
+        # Also without new points: a new file ends the validity of points that were replaced.
+        self._get_file().flush()  # with fsync
+        return True
+
+    def close(self, outcome: str) -> None:
+        if self._file is not None:
+            self._file.flush()
+            self._file.close()
+            self._file = None
+
+
+def _make_file_path(log_dir: Path) -> Path:
+    """Return a path that is sorted after all event files: TensorBoard reads them in this order."""
+    existing = [path.name for path in log_dir.iterdir() if path.name.startswith(_PREFIX)]
+    seconds = time.time()
+    last = max(existing, default="").removeprefix(_PREFIX).split(".")[0]
+    if last.isdecimal() and int(last) >= int(seconds):
+        seconds = int(last) + 1  # also if the clock was set back
+    return log_dir / f"{_PREFIX}{int(seconds):010d}.drawbar.{os.getpid()}"
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,144 @@
+"""TensorBoard: the event files of a run have each report once."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.trackers import TensorBoard
+from drawbar.train import RunConfig, report
+from drawbar.train.runs import find_run
+from tests.trackers.killed_runs import LOSS, NAN, ODD, list_losses, run_killed_twice
+from tests.train.runs import fit
+
+Points = dict[str, list[tuple[int, float]]]
+
+
+def read_with_tensorboard(log_dir: Path) -> Points:
+    """Read the scalars as TensorBoard does."""
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+    ).EventAccumulator(str(log_dir), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def read_records(path: Path) -> Iterator[bytes]:
+    data = path.read_bytes()
+    while len(data) >= 12:
+        (length,) = struct.unpack("Q", data[:8])
+        record, data = data[12 : 12 + length], data[16 + length :]
+        if len(record) == length:
+            yield record
+
+
+def read_points(log_dir: Path) -> Points:
+    """Read the scalars with the rules of TensorBoard: a session start deletes later steps."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    points: Points = {}
+    for path in sorted(log_dir.iterdir()):
+        for record in read_records(path):
+            event: Any = Event.FromString(record)
+            if event.HasField("session_log"):
+                for tag in points:
+                    points[tag] = [point for point in points[tag] if point[0] < event.step]
+            for value in event.summary.value:
+                points.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return points
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_killed_twice(tmp_path_factory.mktemp("storage"), "TensorBoard")
+
+
+@pytest.mark.parametrize("read", [read_points, read_with_tensorboard])
+def test_tensorboard_of_killed_run_has_each_report_once(
+    killed_run: Path, read: Callable[[Path], Points]
+) -> None:
+    points = read(killed_run / "tensorboard")
+    losses = list_losses(killed_run)
+    assert [(index, round(loss, 3)) for index, loss in points[LOSS]] == losses
+    assert points[ODD] == [(index, index) for index in range(len(losses))]
+    assert all(math.isnan(value) for _, value in points[NAN])
+    assert len(points[NAN]) == len(losses) == 30
+
+
+def report_losses(config: dict[str, int]) -> None:
+    for index in range(config["count"]):
+        report({"loss": float(index)})
+
+
+def test_tensorboard_send_sends_each_report_once(tmp_path: Path) -> None:
+    path = Path(fit(report_losses, tmp_path, {"count": 5}).path)
+    tracker = TensorBoard(tmp_path / "tb")
+    assert [tracker.send(str(path)) for _ in range(2)] == [5, 0]
+    assert read_points(tmp_path / "tb" / "run")["loss"] == list_losses(path)
+
+
+def test_tensorboard_send_from_start_writes_deleted_files_again(tmp_path: Path) -> None:
+    path = Path(fit(report_losses, tmp_path, {"count": 3}).path)
+    tracker = TensorBoard()
+    tracker.send(str(path))
+    for file in (path / "tensorboard").iterdir():
+        file.unlink()
+    assert tracker.send(str(path), from_start=True) == 3
+    assert read_points(path / "tensorboard")["loss"] == list_losses(path)
+
+
+def test_tensorboard_trackers_with_different_directories_both_receive_reports(
+    tmp_path: Path,
+) -> None:
+    trackers = [TensorBoard(tmp_path / "a"), TensorBoard(tmp_path / "b", ranks="mean")]
+    path = Path(fit(report_losses, tmp_path, {"count": 4}, callbacks=trackers).path)
+    assert read_points(tmp_path / "a" / "run")["loss"] == list_losses(path)
+    assert read_points(tmp_path / "b" / "run")["loss"] == list_losses(path)
+
+
+def test_tensorboard_trackers_with_same_directory_raise_before_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="same destination"):
+        RunConfig(storage_path=tmp_path, callbacks=[TensorBoard(), TensorBoard()])
+
+
+def test_tensorboard_on_remote_storage_requires_log_dir(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Set TensorBoard\(log_dir=...\)"):
+        RunConfig(storage_path="s3://bucket/runs", callbacks=[TensorBoard()])
+    RunConfig(storage_path="s3://bucket/runs", callbacks=[TensorBoard(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"ranks": -1}, "ranks=-1 must be"),
+        ({"ranks": "median"}, "ranks='median' must be"),
+        ({"finish_timeout": 0}, "finish_timeout must be positive"),
+        ({"log_dir": "s3://bucket/tb"}, "is a URI"),
+    ],
+)
+def test_tensorboard_invalid_argument_raises(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        TensorBoard(**options)
+
+
+def test_tensorboard_failure_warns_once_and_send_delivers_reports(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_dir = tmp_path / "tb dir"
+    log_dir.write_text("a file, not a directory")
+    tracker = TensorBoard(log_dir)
+    path = Path(fit(report_losses, tmp_path, {"count": 4}, callbacks=[tracker]).path)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "drawbar.trackers"]
+    assert f"drawbar track {path} --to tensorboard --log-dir '{log_dir}'" in warning
+    assert find_run(path).status == "finished"
+    log_dir.unlink()
+    assert tracker.send(str(path)) == 4
+    assert read_points(log_dir / "run")["loss"] == list_losses(path)
