@@ -125,14 +125,13 @@ class ReportFeed:
         ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
 
     Example:
-        Print the losses of an active run until it ends::
+        Print the losses of a run until now, and later the new ones::
 
             feed = runs.ReportFeed("/shared/runs/experiment", rank=0)
-            while not feed.has_ended or feed.has_more:
-                for item in feed.read():
-                    if isinstance(item, runs.ReportRow):
-                        print(item.index, item.metrics["loss"])
-                time.sleep(1)
+            for row in feed.read():
+                if isinstance(row, runs.ReportRow):
+                    print(row.index, row.metrics["loss"])
+            new_rows = feed.read()
     """
 
     def __init__(
