@@ -77,6 +77,7 @@ from drawbar.train._worker.context import (
     report,
     should_checkpoint,
 )
+from drawbar.train._worker.progress import set_progress
 from drawbar.train._worker.report_checks import CheckpointUploadMode
 from drawbar.train._worker.timing import phase, step
 from drawbar.train._worker.train_context import TrainContext
@@ -158,6 +159,7 @@ __all__ = [
     "get_preemption_info",
     "phase",
     "report",
+    "set_progress",
     "should_checkpoint",
     "step",
 ]

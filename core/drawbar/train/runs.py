@@ -18,6 +18,7 @@ from drawbar.train._history.rank_times import RankTimesOfRank, RankTimesSample, 
 from drawbar.train._history.report_feed import AttemptRow, FeedPosition, ReportFeed, ReportRow
 from drawbar.train._history.run_catalog import RunCatalog
 from drawbar.train._history.run_data import ReportColumns
+from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._history.run_record import RunRecord
 from drawbar.train._protocol.resources import GpuSample, ResourceSample
 
@@ -32,6 +33,7 @@ __all__ = [
     "ReportRow",
     "ResourceSample",
     "RunCatalog",
+    "RunProgress",
     "RunRecord",
     "Straggler",
     "UnusedFile",

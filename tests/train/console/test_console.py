@@ -17,7 +17,8 @@ import nbformat
 import pytest
 
 from drawbar.train._console.console import Console
-from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
+from drawbar.train._console.display_status import DisplayStatus
+from drawbar.train._console.displays import MAX_COMMIT_LINES
 from drawbar.train._history.events import BytesWritten, LinePrinted, Notice, RunEnded, WorkersFailed
 from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._worker_failure import WorkerFailure
@@ -28,7 +29,7 @@ FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="ki
 RUN_SCRIPT = """
 import logging
 from drawbar.train._console.console import Console
-from drawbar.train._console.displays import DisplayStatus
+from drawbar.train._console.display_status import DisplayStatus
 from drawbar.train._protocol.messages import OutputLine
 from tests.train.event_factories import *
 

@@ -14,13 +14,12 @@ import sys
 import threading
 from typing import TextIO
 
+from drawbar.train._console.display_status import DisplayStatus, format_metrics
 from drawbar.train._console.displays import (
     Display,
-    DisplayStatus,
     OutputStreams,
     PlainDisplay,
     TerminalDisplay,
-    format_metrics,
 )
 from drawbar.train._console.notebook import NotebookDisplay
 from drawbar.train._history import events
@@ -83,12 +82,15 @@ class Console:
         # Without the lock: there may be thousands of reports per second, of which few are shown.
         if isinstance(event, events.ReportsReceived):
             if event.rank == 0 and self._level <= logging.INFO:
+                self._line_status.report_rate.add(event.times[-1], event.indices[-1] + 1)
                 self._line_status.last_report = (event.indices[-1], event.metrics[-1])
                 self._display.on_report()
             return
         with self._lock:
             self._line_status.state.apply(event)
             match event:
+                case events.ProgressReceived() if self._level <= logging.INFO:
+                    self._display.on_report()
                 case events.LinePrinted():
                     self._show_line(event.rank, event.line)
                 case events.BytesWritten() if self._level <= logging.WARNING:

@@ -1,6 +1,6 @@
 """Show a run as one live terminal line or as plain lines.
 
-`Console` selects the events to show, and `DisplayStatus` holds the content of the live line.
+`Console` selects the events to show, and `DisplayStatus` has the content of the live line.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from drawbar.train._history.timeline import FINAL_STATUSES, RunState
+from drawbar.train._console.display_status import DisplayStatus
+from drawbar.train._history.timeline import FINAL_STATUSES
 from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._protocol.output_lines import LineSplitter, StreamName
 
@@ -25,76 +25,8 @@ if TYPE_CHECKING:
 _PLAIN_LINE_PERIOD_S = 10.0
 MAX_COMMIT_LINES = 20
 """Commits in `_PLAIN_LINE_PERIOD_S` seconds that get a line each where there is no live line."""
-_MAX_METRICS = 6
 
 logger = logging.getLogger(__name__)
-
-
-class DisplayStatus:
-    """Status of a run for the displays, which also read it from other threads.
-
-    Attributes:
-        path: Run directory.
-        state: State of the run, without metrics.
-        phase: Status of the run, or a more specific text such as "waiting for validations".
-        detail: Details of the phase.
-        last_report: Index and metrics of the latest report of rank 0.
-        last_checkpoint: Description of the latest checkpoint.
-        checkpoints: Metrics of each committed checkpoint, by name.
-        redrawn_line: Line that the user's code is redrawing, such as a progress bar.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.state = RunState()
-        self.phase = ""
-        self.detail = ""
-        self.last_report: tuple[int, Mapping[str, object]] | None = None
-        self.last_checkpoint = ""
-        self.checkpoints: dict[str, Mapping[str, object]] = {}
-        self.redrawn_line = ""
-        self._start_time = time.monotonic()
-
-    def format_elapsed(self) -> str:
-        """Return the time since the start, such as "01:23"."""
-        minutes, seconds = divmod(int(time.monotonic() - self._start_time), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
-
-    def format_activity(self) -> str:
-        """Return the phase with its details."""
-        number = self.state.num_workers
-        workers = f" on {number} worker{'s' * (number != 1)}"
-        text = self.phase + (workers if self.phase == "running" and number else "")
-        return f"{text}: {self.detail}" if self.detail else text
-
-    def format_last_report(self) -> str:
-        """Return the latest report of rank 0, "" if there is none."""
-        if self.last_report is None:
-            return ""
-        index, metrics = self.last_report
-        return f"report {index}: {format_metrics(metrics)}"
-
-    def format_line(self) -> str:
-        """Return the live line, its most important parts first, since its end may be cut off."""
-        activity, report = self.format_activity(), self.format_last_report()
-        parts = filter(None, (activity, self.redrawn_line, report, self.last_checkpoint))
-        return f"[drawbar {self.format_elapsed()}] " + " | ".join(parts)
-
-
-def format_metrics(metrics: Mapping[str, object]) -> str:
-    """Return the first numbers and strings of reported metrics, such as "loss 0.1, epoch 2"."""
-    parts = [f"{key} {text}" for key, value in metrics.items() if (text := _format_value(value))]
-    return ", ".join(parts[:_MAX_METRICS])
-
-
-def _format_value(value: object) -> str:
-    if isinstance(value, bool | int | str):
-        return str(value)[:24]
-    try:
-        return f"{float(value):.4g}"  # type: ignore[arg-type]  # numpy scalars, 0-d tensors
-    except (TypeError, ValueError):
-        return ""
 
 
 class OutputStreams:
@@ -270,10 +202,10 @@ class PlainDisplay:
             self.print_line(state)
 
     def on_report(self) -> None:
-        """Print the latest report at most every 10 s."""
+        """Print the latest progress and report at most every 10 s."""
         if self._metrics.should_show():
             self._metrics.pop_suppressed()
-            self.print_line(self._status.format_last_report())
+            self.print_line(self._status.format_update())
 
     def on_commit(self) -> None:
         """Print the latest commit, up to `MAX_COMMIT_LINES` in 10 s."""
@@ -287,7 +219,7 @@ class PlainDisplay:
     def close(self) -> None:
         """Print the latest metrics and the latest commit if they were suppressed."""
         if self._metrics.pop_suppressed():
-            self.print_line(self._status.format_last_report())
+            self.print_line(self._status.format_update())
         if num_suppressed := self._commits.pop_suppressed():
             self._write_commit(num_omitted=num_suppressed - 1)
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from drawbar.train._console.displays import DisplayStatus, OutputStreams, PlainDisplay
+from drawbar.train._console.display_status import DisplayStatus
+from drawbar.train._console.displays import OutputStreams, PlainDisplay
 from drawbar.train._history.html import MAX_CURVE_POINTS, RunCard, iter_numbers
 from drawbar.train._protocol.output_lines import StreamName
 
@@ -41,7 +42,13 @@ class NotebookDisplay(PlainDisplay):
             title=os.path.basename(status.path.rstrip("/")),
             status=" | ".join(
                 filter(
-                    None, (status.format_activity(), status.format_elapsed(), status.redrawn_line)
+                    None,
+                    (
+                        status.format_activity(),
+                        status.format_elapsed(),
+                        status.format_progress(),
+                        status.redrawn_line,
+                    ),
                 )
             ),
             path=status.path,

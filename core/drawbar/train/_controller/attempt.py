@@ -22,15 +22,16 @@ from drawbar.train._controller.failures import (
     AttemptFailure,
     describe_divergence,
     describe_interruption,
+    get_end_cause,
 )
 from drawbar.train._controller.progress import AttemptProgress
+from drawbar.train._controller.progress_recorder import ProgressRecorder
 from drawbar.train._controller.rank_progress import RankActivity, collect_payloads
 from drawbar.train._controller.rank_times import RankTimesRecorder
 from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
-    AttemptEndCause,
     BytesWritten,
     DatasetEpochEnded,
     LinePrinted,
@@ -57,6 +58,7 @@ from drawbar.train._protocol.messages import (
     Heartbeat,
     OutputBytes,
     OutputLine,
+    ProgressSet,
     RankFailed,
     RankFinished,
     RankInterrupted,
@@ -68,7 +70,6 @@ from drawbar.train._protocol.messages import (
 from drawbar.train._protocol.resources import ResourceSample
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import Manifest
-from drawbar.train._worker_failure import WorkerFailure
 
 
 class Attempt:
@@ -114,6 +115,7 @@ class Attempt:
         self.requests = ControllerRequests()
         self.reports = ReportEmitter(number, emit, send_command, broadcast_command)
         self._emit = self.reports.emit_after_reports
+        self.progress_recorder = ProgressRecorder(number, self._emit)
         self._send_command = self.reports.send_after_reports
         self._broadcast_command = self.reports.broadcast_after_reports
         self.rank_times = RankTimesRecorder(number, directory, self._emit)
@@ -197,6 +199,8 @@ class Attempt:
             # output of a script is shown completely instead, as under torchrun.
             case OutputLine(stream="stdout") | OutputBytes():
                 self._emit_output(rank, message)
+            case ProgressSet():
+                self.progress_recorder.on_progress(message)
             case _ if self.failure is not None:
                 self.failure.on_message(rank, message)
 
@@ -228,6 +232,8 @@ class Attempt:
             case CheckpointListRequest():
                 self._checkpoints.on_message(rank, message)
                 self._check_divergence()
+            case ProgressSet():
+                self.progress_recorder.on_progress(message)
             case CollectiveCalled():
                 self._on_collective(rank, message)
             case ShardEpochEnded():
@@ -250,7 +256,7 @@ class Attempt:
                 self._check_divergence()
                 self.has_ended |= self.is_finished
             case RankFailed():
-                self.fail(AttemptFailure(_get_end_cause(message.failure), [message.failure]))
+                self.fail(AttemptFailure(get_end_cause(message.failure), [message.failure]))
             case WorkerDied():
                 self.fail(AttemptFailure("worker", deaths={rank: message}))
             case RankInterrupted():
@@ -312,6 +318,7 @@ class Attempt:
         """Record a commit and notify every rank."""
         self._progress.on_committed(manifest.index)
         self.rank_times.record()
+        self.progress_recorder.record()
         # A rank that has returned would ignore the command, which is a remote call on Ray.
         running = [rank for rank in range(len(self.workers)) if rank not in self.finished]
         self._broadcast_command(running, command)
@@ -374,14 +381,6 @@ class Attempt:
         reason = self._progress.find_divergence()
         if reason is not None:
             self.fail(AttemptFailure("divergence", [describe_divergence(reason)]))
-
-
-def _get_end_cause(failure: WorkerFailure) -> AttemptEndCause:
-    match failure.kind:
-        case "configuration" | "storage":
-            return failure.kind
-        case _:
-            return "worker"
 
 
 class MessagesReceived(msgspec.Struct, frozen=True):

@@ -200,9 +200,11 @@ class Controller:
         )
 
     def _emit_run_ended(self, status: str, error: str = "") -> None:
-        num_reports = None if self._attempt is None else self._attempt.reports.num_reports
+        num_reports = None
         if self._attempt is not None:
+            num_reports = self._attempt.reports.num_reports
             self._attempt.rank_times.end()
+            self._attempt.progress_recorder.record()
         self._emit(
             events.RunEnded(time=time.time(), outcome=status, error=error, num_reports=num_reports)
         )

@@ -380,3 +380,12 @@ def is_runtime_env_error(error: Exception) -> bool:
     from ray.exceptions import RuntimeEnvSetupError
 
     return isinstance(error, RuntimeEnvSetupError)
+
+
+def get_end_cause(failure: WorkerFailure) -> AttemptEndCause:
+    """Return why an attempt ends after the failure of a worker."""
+    match failure.kind:
+        case "configuration" | "storage":
+            return failure.kind
+        case _:
+            return "worker"

@@ -171,6 +171,7 @@ class Recovery:
             headlines.append(f"{type(failure.exception).__name__}: {failure.exception}")
         if attempt is not None:
             attempt.rank_times.end()
+            attempt.progress_recorder.record()
         self._emit(
             AttemptEnded(
                 time=time.time(),

@@ -105,9 +105,9 @@ class EventPosition:
 class EventBuffer:
     """Watcher that buffers events for clients, which fetch them with `get_events_after`.
 
-    The latest `MAX_EVENTS` events are buffered, but only the latest report of rank 0: there may
-    be thousands of reports per second, and a console shows few. A new client starts with the
-    events that describe the current status.
+    The latest `MAX_EVENTS` events are buffered, but only the latest report and progress of rank 0:
+    there may be thousands of reports per second, and a console shows few. A new client starts with
+    the events that describe the current status.
     """
 
     def __init__(self) -> None:
@@ -117,6 +117,7 @@ class EventBuffer:
         self._last_status_event: Event | None = None
         self._last_checkpoint_event: Event | None = None
         self._last_report_event: Event | None = None
+        self._last_progress: Event | None = None
         self._event_count = 0
         self._report_count = 0
         self._is_closed = False
@@ -129,6 +130,9 @@ class EventBuffer:
                     if event.rank == 0:
                         self._last_report_event = event.select_last()
                         self._report_count += len(event.indices)
+                    return
+                case events.ProgressReceived():
+                    self._last_progress = event
                     return
                 case events.RoundCompleted() | events.ResourcesSampled():
                     return  # only for callbacks and the log, which are in the host
@@ -179,6 +183,8 @@ class EventBuffer:
                     lambda: self._is_closed or self._event_count > num_received, timeout
                 )
                 new_events = self._events_after(num_received)
+            if self._last_progress is not None:
+                new_events.append(self._last_progress)  # clients may receive it again
             if self._last_report_event is not None and self._report_count > position.reports:
                 new_events.append(self._last_report_event)
             return new_events, EventPosition(self._event_count, self._report_count)

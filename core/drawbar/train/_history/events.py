@@ -15,6 +15,7 @@ import msgspec
 
 from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._errors import PreemptionInfo
+from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._metrics import Metrics
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._protocol.messages import OutputLine, ShardEpochEnded
@@ -180,6 +181,13 @@ class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint
         check_checkpoint_name(self.name)
 
 
+class ProgressRecorded(JournalEntry, frozen=True, kw_only=True, tag="progress"):
+    """Progress of an attempt: at commits, at its end, and at most every 30 s."""
+
+    attempt: int
+    progress: RunProgress
+
+
 class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended"):
     """The attempt ended early. `failure_headlines` begins with the root cause.
 
@@ -245,6 +253,7 @@ JournaledEvent = (
     | CheckpointCommitted
     | CheckpointValidated
     | CheckpointDeleted
+    | ProgressRecorded
     | AttemptEnded
     | RanksStalled
     | RankTimesRecorded
@@ -276,6 +285,13 @@ class ReportsReceived:
         return replace(
             self, indices=self.indices[-1:], times=self.times[-1:], metrics=self.metrics[-1:]
         )
+
+
+@dataclass(frozen=True)
+class ProgressReceived:
+    """Rank 0 has set its progress, at most once per second."""
+
+    progress: RunProgress
 
 
 @dataclass(frozen=True)
@@ -361,6 +377,7 @@ class ControllerFailed:
 Event = (
     JournaledEvent
     | ReportsReceived
+    | ProgressReceived
     | Notice
     | LinePrinted
     | BytesWritten

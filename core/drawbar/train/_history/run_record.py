@@ -30,6 +30,7 @@ from drawbar.train._history.report_ranges import (
 from drawbar.train._history.resource_log import read_resources
 from drawbar.train._history.run_data import ReportColumns, select_columns
 from drawbar.train._history.run_history import RunHistory
+from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState, Timeline
 from drawbar.train._metrics import Metrics
 from drawbar.train._protocol.resources import ResourceSample
@@ -165,6 +166,14 @@ class RunRecord:
     def metrics(self) -> Metrics | None:
         """Last metrics of the lowest rank that reported, usually rank 0; None without reports."""
         return self._history.last_metrics
+
+    @property
+    def progress(self) -> RunProgress | None:
+        """Progress that the training function has set last; None if it has set none.
+
+        The journal has it as of the last commit, the end of the run, or at most 30 s ago.
+        """
+        return self._history.state.progress
 
     def list_events(self) -> list[dict[str, object]]:
         """Return the readable events of the journal as JSON values, in order.

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from drawbar.train._history import events
 from drawbar.train._history.events import Event
+from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._metrics import Metrics
 
 _MAX_PLAUSIBLE_SECONDS = 1e10  # larger values come from a damaged journal or a wrong clock
@@ -164,6 +167,7 @@ class RunState:
         is_detached: Whether the run can outlive its driver.
         config: Configuration of the last start, as JSON values and reprs.
         error: Error of a failed run, or "".
+        progress: Latest progress of rank 0; None if it was never set.
     """
 
     status: str = "starting"
@@ -174,6 +178,7 @@ class RunState:
     is_detached: bool = False
     config: dict[str, object] = field(default_factory=dict)
     error: str = ""
+    progress: RunProgress | None = None
 
     @classmethod
     def from_events(cls, events: Iterable[Event]) -> RunState:
@@ -187,9 +192,14 @@ class RunState:
         """Update the state with the next event."""
         if isinstance(event, events.ReportsReceived):
             self.last_metrics[event.rank] = event.metrics[-1]
+        if isinstance(event, events.ProgressReceived | events.ProgressRecorded):
+            self.progress = event.progress
         if not isinstance(event, events.JournalEntry | events.ControllerFailed):
             return  # does not change anything else
         self.timeline.apply(event)
+        if isinstance(event, events.AttemptStarted) and self.progress is not None:
+            # The rate and the ETA count only the current attempt.
+            self.progress = msgspec.structs.replace(self.progress, rate=None)
         match event:
             case events.RunStarted():
                 self.status, self.error = "starting", ""

@@ -154,6 +154,15 @@ class FileRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         check_relative_path(self.path or self.checkpoint_name)
 
 
+class ProgressSet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank 0 has set how much of the training is done; see `drawbar.train.set_progress`."""
+
+    done: int | float
+    total: int | float | None
+    unit: str
+    time: float
+
+
 class ShardEpochEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank has completed an epoch of a dataset, or has left the iteration early.
 
@@ -329,6 +338,7 @@ Message = (
     | CollectiveCalled
     | CheckpointListRequest
     | CheckpointDiscarded
+    | ProgressSet
     | ShardEpochEnded
     | DiagnosisRequest
     | FunctionStarted

@@ -49,6 +49,7 @@ from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.file_transfers import make_node_local_storage
+from drawbar.train._worker.progress_sender import ProgressSender
 from drawbar.train._worker.rank_timer import RankTimer
 from drawbar.train._worker.report_checks import (
     CheckpointUploadMode,
@@ -114,6 +115,7 @@ class Session:
             self._send_epoch_ended,
             partial(self.timer.measure_items, "data_wait"),
         )
+        self.progress = ProgressSender(assignment.ranks.world_rank, send)
         self.uploads = self._make_uploads(self.directory.checkpoints)
         self.thread_guard = ThreadGuard(assignment.ranks)
         self._send_lock = threading.RLock()  # messages are sent in the order of their numbers
@@ -234,6 +236,7 @@ class Session:
             self._next_report += 1
             self._offers[index] = offer
             self.timer.on_report()
+            self.progress.flush()
             self._send(
                 Report(
                     index=index,
@@ -294,6 +297,7 @@ class Session:
             flush_timeout: Time limit in seconds for checkpoints in flight. After it, threads that
                 wait for commands are interrupted.
         """
+        self.progress.flush()
         self.uploads.async_commits.drain(flush_timeout)
         self._command_queue.interrupt(
             self._command_queue.interrupt_reason or "the training function has ended"

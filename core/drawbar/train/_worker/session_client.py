@@ -136,6 +136,7 @@ def _flush_at_exit(session: Session, pid: int) -> None:
     if os.getpid() != pid:
         return
     session.send(session.timer.get_times())
+    session.progress.flush()
     if getattr(sys, "last_value", None) is None:
         session.uploads.async_commits.flush()
     else:

@@ -95,6 +95,7 @@ def run_train_loop(
                     send(FunctionFailed(time=raised_at))
                     raise
                 session.thread_guard.reset_reporting_thread()
+                session.progress.flush()
                 # Inside the backend's context: ranks that still train must not lose this peer
                 # while its last checkpoint is in flight.
                 session.uploads.async_commits.flush()

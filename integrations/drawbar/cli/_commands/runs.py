@@ -48,6 +48,7 @@ def _to_dict(run: RunRecord) -> dict[str, Any]:
         "size": run.compute_size(),
         "metrics": run.metrics,
         "goodput": run.goodput.goodput,
+        "progress": run.progress.to_dict() if run.progress is not None else None,
         "damage": run.damage,
     }
 

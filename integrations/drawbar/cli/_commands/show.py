@@ -57,6 +57,7 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "started": record.start_time,
         "last_event": record.last_event_time,
         "error": record.error,
+        "progress": record.progress.to_dict() if record.progress is not None else None,
         "damage": record.damage,
         "metrics": record.metrics,
         "attempts": record.timeline.attempts,
@@ -124,6 +125,8 @@ def _write(
         print(
             f"Started {format_age(record.start_time)}, {end} {format_age(record.last_event_time)}"
         )
+    if record.progress is not None:
+        print(f"Progress: {record.progress}")
     if record.damage:
         print(
             f"Journal damaged: {escape_control_chars(record.damage)}. Showing what could be read."
