@@ -11,15 +11,17 @@ from pathlib import Path
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import Notice, RankTimesRecorded, StragglerFound
 from drawbar.train._history.rank_times import (
+    MIN_STRAGGLER_STEPS,
     RANK_TIMES_FILE,
     RankTimesOfRank,
     encode_line,
     find_stragglers,
+    subtract,
 )
 from drawbar.train._protocol.messages import RankTimes
 
 _MIN_INTERVAL_S = 10.0
-_MAX_WARNINGS = 10
+_MAX_NOTICES = 10
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -44,7 +46,10 @@ class RankTimesRecorder:
         self._start = time.monotonic()
         self._next_line = 0.0
         self._can_write = True
-        self._warned = set[tuple[int, str]]()
+        self._found = set[tuple[int, str]]()
+        # Stragglers are searched between this time and now, so that a rank that becomes slow in a
+        # long attempt is found, too.
+        self._compared: dict[int, RankTimesOfRank] = {}
 
     def add(self, rank: int, times: RankTimes) -> None:
         """Update the times of a rank, and write a line for all ranks if one is due."""
@@ -100,19 +105,24 @@ class RankTimesRecorder:
         ranks = {
             rank: RankTimesOfRank(times.steps, times.seconds) for rank, times in self._ranks.items()
         }
-        for straggler in find_stragglers(ranks):
+        changes = subtract(ranks, self._compared)
+        if min((times.steps for times in changes.values()), default=0) < MIN_STRAGGLER_STEPS:
+            return
+        self._compared = ranks
+        for straggler in find_stragglers(changes):
             key = straggler.rank, straggler.part
-            if key in self._warned or len(self._warned) == _MAX_WARNINGS:
+            if key in self._found:
                 continue
-            self._warned.add(key)
+            self._found.add(key)
             self._emit(
                 StragglerFound(
                     time=time.time(),
                     attempt=self._attempt,
                     rank=straggler.rank,
                     part=straggler.part,
-                    ratio=min(straggler.ratio, 1e6),
+                    ratio=straggler.ratio,
                     seconds_per_step=straggler.seconds_per_step,
                 )
             )
-            self._emit(Notice(f"{straggler.describe()} (drawbar show --ranks)"))
+            if len(self._found) <= _MAX_NOTICES:
+                self._emit(Notice(f"{straggler.describe()} (drawbar show --ranks)"))

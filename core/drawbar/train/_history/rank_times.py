@@ -106,7 +106,7 @@ class Straggler:
         rank: Rank of the worker.
         part: Part of the step: "data loader", "forward pass", "computation", "checkpoint", or
             "phase NAME".
-        ratio: Time of this rank divided by the median of all ranks; infinity if that is 0.
+        ratio: Time of this rank divided by the median of all ranks.
         seconds_per_step: Time of this rank in seconds per step.
 
     Example:
@@ -123,10 +123,9 @@ class Straggler:
 
     def describe(self) -> str:
         """Return a sentence for users."""
-        compared = f"{self.ratio:.1f} times the median" if self.ratio < 100 else "much more"
         return (
             f"rank {self.rank} is slow in its {self.part}: {1000 * self.seconds_per_step:.0f} ms "
-            f"per step, {compared} of all ranks"
+            f"per step, {self.ratio:.1f} times the median of all ranks"
         )
 
 
@@ -139,6 +138,7 @@ def find_stragglers(ranks: Mapping[int, RankTimesOfRank]) -> list[Straggler]:
     Returns:
         The ranks that need at least `STRAGGLER_RATIO` times the median in a part of their steps,
         if the excess is at least 5 % of a step. Empty with fewer than `MIN_STRAGGLER_STEPS` steps.
+        A part that most ranks do not have is no difference in speed: rank 0 may save for all.
     """
     if len(ranks) < 2 or min(times.steps for times in ranks.values()) < MIN_STRAGGLER_STEPS:
         return []
@@ -146,15 +146,18 @@ def find_stragglers(ranks: Mapping[int, RankTimesOfRank]) -> list[Straggler]:
     step = statistics.median(
         times.seconds.get("function", 0.0) / times.steps for times in ranks.values()
     )
-    found = []
+    found: list[Straggler] = []
     for part in dict.fromkeys(part for parts in split.values() for part in parts):
         values = {rank: parts.get(part, 0.0) for rank, parts in split.items()}
         # The lower median: with two ranks, the slow one is compared with the other.
         median = statistics.median_low(values.values())
-        for rank, value in values.items():
-            if value >= STRAGGLER_RATIO * median and value - median >= _MIN_SHARE_OF_STEP * step:
-                ratio = value / median if median else float("inf")
-                found.append(Straggler(rank, part, ratio, value))
+        found += [
+            Straggler(rank, part, value / median, value)
+            for rank, value in values.items()
+            if median > 0
+            and value >= STRAGGLER_RATIO * median
+            and value - median >= _MIN_SHARE_OF_STEP * step
+        ]
     return sorted(found, key=lambda straggler: -straggler.seconds_per_step)
 
 

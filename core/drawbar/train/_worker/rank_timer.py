@@ -6,7 +6,6 @@ import logging
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TypeVar
@@ -56,7 +55,7 @@ class RankTimer:
         self._counts_steps = False
         self.num_steps = 0
         self._first_step = 0.0
-        self._step_times = deque[float](maxlen=_MEDIAN_STEPS)
+        self._step_times: list[float] = []  # without the first one
         self._num_phases = 0
         self._interval, self._next_send = 1.0, self._start + 1.0
 
@@ -133,33 +132,34 @@ class RankTimer:
             self._step_times.clear()
         self._add_step(self._clock())
 
-    def on_report(self) -> None:
-        """Count a report as a step, unless the user counts the steps."""
-        if not self._counts_steps:
-            self._add_step(self._clock())
+    def on_report(self) -> RankTimes | None:
+        """Count a report as a step, unless the user counts the steps.
 
-    def _add_step(self, now: float) -> None:
-        if threading.get_ident() == self._thread:
-            self._charge(now)
-        seconds = max(now - self._last_step - (self._measured - self._measured_at_step), 0.0)
-        self._last_step, self._measured_at_step = now, self._measured
-        if self.num_steps:
-            self._step_times.append(seconds)
-        else:
-            self._first_step = seconds
-        self.num_steps += 1
-
-    # -- messages
-
-    def take_due_times(self) -> RankTimes | None:
-        """Return the times if they have not been sent for a while, else None."""
+        Returns:
+            The times of the rank, if they have not been sent for a while.
+        """
         now = self._clock()
+        if not self._counts_steps:
+            self._add_step(now)
         if now < self._next_send:
             return None
         # The first ones are sent early, so that short runs have some, too.
         self._interval = min(2 * self._interval, MAX_INTERVAL_S)
         self._next_send = now + self._interval
         return self.get_times()
+
+    def _add_step(self, now: float) -> None:
+        self.num_steps += 1
+        if self.num_steps > _MEDIAN_STEPS:
+            return  # the first steps are enough for the excess of the first one
+        if self._open and threading.get_ident() == self._thread:
+            self._charge(now)
+        seconds = max(now - self._last_step - (self._measured - self._measured_at_step), 0.0)
+        self._last_step, self._measured_at_step = now, self._measured
+        if self.num_steps == 1:
+            self._first_step = seconds
+        else:
+            self._step_times.append(seconds)
 
     def get_times(self) -> RankTimes:
         """Return the times since the start of the training function."""

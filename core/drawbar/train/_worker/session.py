@@ -177,7 +177,7 @@ class Session:
         with self._send_lock:
             self.thread_guard.check_reporting_thread("report()")
             index, self._next_report = self._next_report, self._next_report + 1
-            self.timer.on_report()
+            times = self.timer.on_report()
             self._send(
                 Report(
                     index=index,
@@ -185,7 +185,7 @@ class Session:
                     time=time.time(),
                     location=location,
                     is_buffered=is_buffered,
-                    times=self.timer.take_due_times(),
+                    times=times,
                 )
             )
         # An interrupt is only raised in the function's own thread. Any other thread that reports
