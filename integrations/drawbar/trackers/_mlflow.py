@@ -32,8 +32,8 @@ class MLflow(Tracker):
 
     All starts of a Drawbar run are one MLflow run, which has the tag `drawbar.run_id`. The step is
     the number of the report. MLflow cannot delete values: if a restart repeats reports, their steps
-    have an earlier and a later value. MLflow does not allow all characters in names of metrics. In
-    such a name, "_" replaces them, and a hash is appended.
+    have an earlier and a later value. MLflow does not allow all characters in names of metrics: "_"
+    replaces the others, and a hash is appended.
 
     Args:
         tracking_uri: Tracking server or store, such as "http://host:5000" or
@@ -41,7 +41,7 @@ class MLflow(Tracker):
             or `mlflow.db` in the working directory.
         experiment: Name of the experiment, which is created if it does not exist. Default: the
             environment variable `MLFLOW_EXPERIMENT_NAME`, or "Default".
-        ranks: Reports to send: those of one rank, such as 0; the "mean", "min", or "max" over all
+        ranks: Reports to send: a rank, such as 0; the "mean", "min", or "max" over all
             ranks; or "all", which adds a prefix such as "rank_3/" to the metric names.
         finish_timeout: Maximum time in seconds, or a timedelta, for which the end of the run waits
             for the tracker.

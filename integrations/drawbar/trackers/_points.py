@@ -28,7 +28,7 @@ class Point:
         attempt: Number of the attempt.
         key: Rank, or `REDUCTION_KEY` for a reduction.
         index: Number of the report.
-        time: Time of the report in seconds since the epoch; of a round, that of its last report.
+        time: Time of the report, or of the last report of a round, in seconds since the epoch.
         values: Numbers by metric name; {} if the report has none.
     """
 
@@ -49,7 +49,7 @@ class PointMaker(Protocol):
         """Yield the points that are complete with this report."""
 
     def finish(self) -> Iterator[Point]:
-        """Yield the remaining points, because there are no more reports."""
+        """Yield the remaining points at the end of the run."""
 
 
 def make_point_maker(ranks: Ranks) -> PointMaker:

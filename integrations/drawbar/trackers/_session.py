@@ -69,7 +69,7 @@ class Sender:
         """Send all new reports. Return the number of points.
 
         Args:
-            should_stop: Function that returns True when no more reports may be sent.
+            should_stop: Function that returns True when sending must stop.
         """
         assert self._feed is not None
         assert self._connection is not None
@@ -171,7 +171,7 @@ class SenderThread:
     def _run(self) -> None:
         delay, is_open = POLL_PERIOD_S, False
         while True:
-            # Read before the reports: after the end of the run, there are no more of them.
+            # Read before the reports: after the end of the run, all of them are in the files.
             is_ending = self._is_ending
             try:
                 if not is_open:

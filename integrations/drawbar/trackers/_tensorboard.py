@@ -30,7 +30,7 @@ class TensorBoard(Tracker):
     Args:
         log_dir: Directory for the event files of several runs. Each run has a directory in it with
             the name of the run. Default: `tensorboard` in the run directory.
-        ranks: Reports to send: those of one rank, such as 0; the "mean", "min", or "max" over all
+        ranks: Reports to send: a rank, such as 0; the "mean", "min", or "max" over all
             ranks; or "all", which adds a prefix such as "rank_3/" to the metric names.
         finish_timeout: Maximum time in seconds, or a timedelta, for which the end of the run waits
             for the tracker.
@@ -60,7 +60,7 @@ class TensorBoard(Tracker):
         if log_dir is not None and "://" in os.fspath(log_dir):
             raise ValueError(
                 f"log_dir={os.fspath(log_dir)!r} is a URI, but TensorBoard files are written to a "
-                "local or mounted directory. Set log_dir to such a directory."
+                "local or mounted directory. Set log_dir to a path without a scheme."
             )
         # Absolute: the controller of a detached run has another working directory.
         self.log_dir = None if log_dir is None else Path(log_dir).expanduser().absolute()

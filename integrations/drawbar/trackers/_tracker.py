@@ -33,10 +33,10 @@ class Tracker(UserCallback, ABC):
     driver causes neither duplicates nor gaps, and all starts of a run are one run of the tracker.
 
     If the tracker fails, Drawbar logs one warning and retries with increasing delays. Training does
-    not wait for it. After the run, `drawbar track` sends what is missing.
+    not wait for it. After the run, `drawbar track` sends the missing reports.
 
     Args:
-        ranks: Reports to send: those of one rank, such as 0; the "mean", "min", or "max" over all
+        ranks: Reports to send: a rank, such as 0; the "mean", "min", or "max" over all
             ranks; or "all", which adds a prefix such as "rank_3/" to the metric names.
         finish_timeout: Maximum time in seconds, or a timedelta, for which the end of the run waits
             for the tracker.

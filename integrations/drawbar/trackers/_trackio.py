@@ -21,7 +21,7 @@ class Trackio(Tracker):
 
     Args:
         project: Project of Trackio.
-        ranks: Reports to send: those of one rank, such as 0; the "mean", "min", or "max" over all
+        ranks: Reports to send: a rank, such as 0; the "mean", "min", or "max" over all
             ranks; or "all", which adds a prefix such as "rank_3/" to the metric names.
         finish_timeout: Maximum time in seconds, or a timedelta, for which the end of the run waits
             for the tracker.
