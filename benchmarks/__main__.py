@@ -116,6 +116,10 @@ if __name__ == "__main__":
         from benchmarks import _reports_scale
 
         _reports_scale.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["ui"]:
+        from benchmarks import _ui_scale
+
+        _ui_scale.main(sys.argv[2:])
     elif sys.argv[1:2] == ["goodput"]:
         from benchmarks import _goodput
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from drawbar.train.runs import ReportColumns
 from drawbar.ui._catalog import IndexedRun
 from drawbar.ui._plain import as_number, flatten_settings
 
@@ -87,44 +89,78 @@ class _Line:
         return {"x": [x for x, _ in points], "y": [value for _, value in points]}
 
 
-def read_series(run: IndexedRun) -> dict[str, list[Sample]]:
-    """Return the numeric metrics of the lowest rank: some reports of a long run, else all."""
+def _read_blocks(run: IndexedRun) -> list[ReportColumns]:
+    """Return the reports of the lowest rank: some reports of a long run, else all."""
 
-    def read() -> dict[str, list[Sample]]:
-        series: dict[str, list[Sample]] = {}
-        for _, step, time, name, value in _iter_values(run, None, is_sampled=True):
-            series.setdefault(name, []).append((step, time, value))
+    def read() -> list[ReportColumns]:
+        return list(run.record.iter_report_columns(is_sampled=True))
+
+    result: list[ReportColumns] = run.compute_once("blocks", read)
+    return result
+
+
+def _read_series(run: IndexedRun, metric: str) -> list[Sample]:
+    """Return the reports of a metric on the lowest rank: some of a long run, else all."""
+
+    def read() -> list[Sample]:
+        values = _iter_values(_read_blocks(run), [metric])
+        samples = [(step, time, value) for _, step, time, name, value in values if name == metric]
         for event in run.events:
             if event["event"] == "checkpoint_validated":
-                for name, value in _iter_numbers(event["metrics"]):
-                    series.setdefault(name, []).append((event["index"], event["time"], value))
-        return {name: sorted(samples) for name, samples in series.items()}
+                value = as_number(flatten_settings(event["metrics"]).get(metric))
+                if value is not None:
+                    samples.append((event["index"], event["time"], value))
+        return sorted(samples)
 
-    result: dict[str, list[Sample]] = run.compute_once("series", read)
+    result: list[Sample] = run.compute_once(f"series {metric}", read)
     return result
 
 
 def list_numeric_metrics(run: IndexedRun) -> list[str]:
     """Return the names of the metrics that have curves."""
-    return list(read_series(run))
+
+    def read() -> list[str]:
+        names: dict[str, None] = {}
+        for block in _read_blocks(run):
+            for column, values in block.metrics.items():
+                if column not in names:
+                    names |= dict.fromkeys(_find_numeric_names(column, values))
+        for event in run.events:
+            if event["event"] == "checkpoint_validated":
+                names |= dict.fromkeys(name for name, _ in _iter_numbers(event["metrics"]))
+        return list(names)
+
+    result: list[str] = run.compute_once("numeric metrics", read)
+    return result
+
+
+def _find_numeric_names(column: str, values: Sequence[Any]) -> list[str]:
+    if any(as_number(value) is not None for value in values):  # usually the first one
+        return [column]
+    mappings = (value for value in values if isinstance(value, Mapping))
+    return [name for value in mappings for name, _ in _iter_numbers({column: value})]
 
 
 def _iter_values(
-    run: IndexedRun, metrics: Sequence[str] | None, *, is_sampled: bool
+    blocks: Iterable[ReportColumns], metrics: Sequence[str]
 ) -> Iterator[tuple[int, int, float, str, float]]:
     """Yield rank, report number, time, metric, and value."""
-    for block in run.record.iter_report_columns(is_sampled=is_sampled):
-        for column, values in block.metrics.items():
-            if metrics is not None and not any(
-                name == column or name.startswith(f"{column}/") for name in metrics
+    columns = {column for metric in metrics for column in _list_columns(metric)}
+    for block in blocks:
+        for column in block.metrics.keys() & columns:
+            for step, time, item in zip(
+                block.indices, block.times, block.metrics[column], strict=True
             ):
-                continue
-            for step, time, item in zip(block.indices, block.times, values, strict=True):
                 if isinstance(item, Mapping):
                     for name, value in _iter_numbers({column: item}):
                         yield block.rank, step, time, name, value
                 elif (number := as_number(item)) is not None:
                     yield block.rank, step, time, column, number
+
+
+def _list_columns(metric: str) -> list[str]:
+    """Return the columns that can contain a metric: "a", "a/b", and "a/b/c" for "a/b/c"."""
+    return list(itertools.accumulate(metric.split("/"), lambda *parts: "/".join(parts)))
 
 
 def _iter_numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -142,7 +178,10 @@ def make_curves(run: IndexedRun, query: CurveQuery) -> dict[str, Any]:
     is_exact = query.is_exact or query.ranks != "lowest"
     lines: dict[str, dict[int, _Line]] = {name: {} for name in metrics}
     points = min(query.points, _MAX_BAND_POINTS) if query.ranks == "band" else query.points
-    values = _iter_values(run, metrics, is_sampled=False) if is_exact else _iter_series(run, lines)
+    if is_exact:
+        values = _iter_values(run.record.iter_report_columns(), metrics)
+    else:
+        values = _iter_series(run, lines)
     for rank, step, time, name, value in values:
         if (ranks := lines.get(name)) is not None:
             line = ranks.get(rank)
@@ -161,17 +200,15 @@ def make_curves(run: IndexedRun, query: CurveQuery) -> dict[str, Any]:
 def _iter_series(
     run: IndexedRun, metrics: Mapping[str, Any]
 ) -> Iterator[tuple[int, int, float, str, float]]:
-    series = read_series(run)
     for name in metrics:
-        for step, time, value in series.get(name, ()):
+        for step, time, value in _read_series(run, name):
             yield 0, step, time, name, value
 
 
 def _get_limits(
     run: IndexedRun, query: CurveQuery, metrics: Sequence[str], origin: float
 ) -> tuple[float, float]:
-    series = read_series(run)
-    own = [series[name] for name in metrics if name in series]
+    own = [_read_series(run, name) for name in metrics]
     if query.x == "time":
         xs = [time - origin for samples in own for _, time, _ in samples]
     else:
@@ -185,11 +222,10 @@ def _get_limits(
 
 
 def _is_sampled(run: IndexedRun) -> bool:
-    for samples in read_series(run).values():
-        steps = {step for step, _, _ in samples}
-        if max(steps) - min(steps) + 1 > 2 * len(steps):
-            return True
-    return False
+    blocks = _read_blocks(run)
+    num_reports = sum(len(block.times) for block in blocks)
+    numbers = [step for block in blocks for step in (block.indices[0], block.indices[-1])]
+    return bool(numbers) and max(numbers) - min(numbers) + 1 > 2 * num_reports
 
 
 def _describe(ranks: Mapping[int, _Line], selection: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ REPORT_COLUMNS = ("rank", "index", "attempt", "time")
 SAMPLED_REPORTS = 100_000
 """Number of reports from which on sampled curves do not have all of them."""
 
-SAMPLED_VALUES = 2_000_000
+SAMPLED_VALUES = 1_000_000
 """Number of metric values from which on sampled curves do not have all of them."""
 
 
