@@ -1,14 +1,12 @@
 """`python -m benchmarks [--rounds N] [--only NAME]... [--list] [--results DIR]`.
 
-`python -m benchmarks soak` runs the soak test of data loaders instead, and `python -m benchmarks
-    elif sys.argv[1:2] == ["scale"]:
-        from benchmarks import _scale  # imports Drawbar, which these benchmarks run in subprocesses
+Other measurements have their own options:
 
-        _scale.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["reports"]:
-        from benchmarks import _reports_scale
-
-        _reports_scale.main(sys.argv[2:])
+    python -m benchmarks soak       # data loaders
+    python -m benchmarks scale      # many ranks
+    python -m benchmarks reports    # runs with many reports
+    python -m benchmarks ui         # web pages of large runs
+    python -m benchmarks goodput    # a run with kills
 """
 
 from __future__ import annotations

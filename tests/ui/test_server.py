@@ -346,3 +346,28 @@ def test_log_symbolic_link_is_not_followed(ui_storage: Path, tmp_path: Path) -> 
         client = Client(server.url)
         reply = client.get(f"api/runs/{client.find_id('run')}/log")
     assert "secret" not in reply["text"]
+
+
+def test_ranks_show_the_late_rank(ui_storage: Path, tmp_path: Path) -> None:
+    shutil.copytree(ui_storage / "finished", tmp_path / "run")
+    lines = []
+    for number, slow in ((1, 1.0), (2, 3.0)):
+        seconds = {"function": [10.0 * number] * 3, "forward": [1.0 * number, 1.0 * number, slow]}
+        line = {"attempt": 0, "ranks": [0, 1, 2], "steps": [10 * number] * 3, "seconds": seconds}
+        lines.append(json.dumps({"time": 1e9 + 10 * number, **line}))
+    (tmp_path / "run" / "rank_times.jsonl").write_text("\n".join([*lines, "{torn"]))
+    with ui.start_server([tmp_path], port=0) as server:
+        client = Client(server.url)
+        reply = client.get(f"api/runs/{client.find_id('run')}/ranks")
+    assert reply["ranks"] == [0, 1, 2]
+    assert reply["columns"] == [1e9, 1e9 + 10]
+    assert reply["late"] == [[0, 0], [0, 0], [0, pytest.approx(0.1)]]
+    assert reply["totals"][2]["ratio"] == pytest.approx(1.5)
+
+
+def test_run_goodput_parts_sum_to_elapsed(client: Client) -> None:
+    goodput = get_run(client, "failed")["goodput"]
+    parts = {part["name"]: part["seconds"] for part in goodput["parts"]}
+    assert sum(parts.values()) == pytest.approx(goodput["elapsed"], abs=1e-3)
+    assert 0 < goodput["goodput"] <= 1
+    assert "unsaved" in parts

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drawbar.train.runs import RankTimesOfRank, RankTimesSample
 from drawbar.ui._catalog import IndexedRun
 
 _MAX_COLUMNS = 400
@@ -19,8 +20,7 @@ def describe_ranks(run: IndexedRun) -> dict[str, Any]:
 
 
 def _describe(run: IndexedRun) -> dict[str, Any]:
-    read = getattr(run.record, "read_rank_times", None)
-    samples = read() if read is not None else []
+    samples = run.record.read_rank_times()
     stragglers = [
         {
             "rank": straggler.rank,
@@ -28,7 +28,7 @@ def _describe(run: IndexedRun) -> dict[str, Any]:
             "ratio": straggler.ratio,
             "text": straggler.describe(),
         }
-        for straggler in getattr(run.record, "stragglers", ())
+        for straggler in run.record.stragglers
     ]
     if not samples:
         return {"ranks": [], "columns": [], "late": [], "totals": [], "stragglers": stragglers}
@@ -49,7 +49,7 @@ def _describe(run: IndexedRun) -> dict[str, Any]:
     }
 
 
-def _get_start(samples: Sequence[Any], number: int) -> float:
+def _get_start(samples: Sequence[RankTimesSample], number: int) -> float:
     """Return the start of the interval of a sample."""
     sample = samples[number]
     if number and samples[number - 1].attempt == sample.attempt:
@@ -58,7 +58,7 @@ def _get_start(samples: Sequence[Any], number: int) -> float:
     return float(sample.time) - max(seconds, default=0.0)
 
 
-def _get_busy_seconds(samples: Sequence[Any], number: int) -> dict[int, float]:
+def _get_busy_seconds(samples: Sequence[RankTimesSample], number: int) -> dict[int, float]:
     """Return the seconds per step of each rank since the sample before."""
     sample = samples[number]
     earlier = samples[number - 1] if number else None
@@ -73,7 +73,7 @@ def _get_busy_seconds(samples: Sequence[Any], number: int) -> dict[int, float]:
     return busy
 
 
-def sum_own_seconds(times: Any) -> float:
+def sum_own_seconds(times: RankTimesOfRank) -> float:
     """Return the seconds for which a rank alone is responsible."""
     return float(sum(times.split_step().values()) * max(times.steps, 1))
 
@@ -94,7 +94,9 @@ def _subtract_median(column: Mapping[int, float]) -> dict[int, float]:
 
 
 def _list_totals(
-    last: Mapping[int, Any], ranks: Sequence[int], stragglers: Sequence[Mapping[str, Any]]
+    last: Mapping[int, RankTimesOfRank],
+    ranks: Sequence[int],
+    stragglers: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     busy = {rank: sum_own_seconds(last[rank]) / max(last[rank].steps, 1) for rank in last}
     median = statistics.median_low(busy.values())

@@ -106,12 +106,12 @@ _PARTS = {
 
 def get_goodput(run: IndexedRun) -> dict[str, Any] | None:
     """Return the goodput of a run with its parts in seconds; None if it is unknown."""
-    goodput = getattr(run.record, "goodput", None)
-    if goodput is None or not goodput.elapsed:
+    goodput = run.record.goodput
+    if not goodput.elapsed:
         return None
     names = ("goodput", "effective", "productive", "hosted", "elapsed")
     values = {name: getattr(goodput, name) for name in names}
-    return {**values, "parts": _list_parts(goodput.parts, getattr(goodput, "paused", 0.0))}
+    return {**values, "parts": _list_parts(goodput.parts, goodput.paused)}
 
 
 def _list_parts(seconds: Mapping[str, float], paused: float) -> list[dict[str, Any]]:
