@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from drawbar.train.runs import RunRecord
 from drawbar.ui._catalog import IndexedRun
 from drawbar.ui._plain import flatten_settings
 
@@ -23,7 +22,7 @@ def summarize_run(run: IndexedRun) -> dict[str, Any]:
     return {
         **fixed,
         "duration": None if start is None or until is None else max(0.0, until - start),
-        "progress": run.compute_once("progress", lambda: _get_progress(run.record)),
+        "progress": _describe_progress(run),
     }
 
 
@@ -70,17 +69,21 @@ def list_stalled(run: IndexedRun) -> list[dict[str, Any]]:
     return []
 
 
-def _get_progress(record: RunRecord) -> dict[str, Any] | None:
-    progress = getattr(record, "progress", None)
+def _describe_progress(run: IndexedRun) -> dict[str, Any] | None:
+    """Return the progress of a run, with the remaining seconds from now on; None if unknown."""
+    progress = run.record.progress
     if progress is None:
         return None
-    done, total = getattr(progress, "done", None), getattr(progress, "total", None)
+    eta = progress.eta_seconds
+    if eta is not None:
+        elapsed = time.time() - progress.time if run.is_active else 0.0
+        eta = max(0.0, eta - max(0.0, elapsed))
     return {
-        "done": done,
-        "total": total,
-        "unit": getattr(progress, "unit", "steps"),
-        "fraction": done / total if done is not None and total else None,
-        "eta_seconds": getattr(progress, "eta_seconds", None),
+        "done": progress.done,
+        "total": progress.total,
+        "unit": progress.unit,
+        "fraction": None if progress.percent is None else progress.percent / 100,
+        "eta_seconds": eta if run.is_active else None,
     }
 
 
