@@ -20,7 +20,7 @@ import pytest
 from drawbar import train
 from drawbar.train import Goodput, Result, RunConfig, runs
 from drawbar.train._history import events
-from drawbar.train._history.goodput import compute_goodput
+from drawbar.train._history.goodput_meter import compute_goodput
 from tests.train.event_factories import workers_started
 from tests.train.runs import fit
 

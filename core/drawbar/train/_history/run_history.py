@@ -12,7 +12,8 @@ from functools import cached_property
 
 from drawbar.train._errors import DamagedRunError, UnsupportedFormatError
 from drawbar.train._history.events import AttemptEnded, CheckpointCommitted, JournaledEvent
-from drawbar.train._history.goodput import Goodput, compute_goodput
+from drawbar.train._history.goodput import Goodput
+from drawbar.train._history.goodput_meter import compute_goodput
 from drawbar.train._history.journal import (
     decode_events,
     decode_readable_events,

@@ -1,0 +1,356 @@
+"""`GoodputMeter`: compute the goodput of a run from its events, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from drawbar.train._history import events
+from drawbar.train._history.events import Event
+from drawbar.train._history.goodput import CRASH_GAP, Goodput
+
+_MAX_CLOCK_DIFFERENCE_S = 30.0
+_ROUNDING_ERROR_S = 1e-6
+_PARTS_OF_WORK = {
+    "warmup": "warmup",
+    "data_wait": "data_wait",
+    "checkpoint_save": "checkpoint_blocked",
+    "checkpoint_blocked": "checkpoint_blocked",
+}
+
+
+@dataclass
+class _Commit:
+    """Commit of a checkpoint; `seconds` are the times of the ranks when they reported it."""
+
+    index: int
+    at: float
+    seconds: Mapping[str, float]
+    has_own_times: bool = False
+
+
+@dataclass
+class _AttemptWork:
+    """Time in the training function of one attempt, in seconds of `GoodputMeter.clock`."""
+
+    number: int
+    workers: int = 0
+    ready: float = 0.0
+    ready_time: float = 0.0  # of the driver's clock, in seconds since the epoch
+    start: float | None = None
+    is_start_settled: bool = False
+    end: float | None = None
+    kept_until: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    commits: list[_Commit] = field(default_factory=list)
+    stalled: float = 0.0
+
+    def keep_commits_before(self, index: int) -> bool:
+        """Drop the work after the last commit with a lower index. Return False if all is lost."""
+        while self.commits and self.commits[-1].index >= index:
+            self.commits.pop()
+        self.keep_committed()
+        return bool(self.commits)
+
+    def keep_committed(self) -> None:
+        """Keep only the work up to the last commit."""
+        last = self.commits[-1] if self.commits else None
+        self.kept_until = last.at if last else self.start
+        self.measured = last.seconds if last else {}
+
+    def add_parts(self, parts: dict[str, float], *, rest: str) -> None:
+        """Add the time in the function. `rest` is the part after the last commit that counts."""
+        if self.start is None or self.end is None:
+            return
+        kept = self.end if self.kept_until is None else self.kept_until
+        kept = min(max(kept, self.start), self.end)
+        remaining = kept - self.start
+        for key, seconds in self.measured.items():
+            part = key if key.startswith("phase:") else _PARTS_OF_WORK.get(key)
+            if part is not None:
+                taken = min(max(seconds, 0.0), remaining)
+                parts[part] = parts.get(part, 0.0) + taken
+                remaining -= taken
+        stalled = min(self.stalled, remaining)
+        parts["stalled"] = parts.get("stalled", 0.0) + stalled
+        parts["productive"] = parts.get("productive", 0.0) + remaining - stalled
+        parts[rest] = parts.get(rest, 0.0) + self.end - kept
+
+
+class GoodputMeter:
+    """Compute the goodput from the events of a run, one at a time.
+
+    Times of events may be out of order, and the clock may be set back. Only positive differences
+    between consecutive events count.
+    """
+
+    def __init__(self) -> None:
+        self.clock = 0.0  # seconds since the first event
+        self._last_time: float | None = None
+        self._parts: dict[str, float] = {}
+        self._paused = 0.0
+        self._worker_seconds = 0.0
+        self._attempts: list[_AttemptWork] = []
+        self._is_in_attempt = False
+        self._waiting_part = "startup"  # of the time before the next training function
+        self._waiting_since = 0.0
+        self._has_ended_attempt = False
+        self._outcome = ""  # of the last end of the run
+        self._stalled_ranks = 0
+
+    def apply(self, event: Event) -> None:
+        """Add the next event of the journal. Other events do not change the goodput."""
+        match event:
+            case events.RunStarted():
+                self._on_run_started(event)
+            case events.AttemptStarted():
+                self._advance(event.time)
+                self._on_attempt_started(event)
+            case events.WorkersStarted():
+                self._advance(event.time)
+                if self._is_in_attempt:
+                    self._on_workers_started(event)
+            case events.UserFunctionStarted():
+                self._on_function_started(event)
+            case events.CheckpointCommitted():
+                self._advance(event.time)
+                self._settle_start()
+                if self._is_in_attempt and self._attempts[-1].number == event.attempt:
+                    work = self._attempts[-1]
+                    work.commits.append(_Commit(event.index, self.clock, work.measured))
+            case events.RankTimesRecorded():
+                self._advance(event.time)
+                self._settle_start()
+                if self._attempts and self._attempts[-1].number == event.attempt:
+                    self._on_rank_times(event)
+            case events.RanksStalled():
+                self._advance(event.time)
+                self._stalled_ranks = len(event.descriptions)
+            case events.AttemptEnded():
+                self._advance(event.time)
+                self._end_attempt(event.time - event.failure_time if event.failure_time else 0.0)
+            case events.RunEnded():
+                self._advance(event.time)
+                self._on_run_ended(event)
+            case _:
+                pass
+
+    def on_activity(self, time: float) -> None:
+        """Add the time of a report or of another sign that the run was active."""
+        self._advance(time)
+
+    def compute(self, *, is_active: bool, now: float | None = None) -> Goodput:
+        """Return the goodput.
+
+        Args:
+            is_active: Whether a process hosts the run. If not, and the journal has no end of the
+                run, that process has died after the last event.
+            now: Current time, in seconds since the epoch, of an active run.
+        """
+        clock = self.clock
+        if now is not None and self._last_time is not None and is_active:
+            clock += max(now - self._last_time, 0.0)
+        parts = dict(self._parts)
+        is_running = self._is_in_attempt and is_active
+        for work in self._attempts[:-1]:
+            work.add_parts(parts, rest="lost_work")
+        worker_seconds = self._worker_seconds
+        if self._attempts:
+            self._add_last_attempt(parts, clock, is_running=is_running)
+            if self._is_in_attempt and self._attempts[-1].workers:
+                worker_seconds += self._attempts[-1].workers * (clock - self._attempts[-1].ready)
+        waits = not self._outcome and (not self._is_in_attempt or self._attempts[-1].start is None)
+        if waits and self._last_time is not None:
+            part = self._waiting_part if not self._has_ended_attempt or is_active else "teardown"
+            parts[part] = parts.get(part, 0.0) + clock - self._waiting_since
+        # Events of a damaged journal may be missing or out of order. No second may be lost, because
+        # the ratios would be too high.
+        other = clock - sum(value for part, value in parts.items() if part != CRASH_GAP)
+        if other > _ROUNDING_ERROR_S:
+            parts["other"] = other
+        return Goodput(
+            parts={part: value for part, value in parts.items() if value > 0},
+            paused=self._paused,
+            worker_seconds=worker_seconds,
+        )
+
+    def _add_last_attempt(self, parts: dict[str, float], clock: float, *, is_running: bool) -> None:
+        last = self._attempts[-1]
+        start = last.start
+        if self._is_in_attempt and start is not None and not last.is_start_settled:
+            start = self._limit_start(start, clock)
+            part = self._waiting_part
+            parts[part] = parts.get(part, 0.0) + start - self._waiting_since
+        work = _AttemptWork(
+            number=last.number,
+            start=start,
+            end=clock if self._is_in_attempt else last.end,
+            kept_until=last.kept_until,
+            measured=last.measured,
+            commits=last.commits[-1:],
+            stalled=last.stalled,
+        )
+        if self._is_in_attempt and not is_running:  # the process that hosted the run is dead
+            work.keep_committed()
+        work.add_parts(parts, rest="unsaved")
+
+    # -- events
+
+    def _advance(self, time: float) -> float:
+        """Move the clock to the time of an event, and return by how much."""
+        last = self._last_time
+        if last is None or time < last - _MAX_CLOCK_DIFFERENCE_S:  # the clock was set back
+            self._last_time = time
+            return 0.0
+        seconds = max(time - last, 0.0)
+        self._last_time = max(time, last)
+        self.clock += seconds
+        if self._is_in_attempt and self._stalled_ranks:
+            work = self._attempts[-1]
+            work.stalled += seconds * self._stalled_ranks / max(work.workers, 1)
+        return seconds
+
+    def _add(self, part: str, seconds: float) -> None:
+        self._parts[part] = self._parts.get(part, 0.0) + max(seconds, 0.0)
+
+    def _on_run_started(self, event: events.RunStarted) -> None:
+        is_first = self._last_time is None
+        if not is_first and not self._outcome:
+            # The process that hosted the run has died.
+            if self._is_in_attempt:
+                self._end_attempt(0.0)
+            self._add("teardown", self.clock - self._waiting_since)
+        before = self.clock
+        self._advance(event.time)
+        gap, self.clock = self.clock - before, before
+        if self._outcome in ("stopped", "finished"):
+            self._paused += gap
+        elif not is_first:
+            self._add(CRASH_GAP, gap)
+        self._outcome = ""
+        self._waiting_part = "startup" if is_first else "restart"
+        self._waiting_since = self.clock
+        self._has_ended_attempt = False
+
+    def _on_attempt_started(self, event: events.AttemptStarted) -> None:
+        if self._is_in_attempt:  # the journal has lost its end
+            self._end_attempt(0.0)
+        for work in reversed(self._attempts):
+            if work.keep_commits_before(event.first_report_index):
+                break
+        if not self._attempts:
+            self._add("startup", self.clock - self._waiting_since)
+            self._waiting_part, self._waiting_since = "placement", self.clock
+        else:
+            self._waiting_part = "restart"
+        self._attempts.append(_AttemptWork(event.attempt))
+        self._is_in_attempt = True
+        self._has_ended_attempt = False
+        self._stalled_ranks = 0
+
+    def _on_workers_started(self, event: events.WorkersStarted) -> None:
+        work = self._attempts[-1]
+        work.workers, work.ready, work.ready_time = len(event.workers), self.clock, event.time
+        if self._waiting_part == "placement":
+            self._add("placement", self.clock - self._waiting_since)
+            self._waiting_part, self._waiting_since = "startup", self.clock
+
+    def _on_function_started(self, event: events.UserFunctionStarted) -> None:
+        if not self._is_in_attempt:
+            return
+        work = self._attempts[-1]
+        if work.workers == 0:  # the journal has lost the start of the workers
+            work.workers, work.ready, work.ready_time = 1, self.clock, event.time
+        if not work.is_start_settled:
+            start = work.ready + max(event.time - work.ready_time, 0.0)
+            work.start = max(start, work.start or 0.0)
+
+    def _settle_start(self) -> None:
+        """Add the time before the training function, when the next event of the driver is known."""
+        work = self._attempts[-1] if self._attempts else None
+        if self._is_in_attempt and work and work.start is not None and not work.is_start_settled:
+            work.start = self._limit_start(work.start, self.clock)
+            work.is_start_settled = True
+            self._add(self._waiting_part, work.start - self._waiting_since)
+
+    def _limit_start(self, start: float, clock: float) -> float:
+        # The clock of the node may be ahead of the driver's.
+        return min(max(start, self._waiting_since), clock)
+
+    def _on_rank_times(self, event: events.RankTimesRecorded) -> None:
+        work = self._attempts[-1]
+        work.measured = event.seconds
+        if work.commits and self._is_in_attempt:
+            # The first one after a commit has the times when the ranks reported it.
+            last = work.commits[-1]
+            if not last.has_own_times:
+                last.seconds, last.has_own_times = event.seconds, True
+
+    def _end_attempt(self, detection: float) -> None:
+        """End the attempt, whose failure was handled `detection` seconds after it happened."""
+        if not self._is_in_attempt:
+            return
+        self._settle_start()
+        self._is_in_attempt, self._has_ended_attempt = False, True
+        work = self._attempts[-1]
+        self._worker_seconds += work.workers * (self.clock - work.ready)
+        if work.start is None:  # the training function did not start
+            self._add(self._waiting_part, self.clock - self._waiting_since)
+        else:
+            work.end = max(self.clock - max(detection, 0.0), work.start)
+            self._add("detection", self.clock - work.end)
+            work.keep_committed()
+        self._waiting_part, self._waiting_since = "restart", self.clock
+
+    def _on_run_ended(self, event: events.RunEnded) -> None:
+        if self._is_in_attempt:
+            work = self._attempts[-1]
+            function_seconds = work.measured.get("function", 0.0)
+            measured = work.measured
+            ended = self.clock
+            self._end_attempt(0.0)
+            if event.outcome == "finished" and work.start is not None:
+                if function_seconds:
+                    work.end = min(max(work.start + function_seconds, work.start), ended)
+                work.kept_until, work.measured = work.end, measured
+                self._add("teardown", ended - (work.end or ended))
+        else:
+            self._add("teardown", self.clock - self._waiting_since)
+        self._waiting_since = self.clock
+        self._outcome = event.outcome
+
+
+def compute_goodput(
+    journal: Iterable[Event],
+    *,
+    is_active: bool = False,
+    now: float | None = None,
+    last_report_times: Mapping[int, float] | None = None,
+) -> Goodput:
+    """Return the goodput of a run.
+
+    Args:
+        journal: Events of the journal, in order.
+        is_active: Whether a process hosts the run.
+        now: Current time of an active run, in seconds since the epoch.
+        last_report_times: Time of the last report of attempts whose end the journal does not have.
+    """
+    meter = GoodputMeter()
+    attempt: int | None = None
+
+    def add_last_report(number: int) -> None:
+        if last_report_times and number in last_report_times:
+            meter.on_activity(last_report_times[number])
+
+    for event in journal:
+        # A driver that was killed may have received reports after its last event.
+        if isinstance(event, events.RunStarted) and attempt is not None:
+            add_last_report(attempt)
+        if isinstance(event, events.AttemptStarted):
+            attempt = event.attempt
+        elif isinstance(event, events.AttemptEnded | events.RunEnded):
+            attempt = None
+        meter.apply(event)
+    if attempt is not None:
+        add_last_report(attempt)
+    return meter.compute(is_active=is_active, now=now)
