@@ -18,8 +18,13 @@ demo: $(VENV)/dev
 
 # Tests mostly wait, so several run in parallel, each process with its own Ray instance. Tests that
 # depend on the load of the machine run afterwards, one at a time; only their files are imported.
+# A test that fails runs once more without other tests. If it passes then, it is a defect of the
+# test, which the output shows, but the other changes can be tested.
+RUN_FAILED_AGAIN = { [ $$? -eq 1 ] && echo 'These tests failed. They run once more, one at a time:' \
+	&& $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v; }
+
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -m 'not alone' -n $(TESTS_AT_A_TIME) --dist worksteal
+	$(BIN)/python -m pytest -m 'not alone' -n $(TESTS_AT_A_TIME) --dist worksteal || $(RUN_FAILED_AGAIN)
 	$(BIN)/python -m pytest -m alone $(shell grep -rl mark.alone tests)
 
 check: $(VENV)/dev
