@@ -93,7 +93,7 @@ def describe_resume(run: IndexedRun, checkpoint: dict[str, Any] | None) -> dict[
     else:
         text = f"Resumes from {checkpoint['name']} (report {checkpoint['index']})."
     return {
-        "advice": f"{must_fix} fit() again with these arguments of RunConfig:",
+        "advice": f"{must_fix} fit() again with the arguments of RunConfig below.",
         "arguments": [["name", repr(name)], ["storage_path", repr(storage)], ["resume", '"auto"']],
         "checkpoint": checkpoint and checkpoint["name"],
         "report_index": checkpoint and checkpoint["index"],
