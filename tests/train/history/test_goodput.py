@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from drawbar import train
 from drawbar.train import Goodput, Result, RunConfig, runs
 from drawbar.train._history import events
-from drawbar.train._history.goodput_meter import compute_goodput
+from drawbar.train._history.goodput_meter import GoodputMeter
 from tests.train.event_factories import workers_started
 from tests.train.runs import fit
 
@@ -93,6 +94,19 @@ def failed(number: int, time: float, at: float | None = None) -> events.AttemptE
 
 def ended(time: float, outcome: str = "finished") -> events.RunEnded:
     return events.RunEnded(time=time, outcome=outcome)
+
+
+def compute_goodput(
+    journal: Journal,
+    *,
+    is_active: bool = False,
+    now: float | None = None,
+    last_report_times: dict[int, float] | None = None,
+) -> Goodput:
+    meter = GoodputMeter((last_report_times or {}).get)
+    for event in journal:
+        meter.apply(event)
+    return meter.compute(is_active=is_active, now=now)
 
 
 def assert_parts(goodput: Goodput, **parts: float) -> None:
@@ -387,3 +401,25 @@ def test_goodput_after_kill_of_worker_has_lost_work(run_config: RunConfig) -> No
     assert parts["lost_work"] >= killed - commit_time - 0.05
     assert parts["restart"] == pytest.approx(second.function_start_time - first.end_time, abs=0.05)
     assert sum(parts.values()) == pytest.approx(result.goodput.elapsed)
+
+
+def test_goodput_of_handle_is_live_and_in_the_end_that_of_the_result(tmp_path: Path) -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def train_func() -> None:
+        started.set()
+        assert release.wait(60)
+
+    trainer = train.DataParallelTrainer(
+        train_func,
+        scaling_config=train.ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=tmp_path),
+    )
+    run = trainer.start()
+    assert started.wait(60)
+    first = run.goodput()
+    second = run.goodput()
+    release.set()
+    result = run.wait()
+    assert first.elapsed <= second.elapsed <= result.goodput.elapsed + 1e-3
+    assert run.goodput() == result.goodput

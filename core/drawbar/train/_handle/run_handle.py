@@ -16,6 +16,7 @@ from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._errors import UserAbort
 from drawbar.train._handle.run_view import EndedRun, RunSource, RunView, SameHostRun
 from drawbar.train._history.goodput import Goodput
+from drawbar.train._history.live_goodput import LiveGoodput
 from drawbar.train._history.result import Result
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import Timeline
@@ -50,6 +51,7 @@ class RunHandle:
     def __init__(self, run: RunView) -> None:
         self._run = run
         self._source = run.source
+        self._goodput = LiveGoodput(run.source.directory)
 
     @property
     def name(self) -> str:
@@ -98,15 +100,14 @@ class RunHandle:
     def goodput(self) -> Goodput:
         """Return which share of the time so far was productive, and where the rest went.
 
-        The journal in the run directory is read for it.
+        Each call reads only the events after the previous call.
 
         Returns:
             The goodput. After the end of the run, it is equal to `Result.goodput`.
 
         Example: `print(run.goodput())`
         """
-        history = RunHistory.read_local_or_remote(self._source.directory)
-        return history.compute_goodput(is_active=not self.is_done)
+        return self._goodput.read(is_active=not self.is_done)
 
     def get_logs(self, rank: int = 0) -> str:
         """Return the output that a rank has written so far, in all attempts.

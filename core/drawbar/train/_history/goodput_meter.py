@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from drawbar.train._history import events
@@ -82,9 +82,15 @@ class GoodputMeter:
 
     Times of events may be out of order, and the clock may be set back. Only positive differences
     between consecutive events count.
+
+    Args:
+        get_last_report_time: Returns the time of the last report of an attempt, or None. It is
+            called for attempts of which the journal has no end: their driver was killed, perhaps
+            long after its last event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, get_last_report_time: Callable[[int], float | None]) -> None:
+        self._get_last_report_time = get_last_report_time
         self.clock = 0.0  # seconds since the first event
         self._last_time: float | None = None
         self._parts: dict[str, float] = {}
@@ -135,10 +141,6 @@ class GoodputMeter:
             case _:
                 pass
 
-    def on_activity(self, time: float) -> None:
-        """Add the time of a report or of another sign that the run was active."""
-        self._advance(time)
-
     def compute(self, *, is_active: bool, now: float | None = None) -> Goodput:
         """Return the goodput.
 
@@ -148,8 +150,9 @@ class GoodputMeter:
             now: Current time, in seconds since the epoch, of an active run.
         """
         clock = self.clock
-        if now is not None and self._last_time is not None and is_active:
-            clock += max(now - self._last_time, 0.0)
+        until = now if is_active else self._find_last_report_time()
+        if until is not None and self._last_time is not None:
+            clock += max(until - self._last_time, 0.0)
         parts = dict(self._parts)
         is_running = self._is_in_attempt and is_active
         for work in self._attempts[:-1]:
@@ -217,6 +220,8 @@ class GoodputMeter:
         is_first = self._last_time is None
         if not is_first and not self._outcome:
             # The process that hosted the run has died.
+            if (last_report_time := self._find_last_report_time()) is not None:
+                self._advance(last_report_time)
             if self._is_in_attempt:
                 self._end_attempt(0.0)
             self._add("teardown", self.clock - self._waiting_since)
@@ -231,6 +236,12 @@ class GoodputMeter:
         self._waiting_part = "startup" if is_first else "restart"
         self._waiting_since = self.clock
         self._has_ended_attempt = False
+
+    def _find_last_report_time(self) -> float | None:
+        """Return the time of the last report of an attempt in progress."""
+        return (
+            self._get_last_report_time(self._attempts[-1].number) if self._is_in_attempt else None
+        )
 
     def _on_attempt_started(self, event: events.AttemptStarted) -> None:
         if self._is_in_attempt:  # the journal has lost its end
@@ -318,39 +329,3 @@ class GoodputMeter:
             self._add("teardown", self.clock - self._waiting_since)
         self._waiting_since = self.clock
         self._outcome = event.outcome
-
-
-def compute_goodput(
-    journal: Iterable[Event],
-    *,
-    is_active: bool = False,
-    now: float | None = None,
-    last_report_times: Mapping[int, float] | None = None,
-) -> Goodput:
-    """Return the goodput of a run.
-
-    Args:
-        journal: Events of the journal, in order.
-        is_active: Whether a process hosts the run.
-        now: Current time of an active run, in seconds since the epoch.
-        last_report_times: Time of the last report of attempts whose end the journal does not have.
-    """
-    meter = GoodputMeter()
-    attempt: int | None = None
-
-    def add_last_report(number: int) -> None:
-        if last_report_times and number in last_report_times:
-            meter.on_activity(last_report_times[number])
-
-    for event in journal:
-        # A driver that was killed may have received reports after its last event.
-        if isinstance(event, events.RunStarted) and attempt is not None:
-            add_last_report(attempt)
-        if isinstance(event, events.AttemptStarted):
-            attempt = event.attempt
-        elif isinstance(event, events.AttemptEnded | events.RunEnded):
-            attempt = None
-        meter.apply(event)
-    if attempt is not None:
-        add_last_report(attempt)
-    return meter.compute(is_active=is_active, now=now)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from drawbar.train._errors import DamagedRunError, UnsupportedFormatError
-from drawbar.train._history.events import AttemptEnded, CheckpointCommitted, JournaledEvent
+from drawbar.train._history.events import CheckpointCommitted, JournaledEvent
 from drawbar.train._history.goodput import Goodput
-from drawbar.train._history.goodput_meter import compute_goodput
+from drawbar.train._history.goodput_meter import GoodputMeter
 from drawbar.train._history.journal import (
     decode_events,
     decode_readable_events,
@@ -161,19 +161,10 @@ class RunHistory:
 
     def compute_goodput(self, *, is_active: bool) -> Goodput:
         """Return the goodput until the end of the run, or until now if a process hosts it."""
-        ended = {event.attempt for event in self.events if isinstance(event, AttemptEnded)}
-        # Reports after the last event of a driver that was killed.
-        last_report_times = {
-            attempt.attempt: max(block.time[-1] for block in last.values())
-            for attempt in self._attempts
-            if attempt.attempt not in ended and (last := self.reports.get_last(attempt.attempt))
-        }
-        return compute_goodput(
-            self.events,
-            is_active=is_active,
-            now=time.time() if is_active else None,
-            last_report_times=last_report_times,
-        )
+        meter = GoodputMeter(self.reports.get_last_time)
+        for event in self.events:
+            meter.apply(event)
+        return meter.compute(is_active=is_active, now=time.time() if is_active else None)
 
     # -- last reports
 

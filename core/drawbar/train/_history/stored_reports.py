@@ -77,6 +77,11 @@ class StoredReports:
             self._summaries[segment] = self._read_summary(segment)
         return self._summaries[segment]
 
+    def get_last_time(self, attempt: int) -> float | None:
+        """Return the time of the last report of an attempt; None if it has none."""
+        last = self.get_last(attempt)
+        return max(block.time[-1] for block in last.values()) if last else None
+
     def get_last(self, attempt: int) -> dict[int, ReportBlock]:
         """Return the last report of each rank in an attempt."""
         segments = self.list_segments(attempt)
