@@ -24,7 +24,7 @@ export function RunList({data, info}) {
   const [limit, setLimit] = useState(PAGE);
   const runs = useMemo(() => sortRuns(filterRuns(data.runs, filter, status), sort), [data.runs, filter, status, sort]);
   const chosen = selected.filter((id) => data.runs.some((run) => run.id === id));
-  const toggle = (id) => setSelected(chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]);
+  const toggle = (id) => setSelected((old) => (old.includes(id) ? old.filter((other) => other !== id) : [...old, id]));
   const errors = (data.errors || []).map((text) => html`
     <section class="notice bad" role="alert">${text}</section>`);
   if (!data.runs.length) return html`${errors}<${Empty} info=${info} />`;
