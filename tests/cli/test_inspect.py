@@ -110,7 +110,9 @@ def test_show_prints_attempts_checkpoints_metrics_and_error(
     shown = cli("show", shared_storage / "failed").out
     assert "attempt 0: 1 workers" in shown
     assert "ValueError: boom" in shown
+    assert f"arguments of your RunConfig: name='failed', storage_path='{shared_storage}'." in shown
     assert "checkpoint_000000" in shown
+    assert "RunConfig: name=" not in cli("show", shared_storage / "short").out
     data = json.loads(cli("show", shared_storage / "long", "--json").out)
     assert [checkpoint["index"] for checkpoint in data["checkpoints"]] == [0, 1, 2]
     assert data["config"]["train_loop_config"]["epochs"] == "3"
@@ -297,6 +299,15 @@ def print_and_wait(config: dict[str, str]) -> None:
 
 def bytes_read_by(pid: int) -> int:
     return int(Path(f"/proc/{pid}/io").read_text().split()[1])  # rchar
+
+
+def test_logs_of_failed_run_prints_root_cause_rank_and_error(
+    cli: Command, shared_storage: Path
+) -> None:
+    shown = cli("logs", shared_storage / "failed")
+    assert shown.err == "Rank 0 caused the failure of the run. Its output:\n"
+    assert "ValueError: boom" in shown.out
+    assert cli("logs", shared_storage / "failed", "--rank", 0).err == ""
 
 
 def test_logs_follow_prints_until_run_ends(tmp_path: Path) -> None:

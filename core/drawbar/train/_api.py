@@ -8,7 +8,9 @@ import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from types import FunctionType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from drawbar.train._frames import without_internal_frames
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:
@@ -69,7 +71,19 @@ class _InitSignature:
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
-class ArgumentErrors:
+class _ShortTracebacks(type):
+    """Metaclass of classes whose constructors raise errors without the frames of Drawbar."""
+
+    if not TYPE_CHECKING:  # type checkers would no longer check the arguments
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except Exception as error:
+                raise without_internal_frames(error)  # noqa: B904  # the same error
+
+
+class ArgumentErrors(metaclass=_ShortTracebacks):
     """Base class that rejects unknown constructor arguments with a suggestion."""
 
     _replacements: ClassVar[Mapping[str, str]] = {}

@@ -21,13 +21,11 @@ UserAbort (KeyboardInterrupt)      Ctrl-C stopped the run, which can be resumed
 from __future__ import annotations
 
 import contextlib
-import opcode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import cloudpickle
 
-from drawbar.train._frames import is_drawbar_frame
 from drawbar.train._worker_failure import WorkerFailure
 
 
@@ -383,18 +381,3 @@ class UserAbort(KeyboardInterrupt):
         except UserAbort as abort:
             print(abort)
     """
-
-
-def without_internal_frames(error: Exception) -> Exception:
-    """Return an error without its traceback if Drawbar raised it intentionally.
-
-    The message is then for the user, who sees it below the line that called Drawbar. Errors of
-    other code, and unexpected errors in Drawbar, keep their tracebacks.
-    """
-    entry = error.__traceback__
-    while entry is not None and entry.tb_next is not None:
-        entry = entry.tb_next
-    if entry is None or not is_drawbar_frame(entry.tb_frame):
-        return error
-    is_raised = entry.tb_frame.f_code.co_code[entry.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
-    return error.with_traceback(None) if is_raised else error

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import opcode
 import os
 import sys
 import sysconfig
 import warnings
 from collections.abc import Sequence
 from pathlib import PurePath
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import TypeVar
 
 import drawbar
+
+FULL_TRACEBACK_VARIABLE = "DRAWBAR_FULL_TRACEBACK"
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 # In any environment, including the per-user site directory.
 _SITE_DIRECTORIES = ("site-packages", "dist-packages")
@@ -128,3 +134,43 @@ def _list_package_directories(portions: tuple[str, ...]) -> tuple[str, ...]:
             if all(os.path.exists(os.path.join(path, f)) for f in ("__init__.py", "py.typed")):
                 directories.append(os.path.realpath(path) + os.sep)
     return tuple(directories)
+
+
+def without_internal_frames(error: ErrorT) -> ErrorT:
+    """Return an error whose traceback, and those of its causes, have no frames of Drawbar.
+
+    The user then sees the line that called Drawbar, and the message. An unexpected error in Drawbar
+    itself keeps its traceback, and so does every error with `DRAWBAR_FULL_TRACEBACK=1`.
+    """
+    if os.environ.get(FULL_TRACEBACK_VARIABLE) == "1":
+        return error
+    chained: BaseException | None = error
+    seen: set[int] = set()
+    while chained is not None and id(chained) not in seen:
+        seen.add(id(chained))
+        if not _is_unexpected(chained):
+            chained.__traceback__ = _drop_internal_frames(chained.__traceback__)
+        chained = chained.__cause__ or chained.__context__
+    return error
+
+
+def _is_unexpected(error: BaseException) -> bool:
+    """Return whether the error was raised in Drawbar's code, but not by a `raise` statement."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    if entry is None or not is_drawbar_frame(entry.tb_frame):
+        return False
+    return entry.tb_frame.f_code.co_code[entry.tb_lasti] != opcode.opmap["RAISE_VARARGS"]
+
+
+def _drop_internal_frames(entry: TracebackType | None) -> TracebackType | None:
+    entries = []
+    while entry is not None:
+        if not is_drawbar_frame(entry.tb_frame):
+            entries.append(entry)
+        entry = entry.tb_next
+    traceback = None
+    for entry in reversed(entries):
+        traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return traceback

@@ -6,7 +6,9 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
@@ -24,7 +26,8 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._data.user_datasets import check_datasets
 from drawbar.train._driver import preflight, start_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
-from drawbar.train._errors import without_internal_frames
+from drawbar.train._errors import UserAbort
+from drawbar.train._frames import without_internal_frames
 from drawbar.train._handle.run_handle import RunHandle
 from drawbar.train._handle.run_view import RunSource, RunView
 from drawbar.train._history.result import Result
@@ -153,7 +156,7 @@ class DataParallelTrainer(ArgumentErrors):
         """
         try:
             return self._prepare_and_start(use_caller_thread=True).wait()
-        except Exception as error:
+        except (Exception, UserAbort) as error:
             raise without_internal_frames(error)  # noqa: B904  # the same error
 
     def start(self) -> RunHandle:
@@ -283,7 +286,10 @@ class DataParallelTrainer(ArgumentErrors):
                 spec, payload, self._make_console, use_caller_thread=use_caller_thread
             )
         # Only now, so that errors in arguments are raised without waiting for Ray.
-        connect_to_ray()
+        joined_address = connect_to_ray()
+        if joined_address and self.run_config.logging_config.level_number <= logging.INFO:
+            text = "[drawbar] joined the running Ray cluster at"
+            print(text, f"{joined_address}. RAY_ADDRESS=local starts a new one.", file=sys.stderr)
         # Here, because this module imports Ray, which other runs do not need.
         from drawbar.train._handle.host_actor_run import start_host_actor_run
 

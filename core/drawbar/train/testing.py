@@ -26,6 +26,7 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.start_run import start_local_run
 from drawbar.train._errors import WorkerGroupError
+from drawbar.train._frames import without_internal_frames
 from drawbar.train._handle.run_view import RunSource
 from drawbar.train._history.audit import check_run
 from drawbar.train._history.result import Result
@@ -120,14 +121,17 @@ def run_in_threads(
         assert result.metrics["loss"] < 1
         ```
     """
-    return _ThreadTrainer(
-        train_loop_per_worker,
-        train_loop_config=train_loop_config,
-        backend_config=backend_config,
-        scaling_config=ScalingConfig(num_workers=num_workers),
-        run_config=run_config,
-        validation_config=validation_config,
-    ).fit()
+    try:
+        return _ThreadTrainer(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=backend_config,
+            scaling_config=ScalingConfig(num_workers=num_workers),
+            run_config=run_config,
+            validation_config=validation_config,
+        ).fit()
+    except Exception as error:
+        raise without_internal_frames(error)  # noqa: B904  # the same error
 
 
 class _ThreadTrainer(DataParallelTrainer):

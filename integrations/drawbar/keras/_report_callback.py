@@ -16,6 +16,7 @@ from drawbar.train import (
     checkpoint_dir,
     get_context,
     report,
+    set_progress,
 )
 from drawbar.train.backend import get_agreed_checkpoint, report_buffered
 
@@ -105,6 +106,7 @@ class ReportCheckpointCallback:
         self._batches = 0
         self._num_skipped = 0
         self._batches_of_epoch: int | None = None
+        self._total_epochs: int | None = None
         self._model: Any = None
         self._has_warned = False
 
@@ -115,6 +117,7 @@ class ReportCheckpointCallback:
     def set_params(self, params: Mapping[str, int | None] | None) -> None:
         """Set the number of batches per epoch, if it is known. Called by Keras."""
         self._batches_of_epoch = (params or {}).get("steps")
+        self._total_epochs = (params or {}).get("epochs")
 
     def on_train_begin(self, logs: object = None) -> None:
         """Restore the state of other callbacks, which they reset at this event."""
@@ -132,6 +135,8 @@ class ReportCheckpointCallback:
     def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Record that the epoch is complete."""
         self._epochs, self._batches = epoch + 1, 0
+        if self._is_in_run():
+            set_progress(self._epochs, self._total_epochs or None, unit="epochs")
         self._handle_event("epoch_end", logs)
 
     def __getattr__(self, name: str) -> Any:

@@ -18,7 +18,7 @@ from drawbar._boosting import (
 )
 from drawbar.lightgbm._backend import on_success
 from drawbar.lightgbm._evaluation import GlobalEvaluation
-from drawbar.train import Checkpoint, ValidationTaskConfig
+from drawbar.train import Checkpoint, ValidationTaskConfig, set_progress
 
 
 class RayTrainReportCallback:
@@ -97,6 +97,7 @@ class RayTrainReportCallback:
             on_success(self._finish)
         # lightgbm.cv passes several boosters, which are not saved.
         self._model = env.model if isinstance(env.model, Booster) else None
+        set_progress(self._rounds, env.end_iteration, unit="rounds")
         self._reports.on_round_end(self._rounds, self._history, self._save)
 
     def _record(self, env: CallbackEnv) -> None:

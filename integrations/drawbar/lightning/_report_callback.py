@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from drawbar import train
@@ -102,8 +103,9 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Report if a report by steps is due."""
+        """Set the progress, and report if a report by steps is due."""
         step = trainer.global_step
+        self._set_progress(trainer, batch_idx)
         if self.every_n_train_steps is None or step % self.every_n_train_steps:
             return
         ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -112,6 +114,18 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
             ends_epoch and self._should_report_epoch(trainer.current_epoch)
         ):
             self._report(trainer)
+
+    def _set_progress(self, trainer: Trainer, batch_idx: int) -> None:
+        if trainer.max_steps > 0:
+            train.set_progress(trainer.global_step, trainer.max_steps)
+            return
+        batches = trainer.num_training_batches
+        if not math.isfinite(batches):
+            return
+        max_epochs = trainer.max_epochs or 0
+        total = batches * max_epochs if max_epochs > 0 else None
+        done = trainer.current_epoch * batches + batch_idx + 1
+        train.set_progress(done, total, unit="batches")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report if a report by epochs is due."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from drawbar.train import ValidationTaskConfig, collective, get_checkpoint, report
+from drawbar.train import ValidationTaskConfig, collective, get_checkpoint, report, set_progress
 from drawbar.transformers._resume import is_complete
 
 
@@ -80,6 +80,16 @@ class RayTrainReportCallback(TrainerCallback):
         }
         if state.best_global_step and state.best_model_checkpoint is None:
             state.best_model_checkpoint = str(_checkpoint_directory(args, state.best_global_step))
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Set the progress of the run."""
+        set_progress(state.global_step, state.max_steps if state.max_steps > 0 else None)
 
     def on_log(
         self,

@@ -16,6 +16,7 @@ from xgboost.callback import (
 )
 
 from drawbar._boosting import BoostingProgress, EvaluationHistory, allreduce_metric
+from drawbar.train import set_progress
 from drawbar.train.backend import start_training
 from drawbar.xgboost._report_callback import RayTrainReportCallback
 
@@ -108,6 +109,7 @@ def train(
             break
         booster.update(dtrain, iteration=number, fobj=obj)
         should_stop = callback_container.after_iteration(booster, number, dtrain, eval_sets)
+        set_progress(number + 1, num_boost_round, unit="rounds")
         # Called separately, because XGBoost does not call all callbacks after an early stop.
         for report in report_callbacks:
             report.after_iteration(booster, number, callback_container.history)

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from datetime import timedelta
 from drawbar.train._config.fields import parse_duration
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._errors import UserAbort
+from drawbar.train._frames import without_internal_frames
 from drawbar.train._handle.run_view import EndedRun, RunSource, RunView, SameHostRun
 from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.live_goodput import LiveGoodput
@@ -188,6 +190,12 @@ class RunHandle:
             result = run.wait(timeout=3600)
             ```
         """
+        try:
+            return self._wait(timeout)
+        except (Exception, UserAbort) as error:
+            raise without_internal_frames(error)  # noqa: B904  # the same error
+
+    def _wait(self, timeout: float | timedelta | None) -> Result:
         seconds = None
         if timeout is not None:
             seconds = parse_duration(
@@ -215,14 +223,19 @@ class RunHandle:
                     deadline, interrupts = math.inf, interrupts + 1
         if interrupts:
             raise UserAbort(
-                f"stopped by Ctrl-C; the run is in {self.path}. To resume from the latest "
-                f"checkpoint, if there is one, set RunConfig(name={self.name!r}, ...) and the same "
-                "storage_path"
+                f"stopped by Ctrl-C; the run is in {self.path}. "
+                + self._source.directory.describe_resume()
             )
         return self._run.get_outcome().get_result()
 
     def _interrupt(self, *, is_first: bool) -> None:
         if is_first:
+            print(
+                f"Ctrl-C: stopping run {self.name!r}. Drawbar interrupts the training functions "
+                "and completes commits. Press Ctrl-C again to kill the run.",
+                file=sys.stderr,
+                flush=True,
+            )
             self._source.stop(save=False)
         else:
             self._source.kill()

@@ -16,7 +16,7 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         done: Completed steps, or another unit.
         total: All steps; None if unknown.
-        unit: Name of what is counted, such as "steps".
+        unit: Name of the counted items, such as "steps".
         time: Time of the call, in seconds since the epoch.
         rate: Recent steps per second in the attempt; None if unknown.
 

@@ -140,6 +140,12 @@ class RunRecord(RunOutput):
         return self._history.last_metrics
 
     @property
+    def resume_hint(self) -> str:
+        """Arguments of `RunConfig` that resume the run; "" unless it failed or was interrupted."""
+        can_resume = self.status in ("failed", "stopped", INTERRUPTED)
+        return self._directory.describe_resume() if can_resume else ""
+
+    @property
     def progress(self) -> RunProgress | None:
         """Progress that the training function has set last; None if it has set none.
 

@@ -94,6 +94,14 @@ class RunDirectory:
         """Path or URI of the run, for messages and `Result.from_path`."""
         return str(self.root)
 
+    def describe_resume(self) -> str:
+        """Return how to resume this run: the arguments of `RunConfig` to set."""
+        storage = self.uri.removesuffix(f"/{self.name}")
+        return (
+            "To resume from the latest checkpoint, if there is one, call fit() again with these "
+            f"arguments of your RunConfig: name={self.name!r}, storage_path={storage!r}"
+        )
+
     @property
     def filesystem(self) -> FileSystem | None:
         """`pyarrow.fs.FileSystem` of a remote run; None for a local one."""

@@ -23,7 +23,7 @@ def set_progress(done: float, total: float | None = None, *, unit: str = "steps"
         done: Completed steps since the start of the run, at least 0. Numbers above `total` count as
             100 %.
         total: Number of all steps. None if it is unknown: there is then no percent and no ETA.
-        unit: Name of what is counted, such as "epochs". At most 40 printable characters.
+        unit: Name of the counted items, such as "epochs". At most 40 printable characters.
 
     Raises:
         RuntimeError: Called outside a training function.

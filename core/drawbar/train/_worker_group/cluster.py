@@ -41,10 +41,13 @@ def is_connected_to_ray() -> bool:
     return ray.is_initialized()
 
 
-def connect_to_ray() -> None:
+def connect_to_ray() -> str:
     """Connect this process to Ray: to the cluster in `RAY_ADDRESS`, or to a new local one.
 
     Does nothing if the process is connected already.
+
+    Returns:
+        Address of the cluster if this process has joined one that was already running, else "".
     """
     import ray
 
@@ -58,6 +61,17 @@ def connect_to_ray() -> None:
             suppress = _ray_compat.suppress_startup_messages
             with suppress() if starts_local_ray else contextlib.nullcontext():
                 _run_in_permanent_thread(start)
+            if not has_started_ray():
+                return _get_cluster_address()
+    return ""
+
+
+def _get_cluster_address() -> str:
+    import ray
+
+    if is_ray_client():
+        return os.environ.get("RAY_ADDRESS", "ray://")
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _run_in_permanent_thread(start_ray: Callable[[], object]) -> None:

@@ -141,6 +141,8 @@ def _write(
             print(f"  {escape_control_chars(straggler.describe())} (drawbar show --ranks)")
     if record.error:
         print("\nError\n" + indent(escape_lines(record.error), "  "))
+    if record.resume_hint:
+        print(f"\n{escape_control_chars(record.resume_hint)}.")
     if checkpoints or unreadable:
         print("\nCheckpoints")
         write_table([_format_row(checkpoint) for checkpoint in checkpoints], "  ")

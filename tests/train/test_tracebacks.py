@@ -1,0 +1,59 @@
+"""Tracebacks of errors: frames of users, without frames of Drawbar."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar import train
+from drawbar.train import testing
+from drawbar.train._frames import is_drawbar_file
+from tests.train.runs import fit
+
+MAKE_CONFIG: Any = train.RunConfig
+MAKE_TRAINER: Any = train.DataParallelTrainer
+
+
+def succeed() -> None:
+    pass
+
+
+def fail() -> None:
+    raise ValueError("broken")
+
+
+def count_internal_frames(function: Callable[[], object]) -> int:
+    """Return how many of the frames of the error belong to Drawbar; the first one must not."""
+    try:
+        function()
+    except Exception as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert files[0] == __file__
+    return sum(map(is_drawbar_file, files))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: fit(fail, path),
+        lambda path: MAKE_CONFIG(name=3),
+        lambda path: MAKE_CONFIG(nam="x"),
+        lambda path: MAKE_TRAINER(fail, scaling_config=3),
+        lambda path: train.attach(fit(succeed, path).path).wait(timeout=-1),
+    ],
+)
+def test_traceback_has_only_called_function_of_drawbar(
+    call: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert count_internal_frames(lambda: call(tmp_path)) == 1
+    monkeypatch.setenv("DRAWBAR_FULL_TRACEBACK", "1")
+    assert count_internal_frames(lambda: call(tmp_path)) > 1
+
+
+def test_traceback_of_run_in_threads_omits_internal_frames(tmp_path: Path) -> None:
+    config = train.RunConfig(name="run", storage_path=tmp_path)
+    assert count_internal_frames(lambda: testing.run_in_threads(fail, run_config=config)) == 1
