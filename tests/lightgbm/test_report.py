@@ -17,7 +17,7 @@ from drawbar.lightgbm import (
     get_network_params,
 )
 from drawbar.lightgbm._evaluation import area_under_roc, average_precision
-from drawbar.train import Checkpoint, Result, get_context
+from drawbar.train import Checkpoint, Result, get_context, runs
 
 METRICS = ["binary_logloss", "auc", "average_precision", "rmse", "l1"]
 
@@ -101,6 +101,9 @@ def test_checkpoints_every_so_often_and_at_the_end(fit: Callable[..., Result], b
     result = fit(function)
     names = sorted(checkpoint.path for checkpoint, _ in result.best_checkpoints)
     assert [int(name[-6:]) for name in names] == [3, 7, 10]
+    progress = runs.find_run(result.path).progress
+    assert progress is not None
+    assert (progress.done, progress.total, progress.unit) == (10, 10, "rounds")
     last = RayTrainReportCallback.get_model(Checkpoint(names[-1]), filename="forest.txt")
     assert last.num_trees() == 10
     assert set(metrics_of(result)) == {"loss"}

@@ -10,7 +10,7 @@ import torch
 
 from drawbar import train
 from drawbar.lightning import RayTrainReportCallback
-from drawbar.train import Checkpoint, CheckpointUploadMode, Result, WorkerGroupError
+from drawbar.train import Checkpoint, CheckpointUploadMode, Result, WorkerGroupError, runs
 from tests.lightning.digits import STEPS, fit
 
 pytestmark = [
@@ -50,6 +50,9 @@ def test_report_callback_reports_by_steps_and_epochs(tmp_path: Path) -> None:
     assert last is not None
     assert (last["epoch"], last["step"]) == (1, 2 * STEPS)
     assert {"loss", "val_loss"} < last.keys()
+    progress = runs.find_run(result.path).progress
+    assert progress is not None
+    assert (progress.done, progress.total, progress.unit) == (2 * STEPS, 2 * STEPS, "batches")
     checkpoint = result.checkpoint
     assert checkpoint is not None
     assert [path.name for path in Path(checkpoint).glob("[!.]*")] == ["checkpoint.ckpt"]

@@ -14,6 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from drawbar import train
 from drawbar.train import CheckpointConfig, WorkerGroupError
+from drawbar.train.runs import find_run
 from drawbar.transformers import RayTrainReportCallback, prepare_trainer
 from drawbar.transformers._data import is_batch_iterable, is_shard
 
@@ -78,7 +79,11 @@ def test_train_of_second_trainer_starts_from_scratch(
             counts.append(len(tiny.losses(trainer)))
         return counts
 
-    assert fit(function).return_value == [6, 6]
+    result = fit(function)
+    assert result.return_value == [6, 6]
+    progress = find_run(result.path).progress
+    assert progress is not None
+    assert (progress.done, progress.total, progress.unit) == (6, 6, "steps")
 
 
 EARLY_STOPPED = {

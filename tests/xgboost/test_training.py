@@ -16,6 +16,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from xgboost import DMatrix, QuantileDMatrix
 
 from drawbar._boosting import ColumnRoles
+from drawbar.train import runs
 from drawbar.xgboost import allreduce_metric
 
 if TYPE_CHECKING:
@@ -109,7 +110,12 @@ def test_sharded_validation_stops_all_ranks_on_the_round_of_one_process(
 def test_boosters_equal_those_of_one_process(
     fit_in_threads: FitInThreads, diabetes: pd.DataFrame, params: dict[str, Any]
 ) -> None:
-    booster, _ = fit_in_threads({"train": split(diabetes, 100)}, LABEL, params, num_boost_round=8)
+    booster, result = fit_in_threads(
+        {"train": split(diabetes, 100)}, LABEL, params, num_boost_round=8
+    )
+    progress = runs.find_run(result.path).progress
+    assert progress is not None
+    assert (progress.done, progress.total, progress.unit) == (8, 8, "rounds")
     train = matrix(diabetes)
     expected = plain(params, train, 8).predict(train)
     np.testing.assert_allclose(booster.predict(train), expected, rtol=1e-6)
