@@ -106,7 +106,7 @@ GIVEN = {
         """,
     "docs/lightgbm.md": CLICKS,
     "docs/lightning.md": "Model = DataModule = None",
-    "docs/output.md": "from drawbar import train; log = print",
+    "docs/output.md": "from drawbar import train; log = print; batches = []",
     "docs/runs.md": """
         from drawbar import train
         def loop():
