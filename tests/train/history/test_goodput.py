@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -404,11 +403,13 @@ def test_goodput_after_kill_of_worker_has_lost_work(run_config: RunConfig) -> No
 
 
 def test_goodput_of_handle_is_live_and_in_the_end_that_of_the_result(tmp_path: Path) -> None:
-    started, release = threading.Event(), threading.Event()
+    started, release = tmp_path / "started", tmp_path / "release"
+    os.mkfifo(started)
+    os.mkfifo(release)
 
     def train_func() -> None:
-        started.set()
-        assert release.wait(60)
+        started.write_text("")
+        release.read_text()
 
     trainer = train.DataParallelTrainer(
         train_func,
@@ -416,10 +417,10 @@ def test_goodput_of_handle_is_live_and_in_the_end_that_of_the_result(tmp_path: P
         run_config=RunConfig(name="run", storage_path=tmp_path),
     )
     run = trainer.start()
-    assert started.wait(60)
+    started.read_text()
     first = run.goodput()
     second = run.goodput()
-    release.set()
+    release.write_text("")
     result = run.wait()
     assert first.elapsed <= second.elapsed <= result.goodput.elapsed + 1e-3
     assert run.goodput() == result.goodput

@@ -15,7 +15,7 @@ from drawbar.train._storage.run_directory import RunDirectory
 
 
 class LiveGoodput:
-    """Goodput of one run. Each call of `read` reads only the events after those of the last call.
+    """Goodput of one run. Each call of `read` reads only new events.
 
     Args:
         directory: Run directory.
