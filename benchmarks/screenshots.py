@@ -30,7 +30,7 @@ IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
 def train_func(config: dict[str, Any]) -> None:
-    """Report curves like those of a small model, and fail where the configuration says so."""
+    """Report the curves of a simulated model, and fail at the configured steps."""
     context = train.get_context()
     rank = context.get_world_rank()
     noise = random.Random(rank)

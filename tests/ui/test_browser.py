@@ -178,9 +178,9 @@ def test_killed_run_shows_the_work_after_its_last_checkpoint(page: Page) -> None
 
 def test_keyboard_opens_the_files_of_a_checkpoint_and_searches_logs(page: Page) -> None:
     page.open_run("failed")
-    page.wait_for(
-        "document.querySelector('section[aria-label=Checkpoints] button.link')?.focus() ?? 1"
-    )
+    button = "document.querySelector('section[aria-label=Checkpoints] button.link')"
+    page.wait_for(button)
+    page.driver.execute_script(f"{button}.focus()")
     page.press("\ue007")  # Enter
     page.wait_for_text("[aria-label=Checkpoint] table", "<img")
     page.driver.execute_script("document.querySelector('[aria-label=\"Search logs\"]').focus()")
