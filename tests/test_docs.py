@@ -164,6 +164,7 @@ OTHER_TESTS = {
     "docs/quickstart.md": "tests/test_examples.py",
     "docs/trackers.md": "tests/trackers",
     "docs/tune.md": "tests/tune",
+    "docs/ui.md": "tests/ui",
     "docs/writing-an-integration.md": "tests/train/test_writing_an_integration.py",
 }
 """Pages with parts of scripts that other tests run completely. Their blocks are compiled here."""

@@ -137,7 +137,7 @@ def _list_package_directories(portions: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def without_internal_frames(error: ErrorT) -> ErrorT:
-    """Return an error whose traceback, and those of its causes, have no frames of Drawbar.
+    """Return an error without frames of Drawbar in its traceback and in its causes' tracebacks.
 
     The user then sees the line that called Drawbar, and the message. An unexpected error in Drawbar
     itself keeps its traceback, and so does every error with `DRAWBAR_FULL_TRACEBACK=1`.

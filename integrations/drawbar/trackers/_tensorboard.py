@@ -105,7 +105,7 @@ class _EventFiles(Connection):
 
     Args:
         log_dir: Directory of the files.
-        cursor: Stored position. Ranks may have later points than it says; they are written again.
+        cursor: Stored position. Ranks may have later points in the file; they are written again.
     """
 
     def __init__(self, log_dir: Path, cursor: Cursor) -> None:

@@ -37,7 +37,7 @@ _decoder = msgspec.json.Decoder(ResourceSample)
 
 
 class ResourceLog:
-    """Watcher that writes resource samples in a thread. After an error, it writes no more.
+    """Watcher that writes resource samples in a thread. It stops after an error.
 
     Args:
         directory: Directory of the run.

@@ -1,4 +1,4 @@
-"""Take resource samples of this node, and send them to the controller.
+"""Sample the resources of this node, and send the samples to the controller.
 
 The process of the lowest local rank takes the samples of its node, in a daemon thread. It reads
 `/proc` and, if `nvidia-ml-py` is installed, NVML.
@@ -56,7 +56,7 @@ class _SamplerThread:
         threading.Thread(target=self._run, name="drawbar-resources", daemon=True).start()
 
     def stop(self) -> None:
-        """Send no more samples. Does not wait for a sample that is being taken."""
+        """Stop sending samples, without waiting for a sample that is being taken."""
         self._stopped.set()
         # The final message of the rank follows, so wait until a sample has been sent.
         with self._send_lock:
@@ -74,11 +74,11 @@ class _SamplerThread:
                     self._send(sample)
         # Samples must never fail a run: the connection may be closed, or an NVML call may fail.
         except Exception as error:
-            _logger.debug("no more resource samples are taken on this node: %r", error)
+            _logger.debug("the resources of this node are not sampled: %r", error)
 
 
 class ResourceSampler:
-    """Take samples of this node.
+    """Sample the resources of this node.
 
     Args:
         assignment: Assignment of the rank whose process takes the samples.
