@@ -1,4 +1,4 @@
-"""MLflow and Trackio: their stores have each report of a killed run once.
+"""MLflow, W&B, Trackio, and Comet: their stores have each report of a killed run once.
 
 The runs are killed twice. Each report that counts must be there once. Reports that a restart
 replaced may be there, too, but before the later ones and only once.
@@ -6,11 +6,16 @@ replaced may be there, too, but before the later ones and only once.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from drawbar import trackers
+from drawbar.train import runs
 from tests.trackers.killed_runs import LOSS, NAN, ODD, list_losses, run_killed_twice
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the packages warn about their dependencies
@@ -20,6 +25,12 @@ def check_points(points: list[tuple[int, float]], path: Path) -> None:
     """Check the points of a metric, in the order of their times."""
     assert len(points) == len(set(points))
     assert sorted(dict(points).items()) == list_losses(path)
+
+
+def read_run_id(path: Path) -> str:
+    with contextlib.closing(runs.ReportFeed(path)) as feed:
+        feed.read(limit=1)
+        return feed.run_id
 
 
 def test_mlflow_of_killed_run_has_each_report_once(tmp_path: Path) -> None:
@@ -77,3 +88,56 @@ def test_trackio_of_killed_run_has_each_report_once(
     rows = sorted(storage.get_logs("digits", "run"), key=lambda row: row["timestamp"])
     check_points([(row["step"], row[LOSS]) for row in rows], path)
     assert {row["step"] for row in rows if row[ODD] == row["step"]} == set(range(30))
+
+
+def test_wandb_of_killed_run_has_each_report_once(tmp_path: Path) -> None:
+    records = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="needs wandb")
+    from drawbar.trackers._wandb_archive import WandbFile, list_files
+
+    path = run_killed_twice(tmp_path, "WandB", project="digits", mode="offline")
+    run_id = f"drawbar-{read_run_id(path)}"
+    files = list_files(path, run_id)
+    assert len(files) == 3
+    assert len(list((path / "wandb").glob("offline-run-*"))) == 3
+    decoded = [
+        records.Record.FromString(record)
+        for file in reversed(files)
+        for record in WandbFile(file)._read_records()
+    ]
+    assert {record.run.run_id for record in decoded if record.HasField("run")} == {run_id}
+    rows = [
+        {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in decoded
+        if record.HasField("history")
+    ]
+    steps = [row["_step"] for row in rows]
+    assert steps == list(range(len(rows)))
+    check_points([(row["drawbar/report"], row[LOSS]) for row in rows], path)
+    assert all(row[NAN] == "NaN" or math.isnan(row[NAN]) for row in rows)
+    assert all(row[ODD] == row["drawbar/report"] for row in rows)
+
+
+def test_wandb_invalid_mode_raises() -> None:
+    pytest.importorskip("wandb", reason="needs wandb")
+    with pytest.raises(ValueError, match="mode='local' must be"):
+        trackers.WandB(mode="local")  # type: ignore[arg-type]
+
+
+def test_comet_of_killed_run_has_each_report_once(tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml", reason="needs comet_ml")
+    path = run_killed_twice(tmp_path, "Comet", project="digits", archive_period=0.01)
+    archives = sorted((path / "comet").glob("*.zip"))
+    assert len(archives) > 1
+    experiments, points = [], []
+    for archive in map(zipfile.ZipFile, archives):
+        with archive:
+            experiments.append(json.loads(archive.read("experiment.json")))
+            for line in archive.read("messages.json").splitlines():
+                message = json.loads(line)["payload"].get("metric", {})
+                points.append((message.get("metricName"), message.get("step"), message))
+    assert {experiment["offline_id"] for experiment in experiments} == {read_run_id(path)}
+    strategies = [experiment["resume_strategy"] for experiment in experiments]
+    assert strategies == ["create"] + ["get"] * (len(archives) - 1)
+    values = [(step, metric["metricValue"]) for name, step, metric in points if name == LOSS]
+    check_points(values, path)
+    assert {step for name, step, _ in points if name == ODD} == set(range(30))

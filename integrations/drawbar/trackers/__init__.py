@@ -1,14 +1,18 @@
 """Experiment trackers: send the reports of a run to TensorBoard, MLflow, and other tools."""
 
+from drawbar.trackers._comet import Comet
 from drawbar.trackers._mlflow import MLflow
 from drawbar.trackers._tensorboard import TensorBoard
 from drawbar.trackers._tracker import Tracker
 from drawbar.trackers._trackio import Trackio
+from drawbar.trackers._wandb import WandB
 from drawbar.train.backend import set_public_module
 
-__all__ = ["TRACKERS", "MLflow", "TensorBoard", "Tracker", "Trackio"]
+__all__ = ["TRACKERS", "Comet", "MLflow", "TensorBoard", "Tracker", "Trackio", "WandB"]
 
-TRACKERS: dict[str, type[Tracker]] = {cls.kind: cls for cls in (TensorBoard, MLflow, Trackio)}
+TRACKERS: dict[str, type[Tracker]] = {
+    cls.kind: cls for cls in (TensorBoard, MLflow, WandB, Trackio, Comet)
+}
 """Trackers by the name that `drawbar track --to` accepts."""
 
 set_public_module(globals())

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from drawbar.trackers._connection import Connection, TrackedRun
 from drawbar.trackers._cursor import Cursor
+from drawbar.trackers._files import FileTracker, sync_path
 from drawbar.trackers._points import Point, Ranks
-from drawbar.trackers._tracker import Tracker
-from drawbar.train import RunConfig
 
 if TYPE_CHECKING:
     from tensorboardX.record_writer import RecordWriter
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _PREFIX = "events.out.tfevents."
 
 
-class TensorBoard(Tracker):
+class TensorBoard(FileTracker):
     """Write the reports of a run to TensorBoard event files.
 
     The step is the number of the report. If a new attempt replaces reports, TensorBoard shows only
@@ -48,6 +47,7 @@ class TensorBoard(Tracker):
 
     kind = "tensorboard"
     package = "tensorboardX"
+    directory_name = "tensorboard"
 
     def __init__(
         self,
@@ -56,46 +56,10 @@ class TensorBoard(Tracker):
         ranks: Ranks = 0,
         finish_timeout: float | timedelta = 30,
     ) -> None:
-        super().__init__(ranks=ranks, finish_timeout=finish_timeout)
-        if log_dir is not None and "://" in os.fspath(log_dir):
-            raise ValueError(
-                f"log_dir={os.fspath(log_dir)!r} is a URI, but TensorBoard files are written to a "
-                "local or mounted directory. Set log_dir to a path without a scheme."
-            )
-        # Absolute: the controller of a detached run has another working directory.
-        self.log_dir = None if log_dir is None else Path(log_dir).expanduser().absolute()
-
-    def _get_options(self) -> dict[str, str | None]:
-        return {"log_dir": None if self.log_dir is None else str(self.log_dir)}
-
-    def check_run_config(self, run_config: RunConfig) -> None:
-        """Check that there is a local directory for the files that no other tracker uses.
-
-        Args:
-            run_config: Configuration of the run.
-
-        Raises:
-            ValueError: The run is in remote storage and `log_dir` is not set, or another tracker
-                has the same destination.
-        """
-        super().check_run_config(run_config)
-        path = os.fspath(run_config.storage_path or "")
-        if self.log_dir is None and ("://" in path or run_config.storage_filesystem is not None):
-            raise ValueError(_describe_missing_directory(path))
+        super().__init__(log_dir, ranks=ranks, finish_timeout=finish_timeout)
 
     def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
-        if self.log_dir is not None:
-            return _EventFiles(self.log_dir / run.name, cursor)
-        if run.local_path is None:
-            raise ValueError(_describe_missing_directory(run.path))
-        return _EventFiles(run.local_path / "tensorboard", cursor)
-
-
-def _describe_missing_directory(path: str) -> str:
-    return (
-        f"TensorBoard() writes to the run directory, but {path or 'storage_filesystem'} is remote "
-        "storage. Set TensorBoard(log_dir=...) to a local or mounted directory."
-    )
+        return _EventFiles(self._get_directory(run), cursor)
 
 
 class _EventFiles(Connection):
@@ -132,7 +96,7 @@ class _EventFiles(Connection):
         event = Event(wall_time=now, step=first_index, session_log=start)
         file.write(event.SerializeToString())
         file.flush()
-        _sync_directory(self._log_dir)
+        sync_path(self._log_dir)
         return file
 
     def write(self, points: Sequence[Point]) -> None:
@@ -171,11 +135,3 @@ def _make_file_path(log_dir: Path) -> Path:
     if last.isdecimal() and int(last) >= int(seconds):
         seconds = int(last) + 1  # also if the clock was set back
     return log_dir / f"{_PREFIX}{int(seconds):010d}.drawbar.{os.getpid()}"
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -252,9 +252,8 @@ class ReportFeed:
             is_last = following == len(self._attempts) - 1
             if not attempt.num_workers and is_last and not self._outcome:
                 return  # the number of workers is not known yet
-            is_resumed = attempt.attempt == self._start_attempt
             self._current = following
-            if not is_resumed:
+            if attempt.attempt > self._start_attempt:
                 self._next_index, self._default_index = {}, 0
             if self._segments is not None:
                 self._segments.close()

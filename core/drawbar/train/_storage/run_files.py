@@ -40,6 +40,7 @@ TRAINER_FILE = "trainer.pkl"
 TRACKERS_DIRECTORY = "trackers"
 RUN_FILE_NAMES = (
     "broken",
+    "comet",
     "journal.damaged",
     JOURNAL_FILE,
     "logs",
@@ -53,6 +54,7 @@ RUN_FILE_NAMES = (
     "tensorboard",
     TRACKERS_DIRECTORY,
     TRAINER_FILE,
+    "wandb",
 )
 
 _logger = logging.getLogger("drawbar.train")
