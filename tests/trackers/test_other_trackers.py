@@ -102,7 +102,7 @@ def test_wandb_of_killed_run_has_each_report_once(tmp_path: Path) -> None:
     decoded = [
         records.Record.FromString(record)
         for file in reversed(files)
-        for record in WandbFile(file)._read_records()
+        for record in WandbFile(file).read_records()
     ]
     assert {record.run.run_id for record in decoded if record.HasField("run")} == {run_id}
     rows = [

@@ -33,7 +33,7 @@ class WandB(FileTracker):
 
     All starts of a Drawbar run are one W&B run with the id `drawbar-<run id>`. The x axis is
     `drawbar/report`, the number of the report. W&B cannot delete values: if a restart repeats
-    reports, `drawbar/attempt` tells the earlier values from the later ones.
+    reports, their earlier and later values have different values of `drawbar/attempt`.
 
     W&B first writes the reports to `.wandb` files. Drawbar reads them to know which reports W&B
     has. In offline mode, `wandb sync --append` sends the files. It also sends those that W&B has

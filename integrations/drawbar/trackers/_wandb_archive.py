@@ -52,9 +52,10 @@ class WandbFile:
 
     def read_points(self) -> list[tuple[PointId, int]]:
         """Return the points that are new since the last call, and their steps."""
-        return [point for record in self._read_records() for point in _decode_point(record)]
+        return [point for record in self.read_records() for point in _decode_point(record)]
 
-    def _read_records(self) -> Iterator[bytes]:
+    def read_records(self) -> Iterator[bytes]:
+        """Yield the complete records that are new since the last call."""
         base = self._offset
         with self._path.open("rb") as file:
             file.seek(base)
