@@ -14,6 +14,7 @@ The `drawbar` command-line tool shows the same information.
 from drawbar.train._api import set_public_module
 from drawbar.train._history.cleanup import UnusedFile, find_unused_local_files
 from drawbar.train._history.find_runs import find_run, list_runs
+from drawbar.train._history.metrics_exporter import MetricsExporter
 from drawbar.train._history.rank_times import RankTimesOfRank, RankTimesSample, Straggler
 from drawbar.train._history.report_feed import AttemptRow, FeedPosition, ReportFeed, ReportRow
 from drawbar.train._history.run_catalog import RunCatalog
@@ -26,6 +27,7 @@ __all__ = [
     "AttemptRow",
     "FeedPosition",
     "GpuSample",
+    "MetricsExporter",
     "RankTimesOfRank",
     "RankTimesSample",
     "ReportColumns",

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from drawbar.train.runs import MetricsExporter
 from drawbar.ui._api import Api, RequestError
 from drawbar.ui._assets import find_asset
 from drawbar.ui._catalog import RunIndex
@@ -47,6 +48,17 @@ class UiServer(ThreadingHTTPServer):
         self._bind_free_port(host, port)
         self.rules = AccessRules(host, self.server_address[1])
         self.api = Api(index, info, self._closing.is_set)
+        self._index = index
+        self._exporter = MetricsExporter()
+
+    def format_metrics(self) -> bytes:
+        """Return the metrics of all runs for Prometheus."""
+        try:
+            return self._exporter.format(run.record for run in self._index.refresh().values())
+        except ImportError as error:
+            raise RequestError(
+                501, f'{error}. Install it with: pip install "drawbar[metrics]"'
+            ) from error
 
     def _bind_free_port(self, host: str, port: int) -> None:
         ports = [0] if port == 0 else range(port, min(port + _NUM_PORTS, 65_536))
@@ -141,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
             parts = path.split("/")[2:]
             can_stop = rules.has_token(cookies, None)
             self._send_json(200, self.server.api.get(parts, query, can_stop=can_stop))
+        elif path == "/metrics":
+            self._send(200, self.server.format_metrics(), MetricsExporter.content_type)
         elif (asset := find_asset(path)) is not None:
             self._send(200, asset.data, asset.content_type)
         else:

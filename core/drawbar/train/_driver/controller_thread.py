@@ -16,6 +16,7 @@ from drawbar.train._controller.controller import Controller
 from drawbar.train._controller.run import ControllerOutcome, OpenRun, RunOutcome, RunSpec
 from drawbar.train._driver.assignments import RunAssignmentPlanner
 from drawbar.train._driver.control_socket import ControlSocket
+from drawbar.train._driver.metrics_publisher import MetricsPublisher
 from drawbar.train._driver.open_run import open_run
 from drawbar.train._errors import ControllerError
 from drawbar.train._history.event_stream import Emit, EventStream, Watcher
@@ -136,17 +137,19 @@ class ControllerThread:
             on_error.callback(self._console.close)
             self._callbacks = CallbackRunner(spec.run_config.callbacks, self._open_run.context)
             self._resources = ResourceLog(self.directory)
+            self._metrics = MetricsPublisher(self._open_run, is_on_ray=is_on_ray)
             self._events = EventStream(
                 self._open_run.journal,
                 self._open_run.reports,
                 self._open_run.state,
-                [self._console, self._callbacks, self._resources],
+                [self._console, self._callbacks, self._resources, self._metrics],
             )
             # Under the lock of the journal: only its holder may replace the socket of a killed
             # process.
             self._socket = ControlSocket(self.directory.local_path, self)
             on_error.pop_all()  # from here on, `_close` closes them
         try:
+            self._metrics.start(self._events.emit)
             self._plan = _plan_run(self._open_run, self._events.emit)
         except BaseException:
             self._close()
@@ -214,6 +217,7 @@ class ControllerThread:
     def _close(self) -> None:
         with contextlib.ExitStack() as reversed_steps:  # all steps run, even if one raises
             reversed_steps.callback(self._console.close)
+            reversed_steps.callback(self._metrics.close)
             reversed_steps.callback(self._open_run.journal.close)
             reversed_steps.callback(self._socket.close)  # under the lock, before another start
             reversed_steps.callback(self._upload_and_finish)

@@ -1,4 +1,4 @@
-"""Sample the resources of this node, and send the samples to the controller.
+"""Measure the resource use of this node, and send samples to the controller.
 
 The process of the lowest local rank takes the samples of its node, in a daemon thread. It reads
 `/proc` and, if `nvidia-ml-py` is installed, NVML.
@@ -56,7 +56,7 @@ class _SamplerThread:
         threading.Thread(target=self._run, name="drawbar-resources", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop sending samples, without waiting for a sample that is being taken."""
+        """Stop sending samples. Does not wait for a sample that is being measured."""
         self._stopped.set()
         # The final message of the rank follows, so wait until a sample has been sent.
         with self._send_lock:
@@ -74,11 +74,11 @@ class _SamplerThread:
                     self._send(sample)
         # Samples must never fail a run: the connection may be closed, or an NVML call may fail.
         except Exception as error:
-            _logger.debug("the resources of this node are not sampled: %r", error)
+            _logger.debug("sampling of resources on this node has stopped: %r", error)
 
 
 class ResourceSampler:
-    """Sample the resources of this node.
+    """Measure the resource use of this node.
 
     Args:
         assignment: Assignment of the rank whose process takes the samples.
