@@ -22,7 +22,7 @@ POLLING = {
     "_controller/node_watcher.py",
     "_controller/diagnosis.py",
     "_handle/host_actor.py",
-    "_history/run_record.py",
+    "_history/run_output.py",
     "_storage/journal_file.py",
     "_storage/retries.py",
     "_worker/log_file.py",
