@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,23 @@ class Stuck(UserCallback):
         self, run_context: RunContext, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None
     ) -> None:
         threading.Event().wait()
+
+
+def test_callables_without_names_are_called_and_their_exits_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[object] = []
+    named, exiting = UserCallback(), UserCallback()
+    exiting.after_report = lambda *arguments: sys.exit("goodbye")  # type: ignore[method-assign]
+
+    class Named:
+        def __call__(self, context: RunContext, metrics: object, checkpoint: object) -> None:
+            calls.append(metrics)
+
+    vars(named)["after_report"] = Named()
+    fit(lambda: train.report({"a": 1}), tmp_path, callbacks=[named, exiting])
+    assert calls == [[{"a": 1}]]
+    assert "goodbye" in caplog.text
 
 
 def test_callback_that_never_returns_is_named_and_skipped_by_stop(

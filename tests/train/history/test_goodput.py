@@ -335,6 +335,13 @@ def test_goodput_of_killed_driver_and_resume_has_crash_gap(tmp_path: Path) -> No
     assert goodput.elapsed == pytest.approx(sum(goodput.parts.values()))
 
 
+def test_goodput_with_old_times_of_ranks_extends_them_to_the_commit() -> None:
+    journal = [started(0), attempt(0, 0), *function(0, 0, 0)]
+    journal += [*commit(0, 20, 9, function=10, data_wait=4, warmup=1), failed(0, 20, at=20)]
+    goodput = compute_goodput([*journal, ended(20, "failed")])
+    assert_parts(goodput, data_wait=8, warmup=1, productive=11)
+
+
 def test_goodput_of_real_run_has_no_gap_and_is_the_same_everywhere(tmp_path: Path) -> None:
     live: list[Goodput] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from drawbar import train
 from drawbar.train import runs
 from drawbar.train._history.rank_times import RankTimesOfRank, find_stragglers
 from drawbar.train._worker.rank_timer import MAX_PHASES, RankTimer
+from drawbar.train.testing import run_in_threads
 from tests.train.runs import fit
 
 
@@ -194,6 +196,21 @@ def test_phases_and_steps_of_run_are_recorded(tmp_path: Path) -> None:
     (sample,) = runs.find_run(tmp_path / "run").read_rank_times()
     assert sample.ranks[0].steps == 3
     assert "phase:eval" in sample.ranks[0].seconds
+
+
+def test_phase_of_generator_that_is_closed_after_the_run_ends_silently() -> None:
+    def generate() -> Iterator[int]:
+        with train.phase("load"):
+            yield 1
+
+    def function() -> None:
+        generators.append(generate())
+        next(generators[0])
+
+    generators: list[Any] = []
+    run_in_threads(function, num_workers=1)
+    (generator,) = generators
+    generator.close()
 
 
 def test_rank_times_damaged_lines_are_skipped(tmp_path: Path) -> None:

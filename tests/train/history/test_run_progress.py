@@ -156,3 +156,20 @@ train.DataParallelTrainer(
     progress = runs.find_run(tmp_path / "run").progress
     assert progress is not None
     assert progress.done == 4
+
+
+def test_progress_of_ended_run_has_no_rate(tmp_path: Path) -> None:
+    def function() -> None:
+        for done in range(3):
+            train.set_progress(done, 10)
+            train.report({})
+
+    fit(function, tmp_path)
+    progress = runs.find_run(tmp_path / "run").progress
+    assert progress is not None
+    assert (progress.done, progress.rate, progress.eta_seconds) == (2, None, None)
+
+
+def test_progress_too_large_count_raises(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="finite, found inf"):
+        fit(lambda: train.set_progress(10**5000), tmp_path)

@@ -9,6 +9,7 @@ from drawbar.train._history.run_progress import RateWindow, format_clock, format
 from drawbar.train._history.timeline import RunState
 
 _MAX_METRICS = 6
+_MAX_NAME_LENGTH = 60
 
 
 class DisplayStatus:
@@ -78,13 +79,22 @@ class DisplayStatus:
 
 def format_metrics(metrics: Mapping[str, object]) -> str:
     """Return the first numbers and strings of reported metrics, such as "loss 0.1, epoch 2"."""
-    parts = [f"{key} {text}" for key, value in metrics.items() if (text := _format_value(value))]
+    parts = [
+        f"{_make_printable(key[:_MAX_NAME_LENGTH])} {text}"
+        for key, value in metrics.items()
+        if (text := _format_value(value))
+    ]
     return ", ".join(parts[:_MAX_METRICS])
+
+
+def _make_printable(text: str) -> str:
+    """Escape characters that could change the output of the terminal."""
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def _format_value(value: object) -> str:
     if isinstance(value, bool | int | str):
-        return str(value)[:24]
+        return _make_printable(str(value)[:24])
     try:
         return f"{float(value):.4g}"  # type: ignore[arg-type]  # numpy scalars, 0-d tensors
     except (TypeError, ValueError):

@@ -68,7 +68,7 @@ class CallbackRunner:
                 case RoundCompleted():
                     # Use a thread: user code that uploads or sends mail must not block the event
                     # loop, which commits the checkpoints of all ranks.
-                    self._submit(callback.after_report, event.metrics, event.checkpoint)
+                    self._submit(callback.after_report, list(event.metrics), event.checkpoint)
                 case WorkersFailed() if event.cause != "resize":
                     self._thread.submit(self._call_after_exception, callback, event.failures)
                 case PreemptionAnnounced():
@@ -89,11 +89,12 @@ class CallbackRunner:
         self._thread.submit(self._call, method, *args)
 
     def _call(self, method: Callable[..., None], *args: object) -> None:
-        self._current_callback = method.__qualname__
+        # The user may have set another callable, without a name.
+        name = self._current_callback = getattr(method, "__qualname__", "") or repr(method)
         try:
             method(self._context, *args)
-        except Exception as error:
-            key = method.__qualname__, repr(error)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            key = name, repr(error)
             # Log each error once: it may be raised at every report.
             if key in self._logged_errors:
                 return

@@ -65,10 +65,14 @@ class _AttemptWork:
         kept = self.end if self.kept_until is None else self.kept_until
         kept = min(max(kept, self.start), self.end)
         remaining = kept - self.start
+        # Ranks without checkpoints send their times less often: the last times may be older.
+        measured_until = self.measured.get("function", 0.0)
+        scale = max(remaining / measured_until, 1.0) if measured_until > 0 else 1.0
         for key, seconds in self.measured.items():
             part = key if key.startswith("phase:") else _PARTS_OF_WORK.get(key)
             if part is not None:
-                taken = min(max(seconds, 0.0), remaining)
+                taken = max(seconds, 0.0) * (1.0 if part == "warmup" else scale)
+                taken = min(taken, remaining)
                 parts[part] = parts.get(part, 0.0) + taken
                 remaining -= taken
         stalled = min(self.stalled, remaining)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.cleanup import UnusedFile, find_unused_files
@@ -149,9 +150,13 @@ class RunRecord(RunOutput):
     def progress(self) -> RunProgress | None:
         """Progress that the training function has set last; None if it has set none.
 
-        The journal has it as of the last commit, the end of the run, or at most 30 s ago.
+        The journal has it as of the last commit, the end of the run, or at most 30 s ago. After the
+        end of the run, it has no rate and no ETA.
         """
-        return self._history.state.progress
+        progress = self._history.state.progress
+        if progress is None or self.status in (*FINAL_STATUSES, INTERRUPTED):
+            return progress and replace(progress, rate=None)
+        return progress
 
     def list_events(self) -> list[dict[str, object]]:
         """Return the readable events of the journal as JSON values, in order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 from drawbar.train._config.fields import require_type
@@ -68,10 +69,13 @@ def _check_count(name: str, value: object) -> int | float:
         raise TypeError(
             f"set_progress: {name} must be a number, found {value!r} ({type(value).__name__})"
         )
-    count = float(value)
+    try:
+        count = float(value)
+    except OverflowError:
+        count = math.inf
     if not 0 <= count < _MAX_COUNT:
         raise ValueError(
-            f"set_progress: {name} must be at least 0 and finite, found {value!r}. "
+            f"set_progress: {name} must be at least 0 and finite, found {count!r}. "
             "Count from the start of the run."
         )
     return int(count) if count.is_integer() else count

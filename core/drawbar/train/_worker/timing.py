@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
@@ -61,8 +62,10 @@ class Phase(ContextDecorator, AbstractContextManager[None]):
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        timer = current_session("phase").timer
-        timer.end(timer.make_phase_key(self._name))
+        # A generator that was suspended in the phase may be closed after the run.
+        with contextlib.suppress(RuntimeError):
+            timer = current_session("phase").timer
+            timer.end(timer.make_phase_key(self._name))
 
     def __repr__(self) -> str:
         return f"phase({self._name!r})"
@@ -89,7 +92,7 @@ def measure_data_wait(batches: Iterable[T]) -> Iterator[T]:
     """Yield the batches, and measure how long the training function waits for each of them.
 
     For data loaders of integrations. Waiting for data is shown in the goodput of the run. Outside a
-    training function, this raises an error. In other threads, nothing is measured.
+    training function, and in other threads of the process, nothing is measured.
 
     Args:
         batches: Batches of a data loader.
@@ -101,7 +104,11 @@ def measure_data_wait(batches: Iterable[T]) -> Iterator[T]:
         >>> for batch in measure_data_wait(loader):
         ...     train_step(batch)
     """
-    return current_session("measure_data_wait").timer.measure_items("data_wait", batches)
+    try:
+        timer = current_session("measure_data_wait").timer
+    except RuntimeError:
+        return iter(batches)
+    return timer.measure_items("data_wait", batches)
 
 
 def get_forward_callback() -> Callable[[float], None]:
