@@ -107,6 +107,9 @@ def test_tensorboard_trackers_with_different_directories_both_receive_reports(
 def test_tensorboard_trackers_with_same_directory_raise_before_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="same destination"):
         RunConfig(storage_path=tmp_path, callbacks=[TensorBoard(), TensorBoard()])
+    tracker = TensorBoard()
+    with pytest.raises(ValueError, match="same destination"):
+        RunConfig(storage_path=tmp_path, callbacks=[tracker, tracker])
 
 
 def test_tensorboard_on_remote_storage_requires_log_dir(tmp_path: Path) -> None:
@@ -142,3 +145,20 @@ def test_tensorboard_failure_warns_once_and_send_delivers_reports(
     log_dir.unlink()
     assert tracker.send(str(path)) == 4
     assert read_points(log_dir / "run")["loss"] == list_losses(path)
+
+
+def test_tensorboard_of_two_active_runs_receives_reports_of_both(tmp_path: Path) -> None:
+    tracker = TensorBoard(tmp_path / "tb")
+    storage = [tmp_path / "first", tmp_path / "second"]
+
+    def report_during_other_run(config: dict[str, int]) -> None:
+        report_losses({"count": 2})
+        inner = RunConfig(name="inner", storage_path=storage[1], callbacks=[tracker])
+        fit(report_losses, inner, {"count": 3})
+        report_losses({"count": 2})
+
+    outer = RunConfig(name="outer", storage_path=storage[0], callbacks=[tracker])
+    fit(report_during_other_run, outer, {})
+    losses = {name: read_points(tmp_path / "tb" / name)["loss"] for name in ("outer", "inner")}
+    assert losses["inner"] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert losses["outer"] == [(0, 0.0), (1, 1.0), (2, 0.0), (3, 1.0)]

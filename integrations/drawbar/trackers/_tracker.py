@@ -61,10 +61,10 @@ class Tracker(UserCallback, ABC):
         require_package(self.package, extra=self.kind)
         self.ranks: Ranks = _check_ranks(ranks)
         self.finish_timeout = parse_duration("finish_timeout", finish_timeout)
-        self._thread: SenderThread | None = None
+        self._threads: dict[str, SenderThread] = {}  # by the id of the run
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_thread": None}
+        return {**self.__dict__, "_threads": {}}
 
     def __repr__(self) -> str:
         options: dict[str, object] = {**self._get_shown_options(), "ranks": self.ranks or None}
@@ -111,15 +111,15 @@ class Tracker(UserCallback, ABC):
         Raises:
             ValueError: Another tracker has the same destination.
         """
-        for other in run_config.callbacks:
-            if other is self or not isinstance(other, Tracker) or other.kind != self.kind:
-                continue
-            if other._get_options() == self._get_options():
-                raise ValueError(
-                    f"RunConfig(callbacks=...) has two trackers with the same destination: "
-                    f"{other!r} and {self!r}. Remove one of them, or set another "
-                    f"{', '.join(self._get_options())}."
-                )
+        trackers = [other for other in run_config.callbacks if isinstance(other, Tracker)]
+        same = [other for other in trackers if other.kind == self.kind]
+        same = [other for other in same if other._get_options() == self._get_options()]
+        if len(same) > 1:  # also if it is one object twice
+            raise ValueError(
+                f"RunConfig(callbacks=...) has two trackers with the same destination: "
+                f"{same[0]!r} and {same[1]!r}. Remove one of them, or set another "
+                f"{', '.join(self._get_options())}."
+            )
 
     def on_run_start(self, run_context: RunContext) -> None:
         """Start to send the reports of a run.
@@ -129,7 +129,8 @@ class Tracker(UserCallback, ABC):
         """
         filesystem = run_context.run_config.storage_filesystem
         sender = self._make_sender(partial(ReportFeed, run_context.path, filesystem))
-        self._thread = SenderThread(sender, partial(self._warn, run_context.path))
+        warn = partial(self._warn, run_context.path)
+        self._threads[run_context.run_id] = SenderThread(sender, warn)
 
     def on_run_end(self, run_context: RunContext, info: RunEndInfo) -> None:
         """Send the remaining reports, for at most `finish_timeout`.
@@ -138,7 +139,7 @@ class Tracker(UserCallback, ABC):
             run_context: The run.
             info: Outcome of the run.
         """
-        thread, self._thread = self._thread, None
+        thread = self._threads.pop(run_context.run_id, None)
         if thread is not None:
             thread.finish(self.finish_timeout)
 
