@@ -162,3 +162,17 @@ def test_tensorboard_of_two_active_runs_receives_reports_of_both(tmp_path: Path)
     losses = {name: read_points(tmp_path / "tb" / name)["loss"] for name in ("outer", "inner")}
     assert losses["inner"] == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert losses["outer"] == [(0, 0.0), (1, 1.0), (2, 0.0), (3, 1.0)]
+
+
+def test_tensorboard_directory_of_another_run_with_same_name_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = TensorBoard(tmp_path / "tb")
+    first = Path(fit(report_losses, tmp_path / "a", {"count": 4}, callbacks=[tracker]).path)
+    second = Path(fit(report_losses, tmp_path / "b", {"count": 2}, callbacks=[tracker]).path)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "drawbar.trackers"]
+    assert f"{tmp_path / 'tb' / 'run'} has the event files of another run named 'run'" in warning
+    assert find_run(second).status == "finished"
+    assert read_points(tmp_path / "tb" / "run")["loss"] == list_losses(first)
+    with pytest.raises(ValueError, match="Set another name or log_dir"):
+        tracker.send(str(second))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tensorboardX.record_writer import RecordWriter
 
 _PREFIX = "events.out.tfevents."
+_RUN_FILE = ".drawbar-run-id"
 
 
 class TensorBoard(FileTracker):
@@ -28,7 +30,8 @@ class TensorBoard(FileTracker):
 
     Args:
         log_dir: Directory for the event files of several runs. Each run has a directory in it with
-            the name of the run. Default: `tensorboard` in the run directory.
+            the name of the run; two runs cannot have the same. Default: `tensorboard` in the run
+            directory.
         ranks: Reports to send: a rank, such as 0; the "mean", "min", or "max" over all
             ranks; or "all", which adds a prefix such as "rank_3/" to the metric names.
         finish_timeout: Maximum time in seconds, or a timedelta, for which the end of the run waits
@@ -59,7 +62,27 @@ class TensorBoard(FileTracker):
         super().__init__(log_dir, ranks=ranks, finish_timeout=finish_timeout)
 
     def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
-        return _EventFiles(self._get_directory(run), cursor)
+        directory = self._get_directory(run)
+        if self.log_dir is not None:
+            _reserve_directory(directory, run)
+        return _EventFiles(directory, cursor)
+
+
+def _reserve_directory(directory: Path, run: TrackedRun) -> None:
+    """Check that a directory has no event files of another run: this run would hide them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / _RUN_FILE
+    with contextlib.suppress(FileExistsError), path.open("x") as file:
+        file.write(run.run_id)
+    run_id = path.read_text()
+    if not run_id:  # the process that created the file was killed
+        path.write_text(run.run_id)
+    elif run_id != run.run_id:
+        raise ValueError(
+            f"{directory} has the event files of another run named {run.name!r} (id {run_id}), "
+            f"which the files of this run (id {run.run_id}) would hide. Set another name or "
+            "log_dir, or delete the directory"
+        )
 
 
 class _EventFiles(Connection):
