@@ -59,7 +59,7 @@ def check_live_run(client: Client) -> None:
     assert "ready" in client.get(f"{base}/log", wait=30)["text"]
     changed = client.get(base, after=page["version"], wait=30)
     assert changed["version"] != page["version"]
-    headers = {"Cookie": client.cookie, "X_Drawbar": "1"}
+    headers = {"Cookie": client.cookie, "X_Drawbar": "1", "Origin": client.base.rstrip("/")}
     status, data, _ = client.send(f"{base}/stop", b'{"save": false}', **headers)
     assert status == 200, data
     assert "status" in json.loads(data)

@@ -10,8 +10,10 @@ import os
 import shutil
 import socket
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -274,10 +276,47 @@ def test_stop_needs_token_and_same_origin(client: Client) -> None:
     assert client.send(path, b"{}", X_Drawbar="1", Cookie="drawbar_1=x")[0] == 403
     assert client.send(path, b"{}", Origin="http://attacker.example", **page)[0] == 403
     assert client.send(path, b"{}", Sec_Fetch_Site="cross-site", **page)[0] == 403
+    assert client.send(path, b"{}", Origin="http://[", **page)[0] == 403
+    assert client.send(path, b"{}", Origin="null", **page)[0] == 403
+    assert client.send(path, b"{}", **page)[0] == 403
+    page["Origin"] = client.base.rstrip("/")
     assert client.send(path, b"[", **page)[0] == 400
-    status, data, _ = client.send(path, b"{}", Origin=client.base.rstrip("/"), **page)
+    status, data, _ = client.send(path, b"{}", **page)
     assert status == 409
     assert "not in progress" in json.loads(data)["error"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["GET http://[x HTTP/1.1", "Host: {host}"],
+        ["POST http://[x HTTP/1.1", "Host: {host}", "Content-Length: 0"],
+        ["GET / HTTP/1.1", "Host: localhost:\xb2"],
+        ["GET / HTTP/1.1", "Host: localhost:" + "1" * 5_000],
+        ["POST /api/runs/x/stop HTTP/1.1", "Host: {host}", "Content-Length: \xb2"],
+        ["POST /api/runs/x/stop HTTP/1.1", "Host: {host}", "Content-Length: " + "1" * 5_000],
+        ["POST /api/runs/x/stop HTTP/1.1", "Host: {host}", "Content-Length: -1"],
+    ],
+)
+def test_malformed_request_is_rejected(client: Client, lines: list[str]) -> None:
+    host = urlsplit(client.base).netloc
+    request = "\r\n".join([*lines, "", ""]).replace("{host}", host)
+    address = ("127.0.0.1", int(host.rpartition(":")[2]))
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(request.encode("latin-1"))
+        status = connection.makefile("rb").readline().split()[1]
+    assert status in (b"400", b"403")
+
+
+def test_head_has_headers_of_get_and_no_body(client: Client) -> None:
+    replies = []
+    for method in ("HEAD", "GET"):
+        request = urllib.request.Request(client.base, method=method)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            replies.append((reply.status, reply.headers["Content-Length"], len(reply.read())))
+    (_, length, size), get = replies
+    assert size == 0
+    assert (200, length, int(length)) == get
 
 
 def test_info_can_stop_only_with_token(client: Client) -> None:

@@ -91,9 +91,9 @@ def describe_resume(run: IndexedRun, checkpoint: dict[str, Any] | None) -> dict[
     if checkpoint is None:
         text = "The run has no checkpoint. It starts from scratch."
     else:
-        text = f"Resumes from {checkpoint['name']} (report {checkpoint['index']})."
+        text = f"It resumes from {checkpoint['name']} (report {checkpoint['index']})."
     return {
-        "advice": f"{must_fix} fit() again with the arguments of RunConfig below.",
+        "advice": f"{must_fix} fit() again with these arguments of RunConfig:",
         "arguments": [["name", repr(name)], ["storage_path", repr(storage)], ["resume", '"auto"']],
         "checkpoint": checkpoint and checkpoint["name"],
         "report_index": checkpoint and checkpoint["index"],

@@ -20,7 +20,7 @@ HEADERS = {
     ),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with "no-referrer", browsers may send "Origin: null"
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
@@ -65,7 +65,7 @@ class AccessRules:
     def is_allowed_host(self, header: str | None) -> bool:
         """Return True if a `Host` header names this server, which prevents DNS rebinding."""
         name, _, port = (header or "").rpartition(":")
-        if not port.isdigit() or int(port) != self.port:
+        if port != str(self.port):
             return False
         own = {*_LOOPBACK_NAMES, self.host, f"[{self.host}]"}
         if not self.needs_token:
@@ -101,5 +101,7 @@ class AccessRules:
             return False
         if headers.get("Sec-Fetch-Site") not in (None, "same-origin"):
             return False
-        origin = headers.get("Origin")
-        return origin is None or urlsplit(origin).netloc == headers.get("Host")
+        try:  # browsers send an Origin header with each POST request
+            return urlsplit(headers.get("Origin", "")).netloc == headers.get("Host")
+        except ValueError:
+            return False

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from drawbar.train.runs import MetricsExporter
 from drawbar.ui._api import Api, RequestError
@@ -21,6 +21,7 @@ from drawbar.ui._plain import encode_json
 from drawbar.ui._security import HEADERS, AccessRules
 
 _MAX_BODY_BYTES = 10_000
+_MAX_LENGTH_DIGITS = 20
 _REQUEST_TIMEOUT_S = 30.0
 _NUM_PORTS = 20
 
@@ -112,6 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Reply to a GET request."""
         self._answer(self._get)
 
+    def do_HEAD(self) -> None:
+        """Reply with the headers of a GET request."""
+        self._answer(self._get)
+
     def do_POST(self) -> None:
         """Reply to a POST request."""
         self._answer(self._post)
@@ -137,8 +142,14 @@ class _Handler(BaseHTTPRequestHandler):
             traceback.print_exc()
             self._send_json(500, {"error": f"{type(error).__name__}: {error}"})
 
+    def _split_url(self) -> SplitResult:
+        try:
+            return urlsplit(self.path)
+        except ValueError as error:
+            raise RequestError(400, f"The URL is not valid: {error}.") from error
+
     def _get(self) -> None:
-        url = urlsplit(self.path)
+        url = self._split_url()
         query = parse_qs(url.query, keep_blank_values=True)
         token = query.get("token", [None])[-1]
         rules = self.server.rules
@@ -160,12 +171,18 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             raise RequestError(404, "This page does not exist.")
 
-    def _post(self) -> None:
+    def _read_body(self) -> bytes:
         size = self.headers.get("Content-Length", "0")
-        if not size.isdigit() or int(size) > _MAX_BODY_BYTES:
+        if not (size.isascii() and size.isdigit() and len(size) <= _MAX_LENGTH_DIGITS):
+            self.close_connection = True
+            raise RequestError(400, "The Content-Length header is not a valid number of bytes.")
+        if int(size) > _MAX_BODY_BYTES:
             self.close_connection = True
             raise RequestError(413, f"The body must have at most {_MAX_BODY_BYTES} bytes.")
-        body = self.rfile.read(int(size))
+        return self.rfile.read(int(size))
+
+    def _post(self) -> None:
+        body = self._read_body()
         rules = self.server.rules
         if not rules.is_allowed_post(self.headers):
             raise RequestError(
@@ -177,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise RequestError(400, f"The body is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise RequestError(400, "The body must be a JSON object.")
-        parts = unquote(urlsplit(self.path).path).split("/")
+        parts = unquote(self._split_url().path).split("/")
         if parts[1:2] != ["api"]:
             raise RequestError(404, "This page does not exist.")
         self._send_json(200, self.server.api.post(parts[2:], values))
@@ -196,7 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
 
 def start_in_thread(server: UiServer) -> threading.Thread:

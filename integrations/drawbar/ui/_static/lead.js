@@ -58,8 +58,9 @@ function Remedy({resume}) {
   if (!resume) return null;
   const code = (resume.arguments || []).map(([name, value]) => `${name}=${value}`).join(",\n");
   return html`<div class="remedy"><b>To resume</b>
-    <div>${resume.advice} ${resume.text}</div>
-    ${code && html`<div class="bar"><pre class="code" tabindex="0">${code}</pre><${Copy} text=${code} /></div>`}</div>`;
+    <div>${resume.advice}</div>
+    ${code && html`<div class="bar"><pre class="code" tabindex="0">${code}</pre><${Copy} text=${code} /></div>`}
+    <div>${resume.text}</div></div>`;
 }
 
 export function Copy({text}) {
