@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,3 +179,21 @@ def test_tensorboard_directory_of_another_run_with_same_name_is_refused(
     assert read_points(tmp_path / "tb" / "run")["loss"] == list_losses(first)
     with pytest.raises(ValueError, match="Set another name or log_dir"):
         tracker.send(str(second))
+
+
+def report_and_track(config: dict[str, str]) -> None:
+    report({"loss": 1.0})
+    path = Path(config["path"])
+    while not list((path / "trackers").glob("*.json")):  # the tracker has stored the report
+        time.sleep(0.01)
+    command = [sys.executable, "-m", "drawbar.cli", "track", str(path), "--to", "tensorboard"]
+    tracked = subprocess.run(command, capture_output=True, text=True)
+    assert tracked.returncode != 0
+    assert "another process sends the reports" in tracked.stderr
+
+
+def test_tensorboard_of_active_run_refuses_drawbar_track(tmp_path: Path) -> None:
+    config = {"path": str(tmp_path / "run")}
+    path = Path(fit(report_and_track, tmp_path, config, callbacks=[TensorBoard()]).path)
+    assert read_points(path / "tensorboard")["loss"] == [(0, 1.0)]
+    assert TensorBoard().send(str(path)) == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from drawbar.trackers._connection import Connection, TrackedRun
 from drawbar.trackers._cursor import Cursor
@@ -45,16 +47,22 @@ class Sender:
         self._points = make_point_maker(ranks)
         self._feed: ReportFeed | None = None
         self._connection: Connection | None = None
+        self._lock: IO[bytes] | None = None
 
     def open(self, *, from_start: bool = False) -> None:
         """Connect to the tracker, and continue after the points that it has.
 
         Args:
             from_start: Whether to ignore the cursor, because the tracker's data was deleted.
+
+        Raises:
+            RuntimeError: Another process sends the reports to the same destination.
         """
         rank = self._ranks if isinstance(self._ranks, int) else None
         with contextlib.closing(self._open_feed(rank=rank)) as feed:
             feed.read(limit=1)  # the description of the run
+            if feed.local_path is not None:
+                self._lock = _lock(feed.local_path / "trackers" / f"{self._state_name}.lock")
             state = feed.load_state(self._state_name)
             run = TrackedRun(feed.run_id, feed.name, feed.path, feed.local_path, feed.config)
         is_same = state.get("run_id") == run.run_id and state.get("ranks") == self._ranks
@@ -125,6 +133,24 @@ class Sender:
         feed, self._feed, self._connection = self._feed, None, None
         if feed is not None:
             feed.close()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Lock a file until it is closed or the process ends. Children do not keep the lock."""
+    path.parent.mkdir(exist_ok=True)
+    file = path.open("ab")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise RuntimeError(
+            "another process sends the reports of this run to the same destination: the active run "
+            "itself, or `drawbar track`. Wait until it has ended."
+        ) from error
+    return file
 
 
 def _write(connection: Connection, points: list[Point]) -> int:

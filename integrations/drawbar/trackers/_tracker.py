@@ -186,6 +186,7 @@ class Tracker(UserCallback, ABC):
             The number of reports that were sent.
 
         Raises:
+            RuntimeError: Another process, such as the active run, sends its reports there.
             Exception: The run cannot be read, or the tracker failed.
 
         Example:
@@ -194,8 +195,8 @@ class Tracker(UserCallback, ABC):
                 TensorBoard("/shared/tensorboard").send("/shared/runs/experiment")
         """
         sender = self._make_sender(partial(ReportFeed, path))
-        sender.open(from_start=from_start)
         try:
+            sender.open(from_start=from_start)
             count = sender.send()
             sender.close()
         finally:
