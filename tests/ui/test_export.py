@@ -6,9 +6,12 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,60 @@ def test_export_import_map_has_every_imported_module(ui_storage: Path, tmp_path:
 def test_export_empty_storage_raises_value_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no runs"):
         ui.export_html([tmp_path], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "page.txt", "checkpoint_000000/page.html"])
+def test_export_to_file_of_run_raises_value_error(
+    ui_storage: Path, tmp_path: Path, name: str
+) -> None:
+    run = ui_storage / "finished"
+    before = sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*"))
+    link = tmp_path / "link.html"
+    link.symlink_to(run / name)
+    for output in (run / name, link):
+        with pytest.raises(ValueError, match=r"directory of the run .* Set a path outside"):
+            ui.export_html([ui_storage], output)
+    assert before == sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*"))
+
+
+def test_export_into_run_directory_writes_html_file(ui_storage: Path, tmp_path: Path) -> None:
+    shutil.copytree(ui_storage / "finished", tmp_path / "run")
+    output = tmp_path / "run" / "page.html"
+    assert ui.export_html([tmp_path / "run"], output).stat().st_size > 0
+
+
+def test_export_symbolic_link_is_followed_and_modes_are_kept(
+    ui_storage: Path, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old.html", tmp_path / "new.html"
+    old.touch(0o600)
+    umask = os.umask(0o027)
+    try:
+        for target in (old, new):
+            link = tmp_path / f"link-{target.name}"
+            link.symlink_to(target.name)
+            ui.export_html([ui_storage / "finished"], link)
+            assert link.is_symlink()
+    finally:
+        os.umask(umask)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (old, new)] == [0o600, 0o640]
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def test_export_special_file_is_written_directly(ui_storage: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    texts: list[str] = []
+    reader = threading.Thread(target=lambda: texts.append(pipe.read_text()), daemon=True)
+    reader.start()
+    ui.export_html([ui_storage / "finished"], pipe)
+    reader.join(60)
+    assert read_data(texts[0])["export"] is True
+    assert pipe.is_fifo()
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        ui.export_html([ui_storage / "finished"], full)
 
 
 def test_command_exports_and_serves_until_interrupted(ui_storage: Path, tmp_path: Path) -> None:

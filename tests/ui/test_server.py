@@ -76,6 +76,19 @@ def test_start_server_missing_storage_raises_lookup_error(tmp_path: Path) -> Non
         ui.start_server([tmp_path / "missing"], port=0)
 
 
+def test_runs_relative_storage_deleted_is_reported_as_missing_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "runs", "run", 1)
+    monkeypatch.chdir(tmp_path)
+    with ui.start_server(["runs"], port=0) as server:
+        client = Client(server.url)
+        version = client.get("api/runs")["version"]
+        shutil.rmtree(tmp_path / "runs")
+        (error,) = client.get("api/runs", after=version, wait=30)["errors"]
+    assert f"Storage path {tmp_path / 'runs'} does not exist." in error
+
+
 def test_list_run_summaries_equals_page(client: Client, ui_storage: Path) -> None:
     names = [run["name"] for run in ui.list_run_summaries([ui_storage])]
     assert names == [run["name"] for run in client.get("api/runs")["runs"]]

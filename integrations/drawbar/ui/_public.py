@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from drawbar.ui._catalog import RunIndex
 from drawbar.ui._export import render_page
+from drawbar.ui._output_file import check_output, write_output
 from drawbar.ui._server import UiServer, start_in_thread
 from drawbar.ui._summary import summarize_run
 
@@ -108,7 +108,8 @@ def export_html(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLi
 
     Args:
         paths: Storage paths, run directories, URIs, or names of runs in the default storage path.
-        output: File to write. An existing file is replaced when the new one is complete.
+        output: File to write. An existing file is replaced when the new one is complete. Symbolic
+            links are followed.
 
     Returns:
         The file.
@@ -116,7 +117,7 @@ def export_html(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLi
     Raises:
         LookupError: A path is neither a storage path nor a run.
         OSError: A path cannot be read, or the file cannot be written.
-        ValueError: There are no runs, or too many for one file.
+        ValueError: There are no runs, or too many for one file, or `output` is a file of a run.
 
     Example:
         Archive the page of a run::
@@ -124,20 +125,9 @@ def export_html(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLi
             ui.export_html(["/shared/runs/experiment"], "experiment.html")
     """
     path = Path(output)
+    check_output(path)
     index = _open_index(paths)
-    page = render_page(index, _make_info(index))
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(page)
-            file.flush()
-            os.chmod(temporary, 0o644)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    write_output(path, render_page(index, _make_info(index)))
     return path
 
 
@@ -170,11 +160,23 @@ def _open_index(paths: Sequence[str | os.PathLike[str]]) -> RunIndex:
     Raises:
         LookupError: None of the paths can be read.
     """
-    index = RunIndex([os.path.expanduser(os.fspath(path)) for path in paths])
+    index = RunIndex([_make_absolute(os.fspath(path)) for path in paths])
     runs = index.refresh()
     if paths and not runs and len(index.errors) >= len(paths):
         raise LookupError("; ".join(index.errors))
     return index
+
+
+def _make_absolute(path: str) -> str:
+    """Return the absolute path of a local path. URIs and names of runs stay as they are.
+
+    A relative path to a deleted directory would look like the name of a run.
+    """
+    path = os.path.expanduser(path)
+    is_local = "://" not in path and ("/" in path or os.path.exists(path))
+    if not is_local or path.startswith("~"):  # a user who does not exist, which is reported later
+        return path
+    return str(Path(path).absolute())
 
 
 def _make_info(index: RunIndex) -> dict[str, Any]:
