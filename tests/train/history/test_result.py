@@ -378,10 +378,10 @@ def test_iter_numbers_skips_non_finite_numbers() -> None:
 
 
 def add_later_fields(value: Any) -> Any:
-    """Add a field to each object of a journal line, except to the user's metrics and config."""
+    """Add a field to each object of a journal line, except to dicts with names of the user."""
     match value:
         case dict():
-            user_data = ("metrics", "config")
+            user_data = ("metrics", "config", "seconds")
             added = {k: v if k in user_data else add_later_fields(v) for k, v in value.items()}
             return {**added, "later": {"x": [1]}}
         case list():

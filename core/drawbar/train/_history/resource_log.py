@@ -73,6 +73,8 @@ class ResourceLog:
     def _write(self) -> None:
         with self._lock:
             samples, self._pending = self._pending, []
+        if self._has_failed:  # by a write that was scheduled earlier
+            return
         try:
             self._append(samples)
         except Exception as error:
