@@ -84,10 +84,12 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture
-def patient_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def patient_restarts() -> Iterator[None]:
     """Keep workers that take long to stop on a busy machine, instead of replacing them."""
-    monkeypatch.setattr(recovery, "RESTART_GRACE_SECONDS", 60)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(recovery, "RESTART_GRACE_SECONDS", 60)
+        yield
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ def fit(folder: Path, name: str, *, dies: bool) -> Result:
 
 
 @pytest.fixture(scope="module")
-def interrupted(ray_cluster: None, folder: Path) -> list[Trained]:
+def interrupted(ray_cluster: None, patient_restarts: None, folder: Path) -> list[Trained]:
     result = fit(folder, "interrupted", dies=True)
     assert [each.world_size for each in result.timeline.attempts] == [2, 2]
     return result.return_values
