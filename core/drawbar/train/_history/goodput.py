@@ -13,24 +13,6 @@ from dataclasses import dataclass, field
 CRASH_GAP = "crash_gap"
 """Part outside `hosted`: after a crash or a failure, no process hosted the run."""
 
-PART_DESCRIPTIONS = {
-    "productive": "training whose results the run still has",
-    "warmup": "excess of the first step of an attempt over its median step",
-    "data_wait": "waiting for the next batch",
-    "checkpoint_blocked": "saving checkpoints, and waiting for their commits",
-    "stalled": "ranks that made no progress for FailureConfig.stall_warning_after",
-    "placement": "from the start of the first attempt until its processes run",
-    "startup": "from there to the first line of the training function",
-    "restart": "from the end of an attempt to the first line of the next one",
-    "lost_work": "training that was repeated, or will be",
-    "unsaved": "training after the last checkpoint of a run that ended early",
-    "detection": "from a failure until Drawbar handled it",
-    "teardown": "from the end of the training function to the end of the run",
-    "other": "time that the journal does not explain, for example because it is damaged",
-    CRASH_GAP: "no process hosted the run after a crash or a failure",
-}
-"""Part of the time of a run, and its definition. Phases of the user are "phase:NAME"."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
