@@ -276,7 +276,7 @@ def test_standalone_launch_after_sigterm_to_process_group_cleans_up(
     assert process.stdout.readline() == "runs\n"
     os.killpg(process.pid, signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as `timeout` does
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (143, "cleanup\n"), err
     assert "Stopped by SIGTERM. Use --name run to resume from the latest checkpoint" in err
     assert '"outcome":"stopped"' in (tmp_path / "run/journal.jsonl").read_text().splitlines()[-1]
@@ -302,7 +302,7 @@ def test_launch_without_reachable_ray_prints_one_line_error(
             # The tests' Ray was started by a program, so others do not join it automatically.
             for options in (["--address", address], ["--standalone"], ["--detach"])
         ]
-        errors = [process.communicate(timeout=60)[1] for process in processes]
+        errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2, 2]
     assert f"drawbar: error: No Ray cluster at {address}: " in errors[0]
     assert "AF_UNIX" in errors[1]

@@ -26,7 +26,7 @@ def run_killed_twice(storage: Path, tracker: str, **options: Any) -> Path:
             capture_output=True,
             text=True,
             env=environment,
-            timeout=200,
+            timeout=300,
         )
         assert driver.returncode == expected, driver.stderr
         assert "has failed" not in driver.stderr

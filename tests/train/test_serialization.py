@@ -183,7 +183,7 @@ def test_detached_run_and_callbacks_receive_object_references(tmp_path: Path) ->
         result = fit(function, tmp_path, detached=True, callbacks=[callback])
     value, made, given = result.return_values[0]
     assert [value, ray.get(made), given] == [3, "made", threshold]
-    assert queue.get(timeout=10) == 3
+    assert queue.get(timeout=300) == 3
     with pytest.warns(
         UserWarning, match="rank . is lost, .*ObjectRef.* was lost when its Ray session ended"
     ):

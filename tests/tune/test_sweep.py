@@ -305,7 +305,7 @@ def test_sweep_after_driver_kill_resumes_from_tune_state(
 
     os.mkfifo(tmp_path / "go")
     with drivers(main, TUNE_GLOBAL_CHECKPOINT_S="1") as driver:
-        assert driver.wait(60) == -signal.SIGKILL
+        assert driver.wait(300) == -signal.SIGKILL
     left = list(tmp_path.glob("sweep/*/run_0/checkpoint_000000/pid"))
     wait_until_gone([int(pid.read_text()) for pid in left])
     trainable = DataParallelTrainer(function).as_trainable()

@@ -124,15 +124,19 @@ class Client:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.base + path, data=body, headers=names)
         try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
+            with urllib.request.urlopen(request, timeout=300) as reply:
                 return reply.status, reply.read(), dict(reply.headers)
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read(), dict(error.headers)
 
     def find_id(self, name: str) -> str:
-        """Return the id of a run."""
-        runs = {run["name"]: run["id"] for run in self.get("api/runs")["runs"]}
+        """Return the id of a run. The server can have read the list just before the run started."""
+        reply = self.get("api/runs")
+        runs = {run["name"]: run["id"] for run in reply["runs"]}
+        if name not in runs:
+            reply = self.get("api/runs", after=reply["version"], wait=30)
+            runs = {run["name"]: run["id"] for run in reply["runs"]}
         return str(runs[name])
 
 

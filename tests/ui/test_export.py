@@ -131,7 +131,7 @@ def test_command_exports_and_serves_until_interrupted(ui_storage: Path, tmp_path
         assert (status, headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
         assert data
         server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 0
+        assert server.wait(300) == 0
         assert server.stderr.read() == b""
 
 

@@ -44,7 +44,7 @@ def test_live_run_is_shown_and_stopped(tmp_path: Path) -> None:
                 assert line, "the driver ended early"
             driver.stdout.close()  # otherwise, the pipe could become full
             check_live_run(Client(server.url))
-            driver.wait(60)
+            driver.wait(300)
         finally:
             driver.kill()
 

@@ -315,7 +315,7 @@ def test_malformed_request_is_rejected(client: Client, lines: list[str]) -> None
     host = urlsplit(client.base).netloc
     request = "\r\n".join([*lines, "", ""]).replace("{host}", host)
     address = ("127.0.0.1", int(host.rpartition(":")[2]))
-    with socket.create_connection(address, timeout=60) as connection:
+    with socket.create_connection(address, timeout=300) as connection:
         connection.sendall(request.encode("latin-1"))
         status = connection.makefile("rb").readline().split()[1]
     assert status in (b"400", b"403")
@@ -325,7 +325,7 @@ def test_head_has_headers_of_get_and_no_body(client: Client) -> None:
     replies = []
     for method in ("HEAD", "GET"):
         request = urllib.request.Request(client.base, method=method)
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=300) as reply:
             replies.append((reply.status, reply.headers["Content-Length"], len(reply.read())))
     (_, length, size), get = replies
     assert size == 0

@@ -382,7 +382,7 @@ def test_notebook_display_updates_one_card_above_printed_lines() -> None:
     factory: Any = nbformat.v4  # has no types
     cell = factory.new_code_cell(f"{code}\nrun.start()\nrun.join()")
     notebook = factory.new_notebook(cells=[cell])
-    nbclient.NotebookClient(notebook, timeout=60).execute()
+    nbclient.NotebookClient(notebook, timeout=300).execute()
     outputs = notebook.cells[0].outputs
     cards = [
         output.data["text/plain"] for output in outputs if output.output_type == "display_data"

@@ -329,6 +329,6 @@ def test_fit_leaves_no_processes_or_placement_groups(run_config: RunConfig) -> N
     before = list_placement_groups()
     result = fit(os.getpid, run_config, num_workers=3)
     workers = [psutil.Process(pid) for pid in result.return_values if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    _, alive = psutil.wait_procs(workers, timeout=300)
     assert not alive
     assert list_placement_groups() <= before

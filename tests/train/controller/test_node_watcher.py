@@ -20,7 +20,7 @@ def test_node_watcher_reports_unresponsive_and_recovered_gcs(
     is_responding, notices = threading.Event(), list[str]()
 
     def get_draining_nodes() -> dict[str, int]:
-        assert is_responding.wait(60)
+        assert is_responding.wait(300)
         return {}
 
     async def watch() -> None:

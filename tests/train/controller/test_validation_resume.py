@@ -131,7 +131,7 @@ def test_run_end_waits_for_validation_and_prints_its_status(
             if "waiting for validations: checkpoint_000000 (running)" in line:
                 break
         driver.send_signal(signal.SIGINT)
-        _, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=300)
     assert driver.returncode == 3, err
     assert "Traceback" not in err
     assert_resumes(tmp_path)
@@ -162,7 +162,7 @@ def test_stop_while_waiting_for_validations_ends_the_run(
     run = start(function, validate, tmp_path, num_workers=1)
     wait_until_gone([int(*pipe.receive())], seconds=60)  # the validation gets its resources
     run.stop()
-    run.wait(timeout=60)
+    run.wait(timeout=300)
     assert run.status == "stopped"
     assert_resumes(tmp_path)
 
@@ -184,7 +184,7 @@ def test_stop_with_function_returning_without_checkpoint_ends_the_run(
     pipe.receive()
     run.stop()
     gate.open()
-    run.wait(timeout=60)
+    run.wait(timeout=300)
     assert run.status == "stopped"
     assert_resumes(tmp_path)
 

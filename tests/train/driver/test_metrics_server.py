@@ -37,7 +37,7 @@ def parse(text: str, name: str) -> Values:
 
 
 def scrape(port: int, path: str = "/metrics", host: str = "") -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     try:
         connection.request("GET", path, headers={"Host": host} if host else {})
         response = connection.getresponse()
@@ -123,7 +123,7 @@ def test_metrics_of_run_with_restart(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if checkpoint is None:
             raise ValueError("first attempt")
         url = f"http://127.0.0.1:{SERVER.port}/metrics"
-        with urllib.request.urlopen(url, timeout=60) as response:
+        with urllib.request.urlopen(url, timeout=300) as response:
             Path(config["output"]).write_bytes(response.read())
 
     fit(train_function, tmp_path, {"output": str(tmp_path / "metrics.txt")}, max_failures=1)

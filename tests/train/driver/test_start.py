@@ -136,7 +136,7 @@ def bare_cluster() -> Iterator[str]:
             processes = psutil.Process(head.pid).children(recursive=True)
             yield Path(folder, "ray_current_cluster").read_text().strip()
             head.terminate()
-            _, alive = psutil.wait_procs(processes, timeout=10)
+            _, alive = psutil.wait_procs(processes, timeout=300)
             for process in alive:
                 process.kill()
 

@@ -342,13 +342,13 @@ def test_ctrl_c_during_detached_fit_only_detaches(
     with drivers(main) as driver:
         pids = receive_pids(pipe, worker=1)["worker"]
         driver.send_signal(signal.SIGINT)
-        out, err = driver.communicate(timeout=60)
+        out, err = driver.communicate(timeout=300)
     assert driver.returncode == 0, err
     assert "no longer waiting for the detached run 'run', which continues" in out
     run = train.attach("run")
     assert run.status == "running"
     run.stop(save=False)
-    assert run.wait(timeout=60).metrics == {"step": 0}
+    assert run.wait(timeout=300).metrics == {"step": 0}
     assert run.status == "stopped"
     wait_until_gone(pids)
 
@@ -387,14 +387,14 @@ def test_suspended_host_raises_timeout_error_with_its_pid(
             assert "host does not reply" in repr(run)
             for future in futures:
                 with pytest.raises(TimeoutError, match=unresponsive):
-                    future.result(timeout=60)
+                    future.result(timeout=300)
         drivers.run(second_fit)
         with pytest.raises(TimeoutError, match=unresponsive):
             run.wait(timeout=1)
     finally:
         os.kill(host, signal.SIGCONT)
     finish_file.touch()
-    run.wait(timeout=60)
+    run.wait(timeout=300)
     assert f"(pid {host} on node" in capfd.readouterr().err
 
 
@@ -472,7 +472,7 @@ def test_attach_to_run_in_another_driver_works_by_path(
             with pytest.raises(LookupError, match="driver of another user or machine"):
                 train.attach(tmp_path / "run")
         run.stop(save=False)
-        assert run.wait(60).error is None
+        assert run.wait(300).error is None
         assert run.status == "stopped"
-        driver.wait(60)
+        driver.wait(300)
     assert driver.returncode == 0

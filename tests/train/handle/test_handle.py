@@ -144,7 +144,7 @@ def test_stop_without_saving_interrupts_functions(
     assert (os.getpid() in pids) == (num_workers == 0)
     run.stop(save=False)
     assert [pipe.receive() for _ in range(max(num_workers, 1))] == [["finally"]] * len(pids)
-    assert run.wait(timeout=60).checkpoint is None
+    assert run.wait(timeout=300).checkpoint is None
     assert run.status == "stopped"
 
 
@@ -154,7 +154,7 @@ def test_stop_while_waiting_for_resources_ends_run(run_config: RunConfig, pipe: 
     assert run.status == "starting"
     assert run.get_logs() == ""
     run.stop()
-    assert run.wait(timeout=60).checkpoint is None
+    assert run.wait(timeout=300).checkpoint is None
     assert run.status == "stopped"
 
 
@@ -171,10 +171,10 @@ def test_stop_during_dataset_factory_ends_run(run_config: RunConfig) -> None:
         scaling_config=ScalingConfig(num_workers=0),
         run_config=run_config,
     ).start()
-    assert has_started.wait(60)
+    assert has_started.wait(300)
     run.stop(save=False)
     try:
-        assert run.wait(timeout=30).checkpoint is None
+        assert run.wait(timeout=300).checkpoint is None
     finally:
         can_end.set()
     assert run.status == "stopped"
@@ -224,7 +224,7 @@ def test_program_exit_stops_run(
     with drivers(main) as driver:
         received = {pipe.receive()[0] for _ in range(3)}
         (tmp_path / "go").write_text("on")
-        _, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=300)
         wait_until_gone(int(pid) for pid in received - {"started"})
     assert driver.returncode == ending
     assert "the program ends without wait()" in err
@@ -322,8 +322,8 @@ def test_handle_of_suspended_and_killed_driver_shows_failed_run(
         assert (run.status, run.is_done, run.metrics) == ("running", False, {"step": 1})
         assert run.get_logs().startswith("printed\n")
         driver.kill()
-        driver.wait(60)
+        driver.wait(300)
     with pytest.raises(ControllerError, match="process that hosted the run died"):
-        run.wait(60)
+        run.wait(300)
     assert (run.status, run.is_done, run.metrics) == ("failed", True, {"step": 1})
     assert run.timeline.attempts[0].world_size == 1

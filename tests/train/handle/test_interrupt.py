@@ -80,7 +80,7 @@ def run_forever(pipe: Pipe) -> None:
 
 def assert_stopped(driver: subprocess.Popen[str], run: Path) -> None:
     """Assert that the driver ends soon with a `UserAbort` and a message about how to resume."""
-    out, err = driver.communicate(timeout=60)
+    out, err = driver.communicate(timeout=300)
     assert driver.returncode == ABORTED, err
     assert f"the run is in {run}. To resume from the latest checkpoint, if there is one" in out
     assert "Traceback" not in err
@@ -214,7 +214,7 @@ def test_ctrl_c_during_long_checksums_skips_them(tmp_path: Path, drivers: Driver
         while "Training has ended. Waiting for checksums" not in driver.stderr.readline():
             assert driver.poll() is None
         driver.send_signal(signal.SIGINT)
-        out, err = driver.communicate(timeout=60)
+        out, err = driver.communicate(timeout=300)
     assert driver.returncode == ABORTED, err
     assert "stopped by Ctrl-C" in out
     result = Result.from_path(tmp_path / "run")

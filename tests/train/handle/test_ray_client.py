@@ -62,7 +62,7 @@ def server() -> Iterator[str]:
             yield f"ray://127.0.0.1:{port}"
             processes = psutil.Process(head.pid).children(recursive=True)
             head.terminate()
-            _, alive = psutil.wait_procs(processes, timeout=10)
+            _, alive = psutil.wait_procs(processes, timeout=300)
             for process in alive:
                 process.kill()
 
@@ -181,7 +181,7 @@ def test_ray_client_ctrl_c_stops_run_but_not_detached_run(
     with drivers(main, **NO_TOKEN) as driver:
         pids = [int(pipe.receive()[1]) for _ in range(2)]
         driver.send_signal(signal.SIGINT)
-        out, err = driver.communicate(timeout=30)
+        out, err = driver.communicate(timeout=300)
     assert driver.returncode == 0, err
     assert "To resume from the latest checkpoint" in out
     assert drivers.run(attach, **NO_TOKEN)[0].splitlines()[-1] == "stopped"

@@ -30,6 +30,7 @@ KILLED_DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
 from drawbar import train
+from drawbar.train import runs
 
 folder = Path(sys.argv[1])
 
@@ -39,6 +40,8 @@ def function():
             train.report({"step": 0}, checkpoint=path)
         time.sleep(0.3)  # training
         train.report({"step": 1})
+        while len(runs.find_run(folder / "run").list_report_rows()) < 2:
+            pass  # the last report tells when the run was killed
         (folder / "killed").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -332,7 +332,7 @@ def test_driver_killed_while_writing_reports_loses_none_that_were_shown(
         fit(function, tmp_path, callbacks=[Recorder(tmp_path / "shown")])
 
     with drivers(main) as driver:
-        assert driver.wait(60) == -signal.SIGKILL, driver.communicate()
+        assert driver.wait(300) == -signal.SIGKILL, driver.communicate()
     shown = tmp_path / "shown"
     steps = [int(line) for line in shown.read_text().split()] if shown.exists() else []
     run = tmp_path / "run"

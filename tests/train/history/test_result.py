@@ -246,7 +246,7 @@ def test_result_of_interrupted_run_has_everything_before(tmp_path: Path, drivers
         os._exit(9)
 
     with drivers(lambda: fit(function, tmp_path)) as driver:
-        assert driver.wait(60) == 9
+        assert driver.wait(300) == 9
     result = Result.from_path(tmp_path / "run")
     assert result.error is None
     assert names(result) == ["checkpoint_000000"]

@@ -65,7 +65,7 @@ def test_full_disk_fails_the_run_with_path_and_size(
         DataParallelTrainer(function, scaling_config=scaling, run_config=config).fit()
 
     with drivers(main, XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:
-        _, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=300)
     assert "90 kB (90000 bytes)" in err
     assert f"{tmp_path}/run" in err
     assert "File too large" in err
@@ -149,7 +149,7 @@ def test_trainer_that_cannot_be_saved_keeps_previous_one(tmp_path: Path, drivers
         DataParallelTrainer(lambda: large, scaling_config=local, run_config=run_config).fit()
 
     with drivers(main) as driver:
-        _, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=300)
     assert f"to {tmp_path}/run/trainer.pkl failed: File too large" in err
     assert not list((tmp_path / "run").glob(".drawbar*"))
     assert DataParallelTrainer.restore(tmp_path / "run").fit().return_value == "small"

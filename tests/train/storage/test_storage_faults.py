@@ -186,7 +186,7 @@ def test_slow_upload_logs_warning(
 
     def wait_for_notice(path: str) -> None:
         if path.endswith("/model"):
-            assert has_warned.wait(30)
+            assert has_warned.wait(300)
 
     try:
         fit(lambda: save("0"), tmp_path, Faulty(wait_for_notice))
@@ -233,7 +233,7 @@ def test_stuck_upload_does_not_delay_error(tmp_path: Path) -> None:
 
     def before_write(path: str) -> None:
         if path.endswith("/model"):
-            ended.wait(30)
+            ended.wait(300)
 
     def function() -> None:
         save("0", checkpoint_upload_mode=ASYNC)
@@ -257,7 +257,7 @@ def test_restart_waits_for_uploads_of_previous_attempt(tmp_path: Path) -> None:
 
     def before_write(path: str) -> None:
         if path.endswith("/model") and not overlaps:
-            assert failed.wait(30)
+            assert failed.wait(300)
             overlaps.append(bool(select.select([reader], [], [], 0.5)[0]))
 
     def function() -> None:

@@ -98,7 +98,7 @@ def test_capture_sends_output_of_child_without_python_output(log: Path) -> None:
 
     with capture_output(log, send, errors_only=False, redirect_fds=True):
         subprocess.run(["echo", "a child"], check=True)
-        assert is_sent.wait(10)
+        assert is_sent.wait(300)
     assert sent == [OutputLine(text="a child", stream="stderr")]
 
 

@@ -63,7 +63,7 @@ def test_outbox_urgent_message_flushes_buffered_reports(outbox: Outbox, urgent: 
     consumer.start()
     outbox.put(report(1, is_buffered=True))
     outbox.put(urgent)
-    consumer.join(timeout=60)
+    consumer.join(timeout=300)
     outbox.put(report(3, is_buffered=False))  # the next batch must not contain earlier reports
     assert batches == [[report(1, is_buffered=True), urgent]]
     assert outbox.take_batch() == [report(3, is_buffered=False)]

@@ -287,7 +287,7 @@ def test_upload_fn_that_is_slow_logs_a_warning(
             return True
 
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-            texts.append(messages.get(timeout=60))
+            texts.append(messages.get(timeout=300))
             return checkpoint
 
         logger = logging.getLogger("drawbar.train")

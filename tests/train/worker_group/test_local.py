@@ -137,7 +137,7 @@ def test_local_fit_does_not_start_ray(tmp_path: Path, drivers: Drivers) -> None:
         print("ray:", ray.is_initialized())
 
     with drivers(main) as driver:
-        out, _ = driver.communicate(timeout=60)
+        out, _ = driver.communicate(timeout=300)
     assert out == "ray: False\n"
 
 
@@ -175,7 +175,7 @@ def overlap(name: str) -> None:
         "second": (_second_runs, _first_has_ended),
     }[name]
     is_running.set()
-    assert awaited.wait(60)
+    assert awaited.wait(300)
     train.report({"from": name})
 
 
@@ -185,7 +185,7 @@ def test_concurrent_local_runs_receive_their_own_reports(tmp_path: Path) -> None
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(run, "first")
-        assert _first_runs.wait(60)
+        assert _first_runs.wait(300)
         second = pool.submit(run, "second")
         assert first.result(60) == {"from": "first"}
         _first_has_ended.set()

@@ -113,7 +113,7 @@ def test_failure_with_async_checkpoint_in_flight_ends_process(
         raise ValueError("boom")
 
     with drivers(lambda: fit(function, tmp_path)) as driver:
-        _, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=300)
     assert "WorkerGroupError: rank 0: ValueError: boom" in err
 
 

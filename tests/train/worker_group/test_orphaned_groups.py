@@ -37,12 +37,12 @@ class Trial:
         callback = SetsEvent()
         config = RunConfig(storage_path=path, callbacks=[callback])
         self.run = DataParallelTrainer(endless, scaling_config=ALL, run_config=config).start()
-        assert callback.event.wait(60)
+        assert callback.event.wait(300)
 
     def fit(self, path: Path) -> str:
         config = RunConfig(storage_path=path)
         trainer = DataParallelTrainer(train.get_context, scaling_config=ALL, run_config=config)
-        return trainer.start().wait(timeout=60).path
+        return trainer.start().wait(timeout=300).path
 
 
 def endless() -> None:
