@@ -33,6 +33,7 @@ def start_nodes_without_time_limits() -> None:
 
     get_node: Any = services.get_node
     start_raylet: Any = services.start_raylet
+    raylets: list[Any] = []
     if get_node.__name__ == "get_registered_node":
         return
 
@@ -41,14 +42,41 @@ def start_nodes_without_time_limits() -> None:
             try:
                 return get_node(*args, **options)
             except RuntimeError:
+                for raylet in raylets[-1:]:
+                    _check_runs(raylet)
                 time.sleep(0.1)  # Ray has no event for it
 
     def start_raylet_with_ports(*args: Any, **options: Any) -> Any:
         ports = find_free_ports(len(AGENT_PORTS))
-        return start_raylet(*args, **options | dict(zip(AGENT_PORTS, ports, strict=True)))
+        raylet = start_raylet(*args, **options | dict(zip(AGENT_PORTS, ports, strict=True)))
+        raylets.append(raylet)
+        return raylet
 
     services.get_node = get_registered_node
     services.start_raylet = start_raylet_with_ports
+
+
+def wait_for_nodes(cluster: Any) -> None:
+    """Wait until all nodes of a `ray.cluster_utils.Cluster` have registered, without time limit.
+
+    Raises:
+        RuntimeError: A node has ended.
+    """
+    while True:
+        with contextlib.suppress(TimeoutError):
+            cluster.wait_for_nodes(timeout=5)
+            return
+        for node in cluster.list_all_nodes():
+            for raylet in node.all_processes["raylet"]:
+                _check_runs(raylet)
+
+
+def _check_runs(raylet: Any) -> None:
+    if (code := raylet.process.poll()) is not None:
+        log = Path(raylet.stdout_file).read_text(errors="replace") if raylet.stdout_file else ""
+        raise RuntimeError(
+            f"The raylet of a new node ended with exit status {code}:\n{log[-3000:]}"
+        )
 
 
 def find_free_ports(count: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -33,7 +32,7 @@ from drawbar.train import (
 )
 from drawbar.train._worker.worker_env import count_available_cores
 from tests import _ray_compat
-from tests._ray_compat import start_nodes_without_time_limits
+from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers, Pipe
@@ -272,7 +271,7 @@ def test_ranks_on_two_nodes_are_contiguous_and_trials_get_env(
         start_nodes_without_time_limits()
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
         far = cluster.add_node(wait=False, num_cpus=2, resources={"far": 1})
-        cluster.wait_for_nodes(timeout=math.inf)
+        wait_for_nodes(cluster)
         ray.init(address=cluster.address)
         values = fit(where, run_config, scaling_config=ScalingConfig(num_workers=4)).return_values
         (tmp_path / "script.py").write_text(WHERE_SCRIPT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests._ray_compat import start_nodes_without_time_limits
+from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
 DriversFixture = Callable[..., Any]
 SHOWN = "shown: "
@@ -44,11 +43,11 @@ class Stage:
         start_nodes_without_time_limits()
         head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "wait": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.cluster.wait_for_nodes(timeout=math.inf)
+        wait_for_nodes(self.cluster)
         self.nodes: list[Any] = []
         for _ in range(nodes):
             self.add_node()
-        self.cluster.wait_for_nodes(timeout=math.inf)
+        wait_for_nodes(self.cluster)
         ray.init(address=self.cluster.address, logging_level=logging.ERROR, log_to_driver=False)
 
     def fit(self, name: str, function: Any, num_workers: Any) -> threading.Thread:
