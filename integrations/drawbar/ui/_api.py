@@ -11,6 +11,7 @@ from drawbar.ui._compare import MAX_RUNS, compare_curves, compare_runs
 from drawbar.ui._curves import MAX_CURVES, MAX_POINTS, CurveQuery, make_curves
 from drawbar.ui._logs import read_log_part
 from drawbar.ui._ranks import describe_ranks
+from drawbar.ui._resources import describe_resources
 from drawbar.ui._run_page import describe_run
 from drawbar.ui._summary import summarize_run
 
@@ -144,6 +145,8 @@ class Api:
                 return self._read_log(run, query)
             case "ranks":
                 return describe_ranks(run)
+            case "resources":
+                return describe_resources(run)
             case "stacks":
                 return _read_stacks(run)
             case "verify":

@@ -18,6 +18,7 @@ from drawbar.ui._curves import CurveQuery, list_numeric_metrics, make_curves
 from drawbar.ui._logs import read_log_part
 from drawbar.ui._plain import encode_json_for_html
 from drawbar.ui._ranks import describe_ranks
+from drawbar.ui._resources import describe_resources
 from drawbar.ui._run_page import describe_run
 from drawbar.ui._summary import summarize_run
 
@@ -72,7 +73,11 @@ def _collect(run: IndexedRun) -> dict[str, Any]:
     base = f"api/runs/{run.id}"
     page = describe_run(run)
     metrics = list_numeric_metrics(run)[:_MAX_METRICS]
-    replies: dict[str, Any] = {base: page, f"{base}/ranks": describe_ranks(run)}
+    replies: dict[str, Any] = {
+        base: page,
+        f"{base}/ranks": describe_ranks(run),
+        f"{base}/resources": describe_resources(run),
+    }
     for ranks, x in itertools.product(("lowest", "band"), ("step", "time")):
         query = CurveQuery(metrics, points=_POINTS, ranks=ranks, x=x)
         replies[f"{base}/curves?ranks={ranks}&x={x}"] = make_curves(run, query)

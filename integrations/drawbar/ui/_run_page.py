@@ -48,11 +48,12 @@ def _describe(run: IndexedRun, spans: Sequence[AttemptSpan]) -> dict[str, Any]:
     starts = [event for event in run.events if event["event"] == "run_started"]
     checkpoints = _list_checkpoints(run, spans)
     stored = [checkpoint for checkpoint in checkpoints if checkpoint["state"] == "stored"]
+    last_start = starts[-1] if starts else {}
     versions = {"drawbar": record.drawbar_version} if record.drawbar_version else {}
     stalled = list_stalled(run) if run.is_active else []
     return {
         "drawbar_version": record.drawbar_version,
-        "run_id": starts[-1]["run_id"] if starts else "",
+        "run_id": last_start.get("run_id", ""),
         "failure": find_failure(run),
         "stalled": stalled,
         "resume": describe_resume(run, stored[-1] if stored else None),
@@ -66,8 +67,8 @@ def _describe(run: IndexedRun, spans: Sequence[AttemptSpan]) -> dict[str, Any]:
             name: value if isinstance(value, str) else repr(value)
             for name, value in flatten_settings(record.config).items()
         },
-        "environment": None,
-        "versions": versions,
+        "environment": last_start.get("environment") or None,
+        "versions": {**versions, **last_start.get("versions", {})},
         "notes": [],
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from drawbar.train import RunConfig
-from drawbar.train._config.secrets import REDACTED, redact_settings
+from drawbar.train._config.secrets import REDACTED, redact_arguments, redact_settings
 from drawbar.train._driver.resume import list_config_changes
 from tests.train.runs import fit
 
@@ -123,3 +123,16 @@ def test_redact_settings_shows_arrays_unchanged() -> None:
         "a": repr(array),
         "b": "{'hf_token': <secret>}",
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train.py", "--hf_token", S, "--lr", "0.1"], "train.py --hf_token <secret> --lr 0.1"),
+        (["train.py", f"--api-key={S}"], "train.py --api-key=<secret>"),
+        (["train.py", f"postgres://ann:{S}@host/db"], "train.py postgres://ann:<secret>@host/db"),
+        (["train.py", "--max_tokens", "5", "a b"], "train.py --max_tokens 5 'a b'"),
+    ],
+)
+def test_secret_in_command_is_redacted(arguments: list[str], text: str) -> None:
+    assert redact_arguments(arguments) == text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 
 REDACTED = "<secret>"
 
@@ -76,6 +77,16 @@ def _redact_value(key: str, value: object, secret_keys: Collection[str]) -> obje
         )
         return type(value)(items)
     return value
+
+
+def redact_arguments(arguments: Sequence[str]) -> str:
+    """Return the text of a command, with the values of options such as `--api-key` redacted."""
+    redacted = []
+    is_secret = False
+    for argument in arguments:
+        redacted.append(REDACTED if is_secret else redact_text(shlex.quote(argument)))
+        is_secret = argument.startswith("-") and is_secret_key(argument.lstrip("-"))
+    return " ".join(redacted)
 
 
 def redact_text(text: str) -> str:

@@ -18,6 +18,7 @@ from drawbar.train._controller.decisions import count_used_budget
 from drawbar.train._controller.run import OpenRun, RunSpec
 from drawbar.train._driver.preflight import check_storage_path
 from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
+from drawbar.train._driver.run_environment import describe_environment, list_versions
 from drawbar.train._history.events import (
     AttemptEndCause,
     AttemptEnded,
@@ -232,6 +233,8 @@ def _journal_run_start(
         detached=spec.run_config.detached,
         function=spec.function,
         drawbar_version=importlib.metadata.version("drawbar"),
+        environment=describe_environment(spec.worker_spec.driver_env),
+        versions=list_versions(),
     )
     deleted = [CheckpointDeleted(time=now, name=name) for name in existing.damaged]
     commits = _find_unjournaled_commits(existing)

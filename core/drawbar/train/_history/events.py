@@ -55,6 +55,8 @@ class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
         function: Identity of the training function.
         format_version: Format version of the events from here on.
         drawbar_version: Version of Drawbar; "" in journals of earlier versions.
+        environment: Command, directory, host, system, and Python version of the driver.
+        versions: Versions of the installed frameworks, by the names of their packages.
     """
 
     run_id: str
@@ -64,6 +66,8 @@ class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
     function: FunctionIdentity | None = None
     format_version: int = JOURNAL_FORMAT
     drawbar_version: str = ""
+    environment: dict[str, str] = {}
+    versions: dict[str, str] = {}
 
 
 class AttemptStarted(JournalEntry, frozen=True, kw_only=True, tag="attempt_started"):

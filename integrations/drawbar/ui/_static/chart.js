@@ -9,15 +9,16 @@ export const COLORS = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 /**
  * @param lines [{label, x, y, color, dash, isRaw, width}], each with its own x values
  * @param band null | {x, min, max}
+ * @param format text of a value, if it is not a plain number
  */
-export function Chart({title, lines, band, isLog, isTime, marks = [], isLarge, sync}) {
+export function Chart({title, lines, band, isLog, isTime, marks = [], isLarge, sync, format = number}) {
   const [ref, width] = useWidth();
   const box = useRef(null);
   const theme = useTheme();
   const [cursor, setCursor] = useState(null);
   useLayoutEffect(() => {
     if (!width || !box.current) return undefined;
-    const plot = new uPlot(makeOptions({lines, band, isLog, isTime, marks, width, height: isLarge ? 260 : 180, sync, setCursor}),
+    const plot = new uPlot(makeOptions({lines, band, isLog, isTime, marks, width, height: isLarge ? 260 : 180, sync, setCursor, format: format === number ? shortNumber : format}),
       align(lines, band, isLog), box.current);
     // uPlot chooses 0 to 100 for one point.
     if (plot.data[0].length === 1) plot.setScale("x", {min: plot.data[0][0] - 1, max: plot.data[0][0] + 1});
@@ -27,11 +28,11 @@ export function Chart({title, lines, band, isLog, isTime, marks = [], isLarge, s
   const main = lines.find((line) => !line.isRaw);
   const last = main && lastValue(main.y);
   const values = cursor
-    ? `${isTime ? duration(cursor.x) : number(cursor.x)}: ${cursor.values.slice(0, 4).map((each) => `${lines.length > 2 ? `${each.label} ` : ""}${number(each.y)}`).join(", ")}`
-    : isNumber(last) ? number(last) : "";
+    ? `${isTime ? duration(cursor.x) : number(cursor.x)}: ${cursor.values.slice(0, 4).map((each) => `${lines.length > 2 ? `${each.label} ` : ""}${format(each.y)}`).join(", ")}`
+    : isNumber(last) ? format(last) : "";
   return html`<figcaption><b>${title}</b><span>${values}</span></figcaption>
     <div ref=${ref}><div class=${isLarge ? "plot large" : "plot"} ref=${box} role="img"
-      aria-label=${`${title}: ${isNumber(last) ? `last value ${number(last)}` : "no values"}, over ${isTime ? "time" : "steps"}`}></div></div>`;
+      aria-label=${`${title}: ${isNumber(last) ? `last value ${format(last)}` : "no values"}, over ${isTime ? "time" : "steps"}`}></div></div>`;
 }
 
 function lastValue(values) {
@@ -60,7 +61,7 @@ function sorted([x, ...columns]) {
   return [unique, ...columns];
 }
 
-function makeOptions({lines, band, isLog, isTime, marks, width, height, sync, setCursor}) {
+function makeOptions({lines, band, isLog, isTime, marks, width, height, sync, setCursor, format}) {
   const [grid, muted, soft, bad, text] = colors("grid", "muted", "accent-soft", "bad", "text");
   const palette = colors(...lines.map((line) => line.color));
   const isSingle = lines.every((line) => line.x.length <= 1);
@@ -81,7 +82,7 @@ function makeOptions({lines, band, isLog, isTime, marks, width, height, sync, se
     axes: [
       {...axis, size: 26, space: 60, values: (_, ticks) => ticks.map((tick) => (isTime ? duration(tick) : shortNumber(tick))),
         incrs: isTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7]},
-      {...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shortNumber(tick)))},
+      {...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick)))},
     ],
     series: [{}, ...series],
     hooks: {

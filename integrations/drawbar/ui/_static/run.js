@@ -7,6 +7,7 @@ import {Timeline} from "./timeline.js";
 import {Metrics} from "./metrics.js";
 import {Goodput} from "./goodput.js";
 import {Ranks} from "./ranks.js";
+import {Resources} from "./resources.js";
 import {Logs} from "./logs.js";
 import {Attempts, Checkpoints, Settings, Workers} from "./details.js";
 
@@ -29,6 +30,7 @@ export function RunPage({id, data, info}) {
     </div>
     <${Attempts} attempts=${data.attempts || []} />
     <${Checkpoints} data=${data} select=${setCheckpoint} />
+    <${Resources} id=${id} version=${version} />
     <${Logs} id=${id} data=${data} />
     <${Workers} id=${id} data=${data} />
     <${Settings} data=${data} />`;

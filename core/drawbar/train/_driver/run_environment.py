@@ -1,0 +1,51 @@
+"""Describe the environment in which a run starts, for its journal."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import re
+
+from drawbar.train._config.secrets import redact_arguments
+from drawbar.train._driver_env import DriverEnvironment
+
+_PACKAGES = (
+    *("ray", "torch", "lightning", "pytorch-lightning", "transformers", "accelerate", "deepspeed"),
+    *("tensorflow", "keras", "jax", "xgboost", "xgboost-cpu", "lightgbm", "numpy"),
+)
+
+
+def describe_environment(driver: DriverEnvironment | None) -> dict[str, str]:
+    """Return the command, directory, host, system, and Python of a driver, with secrets redacted.
+
+    Args:
+        driver: Environment of the driver; None if it is unknown.
+    """
+    command = {}
+    if driver is not None:
+        command = {
+            "command": redact_arguments(driver.argv),
+            "directory": driver.working_directory,
+        }
+    return {**command, "host": platform.node(), **_describe_system()}
+
+
+@functools.cache
+def _describe_system() -> dict[str, str]:
+    return {"system": platform.platform(), "python": platform.python_version()}
+
+
+@functools.cache
+def list_versions() -> dict[str, str]:
+    """Return the versions of the installed frameworks, by the names of their packages."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            metadata = importlib.metadata.distribution(name).read_text("METADATA") or ""
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # importlib.metadata.version() would parse the whole file, which takes ten times as long.
+        if version := re.search(r"^Version: *(\S+)", metadata, re.MULTILINE):
+            versions[name] = version[1]
+    return versions
