@@ -64,7 +64,7 @@ def test_resources_are_shown_for_each_node(run_folder: Path) -> None:
     assert memory == {"gpu": [100, 200], "cpu": [300]}
     assert [line["y"] for line in charts["GPU, average"]] == [[50, 50]]
     assert [line["y"] for line in charts["GPU memory"]] == [[2**31, 2**31]]
-    assert (reply["num_nodes"], reply["num_shown"]) == (2, 2)
+    assert (reply["nodes"], reply["num_nodes"]) == (["gpu", "cpu"], 2)
 
 
 def test_resources_of_long_runs_keep_peaks(run_folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_resources_of_long_runs_keep_peaks(run_folder: Path) -> None:
 def test_resources_of_many_nodes_say_how_many_are_shown(run_folder: Path) -> None:
     samples = [make_sample(f"node-{number}", 1.0, 1) for number in range(100)]
     reply = read_resources(run_folder, samples)
-    assert (reply["num_nodes"], reply["num_shown"]) == (100, 16)
+    assert (len(reply["nodes"]), reply["num_nodes"]) == (16, 100)
     assert all(len(chart["lines"]) == 16 for chart in reply["charts"])
 
 

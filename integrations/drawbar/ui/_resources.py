@@ -54,7 +54,7 @@ def _describe(run: IndexedRun) -> dict[str, Any]:
         for name, unit, get_value, combine in _CHARTS
         if (lines := _make_lines(shown, start, get_value, combine))
     ]
-    return {"charts": charts, "num_nodes": len(nodes), "num_shown": len(shown)}
+    return {"charts": charts, "nodes": list(shown), "num_nodes": len(nodes)}
 
 
 def _make_lines(

@@ -6,6 +6,12 @@ import uPlot from "./vendor/uplot.js";
 export const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3], [12, 4], [4, 4], [1, 3], [9, 2, 2, 2, 2, 2]];
 export const COLORS = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 
+/** A short piece of a line, for legends. */
+export function LineSample({color, dash}) {
+  return html`<svg width="34" height="8" aria-hidden="true" style=${{display: "inline-block", marginRight: "8px"}}><line x1="0" x2="34" y1="4" y2="4"
+    stroke=${`var(--${color})`} stroke-width="2.5" stroke-dasharray=${dash.join(" ") || "none"} /></svg>`;
+}
+
 /**
  * @param lines [{label, x, y, color, dash, isRaw, width}], each with its own x values
  * @param band null | {x, min, max}
@@ -25,14 +31,15 @@ export function Chart({title, lines, band, isLog, isTime, marks = [], isLarge, s
     return () => plot.destroy();
   }, [width, lines, band, isLog, isTime, isLarge, theme]);
   useEffect(() => setCursor(null), [lines]);
-  const main = lines.find((line) => !line.isRaw);
-  const last = main && lastValue(main.y);
+  const lasts = lines.filter((line) => !line.isRaw).map((line) => lastValue(line.y)).filter(isNumber);
+  const [low, high] = [Math.min(...lasts), Math.max(...lasts)];
+  const last = !lasts.length ? "" : low === high ? format(low) : `${format(low)} to ${format(high)}`;
   const values = cursor
     ? `${isTime ? duration(cursor.x) : number(cursor.x)}: ${cursor.values.slice(0, 4).map((each) => `${lines.length > 2 ? `${each.label} ` : ""}${format(each.y)}`).join(", ")}`
-    : isNumber(last) ? format(last) : "";
+    : last;
   return html`<figcaption><b>${title}</b><span>${values}</span></figcaption>
     <div ref=${ref}><div class=${isLarge ? "plot large" : "plot"} ref=${box} role="img"
-      aria-label=${`${title}: ${isNumber(last) ? `last value ${format(last)}` : "no values"}, over ${isTime ? "time" : "steps"}`}></div></div>`;
+      aria-label=${`${title}: ${last ? `last value ${last}` : "no values"}, over ${isTime ? "time" : "steps"}`}></div></div>`;
 }
 
 function lastValue(values) {
@@ -80,7 +87,7 @@ function makeOptions({lines, band, isLog, isTime, marks, width, height, sync, se
     cursor: {y: false, points: {size: 6, fill: text}, sync: sync ? {key: sync} : undefined, drag: {x: true, y: false}},
     scales: {x: {time: false, range: xRange}, y: isLog ? {distr: 3, range: logRange} : {range: yRange}},
     axes: [
-      {...axis, size: 26, space: 60, values: (_, ticks) => ticks.map((tick) => (isTime ? duration(tick) : shortNumber(tick))),
+      {...axis, size: 26, space: isTime ? 100 : 60, values: (_, ticks) => ticks.map((tick) => (isTime ? duration(tick) : shortNumber(tick))),
         incrs: isTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7]},
       {...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick)))},
     ],

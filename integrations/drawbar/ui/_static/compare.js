@@ -2,7 +2,7 @@
 import {html, useEffect, useMemo, useState, useVisible} from "./lib.js";
 import {exported, useGet} from "./api.js";
 import {duration, number, percent, plural} from "./format.js";
-import {COLORS, Chart, DASHES, smooth} from "./chart.js";
+import {COLORS, Chart, DASHES, LineSample, smooth} from "./chart.js";
 import {CurveLoader} from "./curves.js";
 import {Controls} from "./metrics.js";
 import {State} from "./states.js";
@@ -33,16 +33,11 @@ export function Compare({ids}) {
     <${Values} title="Last metrics" rows=${data.metrics} columns=${columns} runs=${runs} />`;
 }
 
-function Sample({index}) {
-  return html`<svg width="34" height="8" aria-hidden="true" style=${{display: "inline-block", marginRight: "8px"}}><line x1="0" x2="34" y1="4" y2="4"
-    stroke=${`var(--${COLORS[index]})`} stroke-width="2.5" stroke-dasharray=${DASHES[index].join(" ") || "none"} /></svg>`;
-}
-
 function Runs({runs}) {
   return html`<section aria-label="Runs"><h2>${plural(runs.length, "run")}</h2><div class="scroll wide" tabindex="0" role="region" aria-label="Table of runs"><table>
     <thead><tr><th scope="col">Run</th><th scope="col">State</th><th scope="col" class="n">Duration</th><th scope="col" class="n">Attempts</th>
       <th scope="col" class="n">Workers</th><th scope="col" class="n">Goodput</th></tr></thead>
-    <tbody>${runs.map((run, index) => html`<tr><th scope="row" class="name"><${Sample} index=${index} /><a href=${`#/run/${encodeURIComponent(run.id)}`}>${run.name}</a></th>
+    <tbody>${runs.map((run, index) => html`<tr><th scope="row" class="name"><${LineSample} color=${COLORS[index]} dash=${DASHES[index]} /><a href=${`#/run/${encodeURIComponent(run.id)}`}>${run.name}</a></th>
       <td><${State} run=${run} /></td><td class="n">${duration(run.duration)}</td><td class="n">${number(run.attempts)}</td>
       <td class="n">${number(run.world_size)}</td><td class="n">${percent(run.goodput)}</td></tr>`)}</tbody></table></div></section>`;
 }
@@ -77,7 +72,7 @@ function isDifferent(row, columns) {
 
 function Values({title, rows, columns, runs, empty, action}) {
   return html`<section aria-label=${title}><h2>${title}<span class="spacer"></span>${action}</h2>
-    ${rows.length ? html`<div class="scroll wide" tabindex="0" role="region" aria-label=${title}><table><thead><tr><th scope="col">Name</th>${runs.map((run, index) => html`<th scope="col"><${Sample} index=${index} />${run.name}</th>`)}</tr></thead>
+    ${rows.length ? html`<div class="scroll wide" tabindex="0" role="region" aria-label=${title}><table><thead><tr><th scope="col">Name</th>${runs.map((run, index) => html`<th scope="col"><${LineSample} color=${COLORS[index]} dash=${DASHES[index]} />${run.name}</th>`)}</tr></thead>
       <tbody>${rows.map((row) => html`<tr><th scope="row">${row.name}${isDifferent(row, columns) ? html`<span class="hidden-label"> (differs)</span>` : ""}</th>
         ${columns.map((column) => html`<td>${number(row.values[column])}</td>`)}</tr>`)}</tbody></table></div>` : html`<p class="muted">${empty || "None."}</p>`}</section>`;
 }
