@@ -108,7 +108,7 @@ def test_show_prints_attempts_checkpoints_metrics_and_error(
     cli: Command, shared_storage: Path
 ) -> None:
     shown = cli("show", shared_storage / "failed").out
-    assert "attempt 0: 1 workers" in shown
+    assert "attempt 0: 1 worker," in shown
     assert "ValueError: boom" in shown
     assert f"arguments of your RunConfig: name='failed', storage_path='{shared_storage}'." in shown
     assert "checkpoint_000000" in shown

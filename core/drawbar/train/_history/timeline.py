@@ -68,10 +68,9 @@ class AttemptTimes:
 
     def __str__(self) -> str:
         startup, total = _format_seconds(self.startup_seconds), _format_seconds(self.total_seconds)
+        workers = f"{self.world_size} worker{'' if self.world_size == 1 else 's'}"
         return (
-            f"attempt {self.attempt}: {self.world_size} workers, "
-            f"start-up {startup}, total {total}, "
-            f"{self.outcome}"
+            f"attempt {self.attempt}: {workers}, start-up {startup}, total {total}, {self.outcome}"
         )
 
 

@@ -30,6 +30,7 @@ from drawbar.train import Manifest
 from drawbar.train.runs import RunRecord
 
 _ENDED = ("finished", "failed", "stopped")
+_MAX_METRIC_WIDTH = 40
 
 
 ShowRanks = Annotated[bool, typer.Option("--ranks", help="Show where the time of each rank went.")]
@@ -179,13 +180,17 @@ def _format_row(checkpoint: Manifest) -> tuple[str, ...]:
     )
 
 
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_METRIC_WIDTH else f"{text[: _MAX_METRIC_WIDTH - 3]}..."
+
+
 def _write_metrics(record: RunRecord) -> None:
     curves = record.get_curves(is_sampled=True)
     latest = flatten(record.metrics or {})
     if latest:
         print("\nMetrics")
         rows = [
-            (name, format_value(value), sparkline(list(curves.get(name, {}).values())))
+            (name, _shorten(format_value(value)), sparkline(list(curves.get(name, {}).values())))
             for name, value in latest.items()
         ]
         write_table(rows, "  ")
