@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import socket
 import sys
@@ -27,10 +28,14 @@ def start_nodes_without_time_limits() -> None:
 
     Ray waits 30 s until a node has registered, and a node waits 15 s for the ports that its agents
     choose (https://github.com/ray-project/ray/issues/65983). Neither limit can be configured. Here,
-    the ports are chosen for the agents, and the timeout of pytest is the only limit.
+    the ports are chosen for the agents, and the timeout of pytest is the only limit. A node waits
+    for the file with the port of the dashboard's agent even if its port was chosen.
     """
+    from ray import _raylet
     from ray._private import services
 
+    persist_port: Any = getattr(_raylet, "persist_port")  # noqa: B009  # Ray has no types here
+    port_name = getattr(_raylet, "DASHBOARD_AGENT_LISTEN_PORT_NAME")  # noqa: B009
     get_node: Any = services.get_node
     start_raylet: Any = services.start_raylet
     raylets: list[Any] = []
@@ -47,6 +52,8 @@ def start_nodes_without_time_limits() -> None:
                 time.sleep(0.1)  # Ray has no event for it
 
     def start_raylet_with_ports(*args: Any, **options: Any) -> Any:
+        arguments = inspect.signature(start_raylet).bind(*args, **options).arguments
+        persist_port(arguments["session_dir"], arguments["node_id"], port_name, -1)  # no server
         ports = find_free_ports(len(AGENT_PORTS))
         raylet = start_raylet(*args, **options | dict(zip(AGENT_PORTS, ports, strict=True)))
         raylets.append(raylet)
