@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drawbar.train import RunConfig
+from drawbar.train import RunConfig, runs
 from drawbar.train._config.secrets import REDACTED, redact_arguments, redact_settings
 from drawbar.train._driver.resume import list_config_changes
 from tests.train.runs import fit
@@ -136,3 +137,13 @@ def test_redact_settings_shows_arrays_unchanged() -> None:
 )
 def test_secret_in_command_is_redacted(arguments: list[str], text: str) -> None:
     assert redact_arguments(arguments) == text
+
+
+def test_command_that_is_not_utf8_is_journaled(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", os.fsdecode(b"--name=a\xff"), f"--api-key={S}"])
+    result = fit(lambda: None, run_config, num_workers=0)
+    (start, *_) = runs.find_run(result.path).list_events()
+    environment: Any = start["environment"]
+    assert environment["command"] == r"train.py '--name=a\udcff' --api-key=<secret>"

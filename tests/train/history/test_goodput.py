@@ -41,7 +41,7 @@ def function():
         time.sleep(0.3)  # training
         train.report({"step": 1})
         while len(runs.find_run(folder / "run").list_report_rows()) < 2:
-            pass  # the last report tells when the run was killed
+            pass  # the last report has the time at which the run was killed
         (folder / "killed").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -28,7 +28,9 @@ def describe_environment(driver: DriverEnvironment | None) -> dict[str, str]:
             "command": redact_arguments(driver.argv),
             "directory": driver.working_directory,
         }
-    return {**command, "host": platform.node(), **_describe_system()}
+    found = {**command, "host": platform.node(), **_describe_system()}
+    # Bytes of arguments and paths that are not UTF-8 are surrogates, which JSON cannot contain.
+    return {key: text.encode(errors="backslashreplace").decode() for key, text in found.items()}
 
 
 @functools.cache
