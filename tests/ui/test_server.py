@@ -127,6 +127,7 @@ def test_run_finished_has_checkpoints_and_segments_without_gaps(client: Client) 
     assert [segment["kind"] for segment in segments] == ["startup", "training"]
     assert all(a["end"] == b["start"] for a, b in itertools.pairwise(segments))
     assert page["settings"]["scaling_config/num_workers"] == "0"
+    assert 0 < page["goodput"]["worker_seconds"] <= page["goodput"]["elapsed"]
     assert page["versions"]["drawbar"] == page["drawbar_version"]
 
 

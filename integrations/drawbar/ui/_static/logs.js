@@ -72,7 +72,7 @@ function Viewer({id, rank, tabs}) {
       ${!exported && html`<button aria-pressed=${isFollowing} onClick=${() => setFollowing(!isFollowing)}>Follow</button>`}</div>
     ${log.error && html`<p class="muted small" role="status">${log.error.message}</p>`}
     <div class="log" ref=${box} tabindex="0" role="log" aria-live="off" aria-label=${`Log of rank ${rank}`} onScroll=${onScroll}>
-      ${log.isLoaded && !log.text && html`<div class="muted">The log of this rank is empty.</div>`}
+      ${log.isLoaded && !log.text && html`<div class="muted">This rank has not printed anything.</div>`}
       ${shown.map((index) => html`<${Line} key=${index} text=${lines[index]} needle=${needle} isCurrent=${index === current} />`)}</div>
     <p class="small muted" style=${{margin: "6px 0 0"}}>${log.first > 0 ? `Shows the end of ${bytes(log.size)}.` : ""}</p>`;
 }

@@ -44,8 +44,9 @@ function Figures({data}) {
   const [name, value] = Object.entries(run.metrics || {})[0] || [];
   const failures = (data.attempts || []).filter((each) => (each.failures || []).length).length;
   const figures = [
-    ["Goodput", percent(run.goodput), goodput || run.effective ? `effective ${percent(run.effective)}` : ""],
-    ["Elapsed", duration(run.duration), `since ${dateTime(run.start_time)}`],
+    ["Goodput", percent(run.goodput), describeLoss(run, goodput)],
+    ["Elapsed", duration(run.duration), goodput ? `${duration(goodput.worker_seconds)} of all workers · since ${dateTime(run.start_time)}`
+      : `since ${dateTime(run.start_time)}`],
     ["Attempts", number(run.attempts), `${plural(failures, "failure")}, ${plural(run.restarts || 0, "restart")}`],
     ["Ranks", number(run.world_size), workers && workers.length
       ? `${plural(nodes, "node")}${gpus ? ` · ${plural(gpus, "GPU")}` : ""}` : ""],
@@ -57,6 +58,14 @@ function Figures({data}) {
   return html`<section class="kpis" aria-label="Key figures">
     ${figures.map(([label, text, more]) => html`<div><span>${label}</span><b>${text}</b><span>${more}</span></div>`)}
   </section>`;
+}
+
+// Work that no checkpoint has, or that an attempt did again, and the share of the time with crash gaps.
+function describeLoss(run, goodput) {
+  const parts = (goodput && goodput.parts) || [];
+  const lost = parts.filter((part) => part.name === "lost_work" || part.name === "unsaved").reduce((sum, part) => sum + part.seconds, 0);
+  const effective = percent(run.effective);
+  return [lost > 0 && `${duration(lost)} of work lost`, goodput && effective !== percent(run.goodput) && `effective ${effective}`].filter(Boolean).join(" · ");
 }
 
 function Stop({id, run, info}) {
