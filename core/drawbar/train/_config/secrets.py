@@ -79,14 +79,33 @@ def _redact_value(key: str, value: object, secret_keys: Collection[str]) -> obje
     return value
 
 
-def redact_arguments(arguments: Sequence[str]) -> str:
-    """Return the text of a command, with the values of options such as `--api-key` redacted."""
-    redacted = []
-    is_secret = False
+def redact_arguments(arguments: Sequence[str], secret_keys: Collection[str] = ()) -> str:
+    """Return the text of a command, with the options redacted that `redact_settings` redacts.
+
+    Args:
+        arguments: The command. Options are `--name value` or `--name=value`.
+        secret_keys: Additional names of options whose values are redacted.
+    """
+    texts = []
+    option = ""  # that the next argument is the value of
     for argument in arguments:
-        redacted.append(REDACTED if is_secret else redact_text(shlex.quote(argument)))
-        is_secret = argument.startswith("-") and is_secret_key(argument.lstrip("-"))
-    return " ".join(redacted)
+        name, equals, value = argument.partition("=")
+        if not argument.startswith("-"):
+            texts.append(_redact_argument(option, argument, secret_keys))
+            option = ""
+        elif equals:
+            texts.append(f"{name}={_redact_argument(name, value, secret_keys)}")
+            option = ""
+        else:
+            texts.append(shlex.quote(argument))
+            option = argument
+    return " ".join(texts)
+
+
+def _redact_argument(option: str, value: str, secret_keys: Collection[str]) -> str:
+    key = option.lstrip("-").replace("-", "_")
+    redacted = _redact_value(key, value, secret_keys)
+    return REDACTED if redacted is REDACTED else redact_text(shlex.quote(value))
 
 
 def redact_text(text: str) -> str:

@@ -233,7 +233,7 @@ def _journal_run_start(
         detached=spec.run_config.detached,
         function=spec.function,
         drawbar_version=importlib.metadata.version("drawbar"),
-        environment=describe_environment(spec.worker_spec.driver_env),
+        environment=describe_environment(spec.worker_spec.driver_env, spec.run_config.secret_keys),
         versions=list_versions(),
     )
     deleted = [CheckpointDeleted(time=now, name=name) for name in existing.damaged]

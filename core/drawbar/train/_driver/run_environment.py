@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import platform
 import re
+from collections.abc import Collection
 
 from drawbar.train._config.secrets import redact_arguments
 from drawbar.train._driver_env import DriverEnvironment
@@ -16,16 +17,19 @@ _PACKAGES = (
 )
 
 
-def describe_environment(driver: DriverEnvironment | None) -> dict[str, str]:
+def describe_environment(
+    driver: DriverEnvironment | None, secret_keys: Collection[str]
+) -> dict[str, str]:
     """Return the command, directory, host, system, and Python of a driver, with secrets redacted.
 
     Args:
         driver: Environment of the driver; None if it is unknown.
+        secret_keys: Additional names of options of the command whose values are redacted.
     """
     command = {}
     if driver is not None:
         command = {
-            "command": redact_arguments(driver.argv),
+            "command": redact_arguments(driver.argv, secret_keys),
             "directory": driver.working_directory,
         }
     found = {**command, "host": platform.node(), **_describe_system()}
