@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,14 @@ def test_stragglers_need_many_steps_and_a_relevant_difference(
     assert find_stragglers(ranks) == []
 
 
+def test_stragglers_are_found_after_a_slow_first_step() -> None:
+    ranks = {
+        rank: RankTimesOfRank(100, {**times.seconds, "function": 110.0, "warmup": 100.0})
+        for rank, times in make_ranks(data_wait=1.0).items()
+    }
+    assert [(found.rank, found.part) for found in find_stragglers(ranks)] == [(2, "data loader")]
+
+
 def test_stragglers_without_forward_passes_are_found_by_their_computation() -> None:
     seconds = [{"function": 10.0, "collective": wait} for wait in (6.0, 1.0, 6.0)]
     ranks = {rank: RankTimesOfRank(100, value) for rank, value in enumerate(seconds)}
@@ -226,6 +235,9 @@ def test_run_whose_directory_is_deleted_keeps_the_error_of_the_user(tmp_path: Pa
     def function() -> None:
         import shutil
 
+        # An earlier deletion would be the error of the run: the start could not be recorded.
+        while '"function_started"' not in (tmp_path / "run" / "journal.jsonl").read_text():
+            os.sched_yield()
         shutil.rmtree(tmp_path / "run")
         raise ValueError("error of the user")
 

@@ -378,11 +378,11 @@ def test_iter_numbers_skips_non_finite_numbers() -> None:
 
 
 def add_later_fields(value: Any) -> Any:
-    """Add a field to each object of a journal line, except to dicts with names of the user."""
+    """Add a field to each object of a journal line, except to dicts with arbitrary keys."""
     match value:
         case dict():
-            user_data = ("metrics", "config", "seconds")
-            added = {k: v if k in user_data else add_later_fields(v) for k, v in value.items()}
+            arbitrary_keys = ("metrics", "config", "seconds", "environment", "versions")
+            added = {k: v if k in arbitrary_keys else add_later_fields(v) for k, v in value.items()}
             return {**added, "later": {"x": [1]}}
         case list():
             return [add_later_fields(item) for item in value]

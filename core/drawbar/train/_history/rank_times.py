@@ -137,14 +137,16 @@ def find_stragglers(ranks: Mapping[int, RankTimesOfRank]) -> list[Straggler]:
 
     Returns:
         The ranks that need at least `STRAGGLER_RATIO` times the median in a part of their steps,
-        if the excess is at least 5 % of a step. Empty with fewer than `MIN_STRAGGLER_STEPS` steps.
+        if the excess is at least 5 % of a step, without the excess of the first step. Empty with
+        fewer than `MIN_STRAGGLER_STEPS` steps.
         A part that most ranks do not have is no difference in speed: rank 0 may save for all.
     """
     if len(ranks) < 2 or min(times.steps for times in ranks.values()) < MIN_STRAGGLER_STEPS:
         return []
     split = {rank: times.split_step() for rank, times in ranks.items()}
     step = statistics.median(
-        times.seconds.get("function", 0.0) / times.steps for times in ranks.values()
+        (times.seconds.get("function", 0.0) - times.seconds.get("warmup", 0.0)) / times.steps
+        for times in ranks.values()
     )
     found: list[Straggler] = []
     for part in dict.fromkeys(part for parts in split.values() for part in parts):
