@@ -43,12 +43,12 @@ def write_run(path: Path, num_reports: int, num_ranks: int) -> float:
     from drawbar.train._history.events import (
         AttemptStarted,
         FirstReportReceived,
-        ReportsReceived,
         RunEnded,
         RunStarted,
         WorkersStarted,
     )
     from drawbar.train._history.journal import Journal
+    from drawbar.train._history.live_events import ReportsReceived
     from drawbar.train._history.report_log import ReportLog
     from drawbar.train._history.timeline import RunState
     from drawbar.train._storage.run_directory import RunDirectory

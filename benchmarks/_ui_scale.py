@@ -26,14 +26,9 @@ from urllib.parse import urlencode, urlsplit
 
 from drawbar import ui
 from drawbar.train._history.event_stream import EventStream
-from drawbar.train._history.events import (
-    AttemptStarted,
-    FirstReportReceived,
-    ReportsReceived,
-    RunEnded,
-    RunStarted,
-)
+from drawbar.train._history.events import AttemptStarted, FirstReportReceived, RunEnded, RunStarted
 from drawbar.train._history.journal import Journal
+from drawbar.train._history.live_events import ReportsReceived
 from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.timeline import RunState
 from drawbar.train._storage.run_directory import RunDirectory

@@ -7,13 +7,10 @@ from typing import Any
 from drawbar.train._history.events import (
     AttemptStarted,
     CheckpointCommitted,
-    LinePrinted,
-    Notice,
-    ReportsReceived,
     RunEnded,
-    WorkersFailed,
     WorkersStarted,
 )
+from drawbar.train._history.live_events import LinePrinted, Notice, ReportsReceived, WorkersFailed
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 
 __all__ = [

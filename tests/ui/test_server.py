@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,34 @@ def test_run_failed_has_root_cause_and_remedy(client: Client) -> None:
     assert page["resume"]["checkpoint"] == "checkpoint_000000"
     assert page["resume"]["advice"].startswith("Fix the error first.")
     assert [name for name, _ in page["resume"]["arguments"]] == ["name", "storage_path", "resume"]
-    assert [mark["kind"] for mark in page["events"]] == ["failure"]
+    assert [(mark["kind"], mark["rank"]) for mark in page["events"]] == [("failure", 0)]
+    assert failure["repeats"] == 1
+
+
+def test_run_with_same_failure_on_other_ranks_counts_repeats(tmp_path: Path) -> None:
+    make_run(tmp_path, "run", 2)
+    ends = [("ValueError: x", 0), ("RuntimeError: x (a.py:1 in f)", 1)]
+    ends += [("RuntimeError: x (a.py:1 in f)", 0)]
+    info = {"deadline_ms": 60_000, "preempted_node_to_ranks": {"b": [3, 2], "a": [0]}}
+    events: list[dict[str, Any]] = [{"event": "preemption_announced", "attempt": 0, "info": info}]
+    events += [
+        {"event": "attempt_ended", "attempt": 0, "cause": "worker"}
+        | {"failure_headlines": [f"rank {rank}: {text}"]}
+        for text, rank in ends
+    ]
+    events.append({"event": "run_ended", "outcome": "failed", "error": "failed"})
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)[:-1]
+    lines += [json.dumps({"time": time.time(), **event}) + "\n" for event in events]
+    journal.write_text("".join(lines))
+    with ui.start_server([tmp_path], port=0) as server:
+        page = get_run(Client(server.url), "run")
+    assert page["failure"]["repeats"] == 2
+    marks = [(mark["kind"], mark["rank"]) for mark in page["events"]]
+    assert marks == [("preemption", None), ("failure", 0), ("failure", 1), ("failure", 0)]
+    assert page["events"][0]["text"] == (
+        "The nodes of ranks 0, 2, 3 are about to be removed, at 00:01:00 UTC."
+    )
 
 
 def test_run_finished_has_checkpoints_and_segments_without_gaps(client: Client) -> None:

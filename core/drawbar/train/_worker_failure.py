@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from drawbar.train._wording import format_count
+
 FailureKind = Literal[
     "exception", "exit", "died", "configuration", "divergence", "hang", "startup", "storage"
 ]
@@ -74,7 +76,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         # If there is a traceback, `describe` adds the full message at its end.
         lines = [self._headline(_cut, HEADLINE_CHARS) if self.traceback else self.headline()]
         if self.pid:
-            lines.append(f"  pid {self.pid} on {self.hostname}, after {self.num_reports} reports")
+            reports = format_count(self.num_reports, "report")
+            lines.append(f"  pid {self.pid} on {self.hostname}, after {reports}")
         if self.log_path:
             lines.append(f"  full output: {self.log_path}")
         return "\n".join(lines)

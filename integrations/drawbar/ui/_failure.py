@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drawbar.ui._catalog import IndexedRun
@@ -16,7 +18,8 @@ _HEADLINE = re.compile(
 
 def find_failure(run: IndexedRun) -> dict[str, Any] | None:
     """Return the root cause of the last failure of a run; None if there is none."""
-    ended = next((e for e in reversed(run.events) if e["event"] == "attempt_ended"), None)
+    ends = [event for event in run.events if event["event"] == "attempt_ended"]
+    ended = ends[-1] if ends else None
     error = run.record.error
     if run.status == "interrupted":
         headline = "The process that controlled the run died, without an error message."
@@ -35,12 +38,24 @@ def find_failure(run: IndexedRun) -> dict[str, Any] | None:
         time=(ended or {}).get("time"),
         also=headlines[1:],
         is_final=is_final,
+        repeats=_count_repeats(ends),
     )
 
 
-def _make_failure(headline: str, *, traceback: str = "", **values: Any) -> dict[str, Any]:
+def _count_repeats(ends: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many of the last attempts have ended with the same error, on any rank."""
+    errors = [split_headline(next(iter(end["failure_headlines"]), ""))["headline"] for end in ends]
+    return sum(1 for _ in itertools.takewhile(lambda error: error == errors[-1], errors[::-1]))
+
+
+def split_headline(headline: str) -> dict[str, str | None]:
+    """Split a headline into `rank`, `headline`, `file`, `line`, and `function`."""
     match = _HEADLINE.fullmatch(headline)
-    parts = match.groupdict() if match else {"headline": headline}
+    return match.groupdict() if match else {"headline": headline}
+
+
+def _make_failure(headline: str, *, traceback: str = "", **values: Any) -> dict[str, Any]:
+    parts = split_headline(headline)
     line = parts.get("line")
     rank = parts.get("rank")
     return {

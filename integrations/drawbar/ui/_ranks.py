@@ -43,6 +43,7 @@ def _describe(run: IndexedRun) -> dict[str, Any]:
         "ranks": ranks,
         "columns": [_get_start(samples, number) for number in range(0, len(samples), step)],
         "end": samples[-1].time,
+        "step_seconds": _get_median_step(last),
         "late": [[column.get(rank) for column in late] for rank in ranks],
         "totals": _list_totals(last, ranks, stragglers),
         "stragglers": stragglers,
@@ -91,6 +92,15 @@ def _subtract_median(column: Mapping[int, float]) -> dict[int, float]:
         return {}
     median = statistics.median_low(column.values())
     return {rank: max(0.0, seconds - median) for rank, seconds in column.items()}
+
+
+def _get_median_step(ranks: Mapping[int, RankTimesOfRank]) -> float:
+    """Return the median time of a step, in seconds, without the excess of the first step."""
+    return statistics.median(
+        (times.seconds.get("function", 0.0) - times.seconds.get("warmup", 0.0))
+        / max(times.steps, 1)
+        for times in ranks.values()
+    )
 
 
 def _list_totals(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from drawbar.train import Manifest
@@ -16,7 +17,7 @@ from drawbar.ui._attempts import (
 )
 from drawbar.ui._catalog import IndexedRun
 from drawbar.ui._curves import list_numeric_metrics
-from drawbar.ui._failure import describe_resume, find_failure
+from drawbar.ui._failure import describe_resume, find_failure, split_headline
 from drawbar.ui._logs import list_log_ranks
 from drawbar.ui._plain import flatten_settings
 from drawbar.ui._summary import get_goodput, list_stalled, summarize_run
@@ -150,7 +151,14 @@ def _list_marks(events: Sequence[Event]) -> list[dict[str, Any]]:
                 found = [("reports_lost", None, text)]
             case "attempt_ended":
                 kind = "preemption" if event["cause"] == "preemption" else "failure"
-                found = [(kind, None, next(iter(event["failure_headlines"]), event["cause"]))]
+                text = next(iter(event["failure_headlines"]), event["cause"])
+                rank = split_headline(text).get("rank")
+                found = [(kind, None if rank is None else int(rank), text)]
+            case "preemption_announced":
+                found = [("preemption", None, _describe_preemption(event["info"]))]
+            case "stop_requested":
+                text = "after the next checkpoint" if event["save"] else "at once"
+                found = [("stop", None, f"The end of the run {text} was requested.")]
             case "straggler":
                 text = f"Rank {event['rank']} is slow in its {event['part']}."
                 found = [("straggler", event["rank"], text)]
@@ -164,6 +172,15 @@ def _list_marks(events: Sequence[Event]) -> list[dict[str, Any]]:
             for kind, rank, text in found
         ]
     return marks[-_MAX_EVENTS:]
+
+
+def _describe_preemption(info: Mapping[str, Any]) -> str:
+    ranks = sorted(rank for each in info["preempted_node_to_ranks"].values() for rank in each)
+    text = f"The nodes of ranks {', '.join(map(str, ranks))} are about to be removed"
+    if info["deadline_ms"] is None:
+        return f"{text}."
+    deadline = datetime.fromtimestamp(info["deadline_ms"] / 1000, UTC)
+    return f"{text}, at {deadline:%H:%M:%S} UTC."
 
 
 def _list_metrics(run: IndexedRun) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ import pytest
 from drawbar.train._console.console import Console
 from drawbar.train._console.display_status import DisplayStatus
 from drawbar.train._console.displays import MAX_COMMIT_LINES
-from drawbar.train._history.events import BytesWritten, LinePrinted, Notice, RunEnded, WorkersFailed
+from drawbar.train._history.events import RunEnded
+from drawbar.train._history.live_events import BytesWritten, LinePrinted, Notice, WorkersFailed
 from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._worker_failure import WorkerFailure
 from tests.train.event_factories import attempt_started, committed, reported, workers_started
@@ -349,7 +350,8 @@ def test_terminal_display_shows_program_output_above_live_line() -> None:
     chunks = [b"loss 0.5\npart", b" of it\n10%\r", b"100%\n", b"unfinished"]
     written = run_on_terminal(f"""
 from drawbar.train._console.console import Console
-from drawbar.train._history.events import BytesWritten, RunEnded
+from drawbar.train._history.events import RunEnded
+from drawbar.train._history.live_events import BytesWritten
 console = Console(20, "/runs/mnist")
 for data in {chunks}:
     console.on_event(BytesWritten(data))

@@ -9,7 +9,7 @@ import pytest
 
 from drawbar.train._controller import node_watcher
 from drawbar.train._controller.node_watcher import NodeWatcher
-from drawbar.train._history.events import Event, Notice
+from drawbar.train._history.live_events import Event, Notice
 
 
 def test_node_watcher_reports_unresponsive_and_recovered_gcs(

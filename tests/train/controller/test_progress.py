@@ -325,7 +325,7 @@ REACH_BOTH = (
         ),
         (
             checkpoint_that_a_finished_rank_never_reports,
-            "rank 1 finished after 1 reports and 0 collectives, the last at t.py:0 in f; "
+            "rank 1 finished after 1 report and 0 collectives, the last at t.py:0 in f; "
             "rank 0 waits for report #1 with a checkpoint at t.py:1 in f",
             CALL_REPORT,
         ),

@@ -8,14 +8,12 @@ import pytest
 
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import MAX_EVENTS, EventBuffer, EventPosition
-from drawbar.train._history.events import (
-    CheckpointValidated,
+from drawbar.train._history.events import CheckpointValidated, PreemptionAnnounced, RunEnded
+from drawbar.train._history.live_events import (
     ControllerFailed,
     Event,
     LinePrinted,
     Notice,
-    PreemptionAnnounced,
-    RunEnded,
     ValidationsPending,
     WorkersFailed,
 )
@@ -58,7 +56,7 @@ def test_get_events_after_returns_events_in_order_once() -> None:
         Notice("waiting for CPU=4"),
         LinePrinted(1, OutputLine(text="bad batch", stream="stderr")),
         WorkersFailed("worker", [FAILURE], is_final=False),
-        PreemptionAnnounced(PreemptionInfo(None, {"n": [0]})),
+        PreemptionAnnounced(time=0, attempt=0, info=PreemptionInfo(None, {"n": [0]})),
         ValidationsPending("checkpoint_000003"),
         ControllerFailed(),
         RunEnded(time=0, outcome="finished"),

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from drawbar.train._history.event_stream import EventStream
-from drawbar.train._history.events import ControllerFailed, Event, Notice, RunEnded
+from drawbar.train._history.events import RunEnded
 from drawbar.train._history.journal import Journal, replay
+from drawbar.train._history.live_events import ControllerFailed, Event, Notice
 from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.timeline import RunState
 from drawbar.train._storage.run_directory import RunDirectory

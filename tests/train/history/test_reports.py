@@ -21,10 +21,10 @@ from drawbar.train._history.events import (
     AttemptStarted,
     CheckpointValidated,
     JournaledEvent,
-    ReportsReceived,
     RunStarted,
 )
 from drawbar.train._history.journal import Journal, replay
+from drawbar.train._history.live_events import ReportsReceived
 from drawbar.train._history.report_blocks import decode_block, encode, make_blocks, merge_blocks
 from drawbar.train._history.report_frame import make_frame
 from drawbar.train._history.report_log import ReportLog

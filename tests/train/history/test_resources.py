@@ -14,7 +14,7 @@ import pytest
 
 from drawbar.train import TrainingFailedError, runs
 from drawbar.train._history import resource_log
-from drawbar.train._history.events import ResourcesSampled
+from drawbar.train._history.live_events import ResourcesSampled
 from drawbar.train._history.resource_log import ResourceLog, read_resources, thin_out
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerSpec
 from drawbar.train._protocol.resources import GpuSample, ResourceSample

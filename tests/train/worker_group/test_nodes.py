@@ -183,7 +183,8 @@ def shown(drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory) -> 
         node_id = stage.receive(2)["1"]
         drain(node_id)  # the third node has room
         thread.join()
-        stage.show(node_id, stage.result.metrics)
+        announced = read_journal(stage.result, "preemption_announced")
+        stage.show(node_id, stage.result.metrics, [each["info"] for each in announced])
         stage.end()
 
     return run_on_cluster(drivers, main)
@@ -206,12 +207,19 @@ def test_elastic_group_shrinks_and_grows(shown: dict[str, Any]) -> None:
 
 
 def test_drained_node_is_left_after_checkpoint(shown: dict[str, Any]) -> None:
-    values, sizes, outcomes, drained, metrics = shown["drained"]
+    values, sizes, outcomes, drained, metrics, (announced,) = shown["drained"]
     assert [attempt for attempt, _ in values] == [1, 1]
     assert drained not in [node for _, node in values]
     assert metrics == {"ranks": [1]}
     assert sizes == [2, 2]
     assert outcomes == ["failed", "finished"]
+    assert announced["preempted_node_to_ranks"] == {drained: [1]}
+    assert announced["deadline_ms"] > 0
+
+
+def read_journal(result: Any, event: str) -> list[dict[str, Any]]:
+    lines = Path(result.path, "journal.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == event]
 
 
 def drain(node_id: str) -> None:

@@ -22,8 +22,8 @@ from drawbar.train._console.displays import (
     TerminalDisplay,
 )
 from drawbar.train._console.notebook import NotebookDisplay
-from drawbar.train._history import events
-from drawbar.train._history.events import Event
+from drawbar.train._history import events, live_events
+from drawbar.train._history.live_events import Event
 from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._storage.contents import format_size
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
@@ -80,7 +80,7 @@ class Console:
 
     def _show(self, event: Event) -> None:
         # Without the lock: there may be thousands of reports per second, of which few are shown.
-        if isinstance(event, events.ReportsReceived):
+        if isinstance(event, live_events.ReportsReceived):
             if event.rank == 0 and self._level <= logging.INFO:
                 self._line_status.report_rate.add(event.times[-1], event.indices[-1] + 1)
                 self._line_status.last_report = (event.indices[-1], event.metrics[-1])
@@ -89,15 +89,15 @@ class Console:
         with self._lock:
             self._line_status.state.apply(event)
             match event:
-                case events.ProgressReceived() if self._level <= logging.INFO:
+                case live_events.ProgressReceived() if self._level <= logging.INFO:
                     self._display.on_report()
-                case events.LinePrinted():
+                case live_events.LinePrinted():
                     self._show_line(event.rank, event.line)
-                case events.BytesWritten() if self._level <= logging.WARNING:
+                case live_events.BytesWritten() if self._level <= logging.WARNING:
                     self._display.write_user_bytes(event.data, event.stream)
-                case events.Notice():
+                case live_events.Notice():
                     self._print(logging.WARNING, event.text)
-                case events.WorkersFailed():
+                case live_events.WorkersFailed():
                     self._budget = event.budget
                     if event.failures and not event.is_final:  # fit() raises the last one
                         self._show_failure(event.failures[0])
@@ -132,9 +132,9 @@ class Console:
                 # Attempts before the first one that is shown were started by an earlier driver.
                 phase = ("resuming" if is_first else "restarting") if event.attempt else "starting"
                 detail = self._describe_start(event)
-            case events.ValidationsPending():
+            case live_events.ValidationsPending():
                 phase, detail = "waiting for validations", event.description
-            case events.WorkersStarted() | events.RunEnded() | events.ControllerFailed():
+            case events.WorkersStarted() | events.RunEnded() | live_events.ControllerFailed():
                 phase, detail = status.state.status, ""
             case _:
                 return

@@ -32,13 +32,16 @@ from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
-    BytesWritten,
     DatasetEpochEnded,
+    PreemptionAnnounced,
+    UserFunctionStarted,
+)
+from drawbar.train._history.live_events import (
+    BytesWritten,
     LinePrinted,
     Notice,
     ResourcesSampled,
     RoundCompleted,
-    UserFunctionStarted,
 )
 from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._protocol.commands import CollectiveResult, Command, CommitCompleted
@@ -272,14 +275,11 @@ class Attempt:
         """True if the training function has returned on every rank."""
         return len(self.finished) == len(self.workers)
 
-    def on_draining_nodes(self, draining: Mapping[str, int]) -> PreemptionInfo | None:
+    def on_draining_nodes(self, draining: Mapping[str, int]) -> None:
         """Request a checkpoint if nodes of this attempt are being drained.
 
         Args:
             draining: Draining nodes: id to deadline in ms since the epoch, 0 if unknown.
-
-        Returns:
-            Affected ranks; None if there are none or they have not changed.
         """
         ranks: dict[str, list[int]] = {}
         for rank, worker in enumerate(self.workers):
@@ -288,10 +288,9 @@ class Attempt:
         deadlines = [draining[node] for node in ranks if draining[node]]
         info = PreemptionInfo(min(deadlines, default=None), ranks)
         # The nodes are queried every two seconds, but announced once.
-        if not ranks or info == self.requests.preemption:
-            return None
-        self.requests = ControllerRequests(should_checkpoint=True, preemption=info)
-        return info
+        if ranks and info != self.requests.preemption:
+            self.requests = ControllerRequests(should_checkpoint=True, preemption=info)
+            self._emit(PreemptionAnnounced(time=time.time(), attempt=self.number, info=info))
 
     def request_checkpoint(self) -> None:
         """Make `should_checkpoint()` return True on all ranks."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Notice
+from drawbar.train._history.live_events import Notice
 from drawbar.train._protocol.commands import Command, FileChunkAck
 from drawbar.train._protocol.messages import FileChunk, FileRequest
 from drawbar.train._storage.node_local_storage import FileReply, read_chunk, write_chunk

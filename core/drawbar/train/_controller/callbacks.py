@@ -14,14 +14,16 @@ from drawbar.train._errors import load_exceptions
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
     AttemptStarted,
+    PreemptionAnnounced,
+    RunEnded,
+    WorkersStarted,
+)
+from drawbar.train._history.live_events import (
     ControllerFailed,
     Event,
     Notice,
-    PreemptionAnnounced,
     RoundCompleted,
-    RunEnded,
     WorkersFailed,
-    WorkersStarted,
 )
 from drawbar.train._threads import DaemonThreadPool, run_in_daemon_thread
 from drawbar.train._worker_failure import WorkerFailure

@@ -9,7 +9,8 @@ from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._controller.background import BackgroundTasks
 from drawbar.train._history import ranking
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import CheckpointDeleted, CheckpointValidated, Notice
+from drawbar.train._history.events import CheckpointDeleted, CheckpointValidated
+from drawbar.train._history.live_events import Notice
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import quarantine, split_damaged

@@ -30,7 +30,7 @@ from drawbar.train._controller.run import AssignmentPlanner, ControllerOutcome, 
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
 from drawbar.train._history import events
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Notice
+from drawbar.train._history.live_events import Notice
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker_group.ranks import assign_ranks, sort_by_rank
 from drawbar.train._worker_group.validators import Validator
@@ -339,15 +339,14 @@ class Controller:
             case HangCheckDue():
                 self._check_hang(event.attempt)
             case NodesDraining():
-                attempt = self._attempt
-                info = attempt.on_draining_nodes(event.nodes) if attempt is not None else None
-                if info is not None:
-                    self._emit(events.PreemptionAnnounced(info))
+                if self._attempt is not None:
+                    self._attempt.on_draining_nodes(event.nodes)
 
     def _on_stop_requested(self, should_save: bool) -> None:
         if self._has_ended:
             self._checkpoints.stop_waiting()
             return
+        self._emit(events.RunStopRequested(time=time.time(), save=should_save))
         self._should_stop_at_commit |= should_save
         attempt = self._attempt
         is_only_validating = (

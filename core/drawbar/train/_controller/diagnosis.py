@@ -20,7 +20,8 @@ from pathlib import Path
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Notice, RanksStalled
+from drawbar.train._history.events import RanksStalled
+from drawbar.train._history.live_events import Notice
 from drawbar.train._protocol.commands import DiagnosisReply
 from drawbar.train._protocol.messages import DiagnosisRequest
 from drawbar.train._storage.run_directory import RunDirectory

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Notice
+from drawbar.train._history.live_events import Notice
 from drawbar.train._threads import run_in_daemon_thread
 
 DRAIN_CHECK_SECONDS = 2.0

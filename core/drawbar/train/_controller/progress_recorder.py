@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import ProgressReceived, ProgressRecorded
+from drawbar.train._history.events import ProgressRecorded
+from drawbar.train._history.live_events import ProgressReceived
 from drawbar.train._history.run_progress import RateWindow, RunProgress
 from drawbar.train._protocol.messages import ProgressSet
 

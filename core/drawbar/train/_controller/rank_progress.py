@@ -13,6 +13,7 @@ from drawbar.train._protocol.messages import (
 )
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.contents import format_exact_size
+from drawbar.train._wording import format_count
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ class RankProgress:
                 f"{location}"
             )
         if self.is_finished:
-            calls = f"{self.reports} reports and {self.users_collectives} collectives"
+            calls = (
+                f"{format_count(self.reports, 'report')} and "
+                f"{format_count(self.users_collectives, 'collective')}"
+            )
             return f"finished after {calls}" + (f", the last at {self.last}" if self.last else "")
         return "runs"
 

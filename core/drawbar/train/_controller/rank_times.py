@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Notice, RankTimesRecorded, StragglerFound
+from drawbar.train._history.events import RankTimesRecorded, StragglerFound
+from drawbar.train._history.live_events import Notice
 from drawbar.train._history.rank_times import (
     MIN_STRAGGLER_STEPS,
     RANK_TIMES_FILE,

@@ -19,7 +19,8 @@ from drawbar.train._controller.failures import (
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import AttemptEndCause, AttemptEnded, WorkersFailed
+from drawbar.train._history.events import AttemptEndCause, AttemptEnded
+from drawbar.train._history.live_events import WorkersFailed
 from drawbar.train._worker_failure import sort_root_cause_first
 from drawbar.train._worker_group.worker_group import WorkerGroup
 

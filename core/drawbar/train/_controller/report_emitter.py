@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Event, FirstReportReceived, ReportsReceived
+from drawbar.train._history.events import FirstReportReceived
+from drawbar.train._history.live_events import Event, ReportsReceived
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Report
 

@@ -22,7 +22,7 @@ import msgspec
 
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Notice, ValidationsPending
+from drawbar.train._history.live_events import Notice, ValidationsPending
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 from drawbar.train._worker_group.validators import Validator
 

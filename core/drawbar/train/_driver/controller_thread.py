@@ -20,7 +20,7 @@ from drawbar.train._driver.metrics_publisher import MetricsPublisher
 from drawbar.train._driver.open_run import open_run
 from drawbar.train._errors import ControllerError
 from drawbar.train._history.event_stream import Emit, EventStream, Watcher
-from drawbar.train._history.events import ControllerFailed, Notice
+from drawbar.train._history.live_events import ControllerFailed, Notice
 from drawbar.train._history.resource_log import ResourceLog
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState

@@ -15,8 +15,8 @@ from typing import Any
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._driver.metrics_server import PORT_VARIABLE, SERVER
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import Event, Notice
 from drawbar.train._history.journal import decode_readable_events
+from drawbar.train._history.live_events import Event, Notice
 from drawbar.train._history.run_metrics import METRICS, MetricValue, RunMetrics
 
 RAY_PERIOD_S = 10.0

@@ -22,7 +22,7 @@ from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.start_run import start_ray_run
 from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._history.event_stream import EventBuffer, EventPosition
-from drawbar.train._history.events import Event
+from drawbar.train._history.live_events import Event
 from drawbar.train._history.timeline import RunState
 from drawbar.train._ray_compat import is_worker_process_dead
 from drawbar.train._serialization import Serialized, serialize, serialize_without_references

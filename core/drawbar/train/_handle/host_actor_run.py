@@ -25,7 +25,7 @@ from drawbar.train._errors import ControllerError, RunInProgressError
 from drawbar.train._handle.host_actor import POLL_SECONDS, EventBatch, HostActor, HostedRunInfo
 from drawbar.train._handle.run_view import REPLY_TIMEOUT_S, RunSource, read_outcome
 from drawbar.train._history.event_stream import EventPosition
-from drawbar.train._history.events import Notice
+from drawbar.train._history.live_events import Notice
 from drawbar.train._history.timeline import RunState
 from drawbar.train._ray_compat import get_actor_id, get_actor_info
 from drawbar.train._serialization import serialize

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from drawbar.train._history import events
-from drawbar.train._history.events import Event
+from drawbar.train._history import events, live_events
 from drawbar.train._history.journal import Journal
+from drawbar.train._history.live_events import Event
 from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.timeline import RunState
 
@@ -70,7 +70,7 @@ class EventStream:
         """
         if isinstance(event, events.JournalEntry):
             self._journal.append(event)
-        elif isinstance(event, events.ReportsReceived):
+        elif isinstance(event, live_events.ReportsReceived):
             self._reports.append(event)
         # The files and the watchers are outside the lock: a slow disk must not block readers of
         # the state.
@@ -126,22 +126,22 @@ class EventBuffer:
         """Store an event. Reports do not wake clients."""
         with self._changed:
             match event:
-                case events.ReportsReceived():
+                case live_events.ReportsReceived():
                     if event.rank == 0:
                         self._last_report_event = event.select_last()
                         self._report_count += len(event.indices)
                     return
-                case events.ProgressReceived():
+                case live_events.ProgressReceived():
                     self._last_progress = event
                     return
-                case events.RoundCompleted() | events.ResourcesSampled():
+                case live_events.RoundCompleted() | live_events.ResourcesSampled():
                     return  # only for callbacks and the log, which are in the host
                 case (
                     events.AttemptStarted()
                     | events.WorkersStarted()
-                    | events.ValidationsPending()
+                    | live_events.ValidationsPending()
                     | events.RunEnded()
-                    | events.ControllerFailed()
+                    | live_events.ControllerFailed()
                 ):
                     self._last_status_event = event
                 case events.CheckpointCommitted():
@@ -193,6 +193,6 @@ class EventBuffer:
         num_new = self._event_count - num_received
         num_lost = num_new - len(self._events)
         if num_lost > 0:
-            notice = events.Notice(f"{num_lost} lines are not shown because they arrived too fast")
-            return [notice, *self._events]
+            text = f"{num_lost} lines are not shown because they arrived too fast"
+            return [live_events.Notice(text), *self._events]
         return list(self._events)[len(self._events) - num_new :]

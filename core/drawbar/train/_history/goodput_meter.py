@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from drawbar.train._history import events
-from drawbar.train._history.events import Event
 from drawbar.train._history.goodput import CRASH_GAP, Goodput
+from drawbar.train._history.live_events import Event
 
 _MAX_CLOCK_DIFFERENCE_S = 30.0
 _ROUNDING_ERROR_S = 1e-6

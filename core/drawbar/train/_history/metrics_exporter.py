@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from drawbar.train._history.events import ResourcesSampled
+from drawbar.train._history.live_events import ResourcesSampled
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.run_metrics import METRICS, MetricValue, RunMetrics
 from drawbar.train._history.run_record import RunRecord

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from drawbar.train._history.events import ReportsReceived
 from drawbar.train._history.journal import Journal
+from drawbar.train._history.live_events import ReportsReceived
 from drawbar.train._history.report_blocks import (
     NUM_SAMPLES,
     ReportBlock,

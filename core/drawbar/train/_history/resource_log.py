@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from drawbar.train._history.events import Event, ResourcesSampled
+from drawbar.train._history.live_events import Event, ResourcesSampled
 from drawbar.train._protocol.resources import ResourceSample
 from drawbar.train._storage.files import (
     inherit_directory_mode,

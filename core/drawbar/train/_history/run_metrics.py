@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
 
-from drawbar.train._history import events
-from drawbar.train._history.events import AttemptEndCause, Event
+from drawbar.train._history import events, live_events
+from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._history.goodput_meter import GoodputMeter
+from drawbar.train._history.live_events import Event
 from drawbar.train._history.timeline import FINAL_STATUSES
 from drawbar.train._protocol.resources import ResourceSample
 
@@ -156,16 +157,16 @@ class RunMetrics:
             if isinstance(event, events.JournalEntry):
                 self._goodput.apply(event)
             match event:
-                case events.ReportsReceived():
+                case live_events.ReportsReceived():
                     self._attempt_reports += len(event.indices)
                     self._last_report_time = max(self._last_report_time or 0.0, event.times[-1])
-                case events.ResourcesSampled():
+                case live_events.ResourcesSampled():
                     self._resources[event.sample.node, event.sample.node_rank] = event.sample
                 case events.RunStarted():
                     self._on_run_started(event)
                 case events.AttemptStarted():
                     self._on_attempt_started(event)
-                case events.AttemptEnded() | events.RunEnded() | events.ControllerFailed():
+                case events.AttemptEnded() | events.RunEnded() | live_events.ControllerFailed():
                     self._on_end(event)
                 case _:
                     self._apply_to_attempt(event)
@@ -227,10 +228,10 @@ class RunMetrics:
                 pass
 
     def _on_end(
-        self, event: events.AttemptEnded | events.RunEnded | events.ControllerFailed
+        self, event: events.AttemptEnded | events.RunEnded | live_events.ControllerFailed
     ) -> None:
         self._num_live = self._num_stalled = 0
-        if isinstance(event, events.ControllerFailed):
+        if isinstance(event, live_events.ControllerFailed):
             self._status = "failed"
             return
         # The journal alone has no reports, but their number.

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from drawbar.train._history import events
-from drawbar.train._history.events import Event
+from drawbar.train._history import events, live_events
+from drawbar.train._history.live_events import Event
 from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._metrics import Metrics
+from drawbar.train._wording import format_count
 
 _MAX_PLAUSIBLE_SECONDS = 1e10  # larger values come from a damaged journal or a wrong clock
 
@@ -68,9 +69,9 @@ class AttemptTimes:
 
     def __str__(self) -> str:
         startup, total = _format_seconds(self.startup_seconds), _format_seconds(self.total_seconds)
-        workers = f"{self.world_size} worker{'' if self.world_size == 1 else 's'}"
         return (
-            f"attempt {self.attempt}: {workers}, start-up {startup}, total {total}, {self.outcome}"
+            f"attempt {self.attempt}: {format_count(self.world_size, 'worker')}, "
+            f"start-up {startup}, total {total}, {self.outcome}"
         )
 
 
@@ -189,11 +190,11 @@ class RunState:
 
     def apply(self, event: Event) -> None:
         """Update the state with the next event."""
-        if isinstance(event, events.ReportsReceived):
+        if isinstance(event, live_events.ReportsReceived):
             self.last_metrics[event.rank] = event.metrics[-1]
-        if isinstance(event, events.ProgressReceived | events.ProgressRecorded):
+        if isinstance(event, live_events.ProgressReceived | events.ProgressRecorded):
             self.progress = event.progress
-        if not isinstance(event, events.JournalEntry | events.ControllerFailed):
+        if not isinstance(event, events.JournalEntry | live_events.ControllerFailed):
             return  # does not change anything else
         self.timeline.apply(event)
         if isinstance(event, events.AttemptStarted) and self.progress is not None:
@@ -219,7 +220,7 @@ class RunState:
                 self.stalled_ranks = {}
             case events.RunEnded():
                 self.status, self.error, self.stalled_ranks = event.outcome, event.error, {}
-            case events.ControllerFailed():
+            case live_events.ControllerFailed():
                 self.status, self.stalled_ranks = "failed", {}
             case _:
                 pass

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from drawbar.train._errors import InsufficientResourcesError
+from drawbar.train._wording import format_count
 
 # Ray counts resources in ten-thousandths. Integers prevent 0.3 // 0.1 from being 2.
 _UNITS_PER_RESOURCE = 10_000
@@ -107,7 +108,7 @@ def check_cpus_for_datasets(
         return
     names = ", ".join(f"datasets[{name!r}]" for name in streamed_datasets)
     raise InsufficientResourcesError(
-        f"{_format_count(num_workers, 'worker')} of {format_resources(bundle)} leave "
+        f"{format_count(num_workers, 'worker')} of {format_resources(bundle)} leave "
         f"CPU={max(remaining, 0):g} of the cluster's CPU={total:g}, but Ray Data needs at least "
         f"one CPU to execute {names}. The workers would wait for their data forever. "
         "Lower ScalingConfig.num_workers or resources_per_worker, add CPUs, or materialize "
@@ -162,15 +163,15 @@ def describe_missing_resources(
     room = min(sum(count_fitting_bundles(node.available, bundle) for node in nodes), num_workers)
     suffix = ": Ray is placing or starting them" if room == num_workers else ""
     return (
-        f"waiting for {format_resources(required)} ({_format_count(num_workers, 'worker')} of "
+        f"waiting for {format_resources(required)} ({format_count(num_workers, 'worker')} of "
         f"{format_resources(bundle)}); free are {format_resources(free)} on "
-        f"{_format_count(len(nodes), 'node')}, room for {_format_count(room, 'worker')}{suffix}"
+        f"{format_count(len(nodes), 'node')}, room for {format_count(room, 'worker')}{suffix}"
     )
 
 
 def describe_starting_workers(num_ready: int, num_workers: int) -> str:
     """Return one line about workers that are placed but not ready yet."""
-    return f"starting {_format_count(num_workers, 'worker')}, {num_ready} of them are ready"
+    return f"starting {format_count(num_workers, 'worker')}, {num_ready} of them are ready"
 
 
 def matches_selector(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
@@ -214,7 +215,7 @@ def _check_selector(
     ]
     raise InsufficientResourcesError(
         f"ScalingConfig.label_selector={dict(selector)!r} matches none of the cluster's "
-        f"{_format_count(len(nodes), 'node')}. Existing values: {'; '.join(existing)}"
+        f"{format_count(len(nodes), 'node')}. Existing values: {'; '.join(existing)}"
     )
 
 
@@ -231,7 +232,7 @@ def _check_one_worker(
     matching = " that match ScalingConfig.label_selector" if selector else ""
     raise InsufficientResourcesError(
         f"one worker needs {format_resources(bundle)}, but the largest node (host "
-        f"{largest.hostname}, of {_format_count(len(nodes), 'node')}{matching}) has "
+        f"{largest.hostname}, of {format_count(len(nodes), 'node')}{matching}) has "
         f"{format_resources(has)}. Lower ScalingConfig.resources_per_worker, or add a larger node"
     )
 
@@ -252,7 +253,7 @@ def _check_group(
         most, scope = sum(room), "on the whole cluster"
     if num_workers <= most:
         return
-    request = f"{_format_count(num_workers, 'worker')} of {format_resources(bundle)}"
+    request = f"{format_count(num_workers, 'worker')} of {format_resources(bundle)}"
     if selector:
         request += f" with label_selector={dict(selector)!r}"
     per_host = ", ".join(
@@ -302,7 +303,3 @@ def format_resources(resources: Mapping[str, float]) -> str:
         for name, amount in resources.items()
     )
     return ", ".join(formatted) or "no resources"
-
-
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -12,10 +12,11 @@ export function Attempts({attempts}) {
       <thead><tr><th scope="col">Attempt</th><th scope="col">Start</th><th scope="col" class="n">Ranks</th>
         ${times.map(([label]) => html`<th scope="col" class="n">${label}</th>`)}
         <th scope="col" class="n">Checkpoints</th><th scope="col">Resumed from</th><th scope="col">Outcome</th></tr></thead>
-      <tbody>${attempts.map((each) => html`<tr><td>${each.attempt}</td><td class="nowrap">${dateTime(each.start_time)}</td>
-        <td class="n">${number(each.world_size)}</td>
-        ${times.map(([, name]) => html`<td class="n">${each[name] === 0 ? "–" : duration(each[name])}</td>`)}
-        <td class="n">${number(each.num_checkpoints)}</td><td class="nowrap">${baseName(each.resume_checkpoint) || "–"}</td>
+      <tbody>${attempts.map((each) => html`<tr><th scope="row">${each.attempt}</th><td class="nowrap" data-label="Start">${dateTime(each.start_time)}</td>
+        <td class="n" data-label="Ranks">${number(each.world_size)}</td>
+        ${times.map(([label, name]) => html`<td class="n" data-label=${label}>${each[name] === 0 ? "–" : duration(each[name])}</td>`)}
+        <td class="n" data-label="Checkpoints">${number(each.num_checkpoints)}</td>
+        <td class="nowrap" data-label="Resumed from">${baseName(each.resume_checkpoint) || "–"}</td>
         <td class="outcome">${each.outcome || each.status}${(each.failures || []).filter((text) => !(each.outcome || "").includes(text)).slice(0, 3).map((text) => html`<div class="small muted clip">${text}</div>`)}</td></tr>`)}
       </tbody></table></div></section>`;
 }
@@ -37,10 +38,11 @@ export function Checkpoints({data, select}) {
     <div class="scroll wide" tabindex="0" role="region" aria-label="Table of checkpoints"><table><thead><tr><th scope="col">Name</th><th scope="col">Time</th>
       <th scope="col" class="n">Attempt</th><th scope="col" class="n">Size</th><th scope="col" class="n">Files</th><th scope="col" class="n">Commit</th>
       <th scope="col">State</th><th scope="col">Metrics</th></tr></thead>
-      <tbody>${all.slice(0, limit).map((each) => html`<tr><td class="nowrap"><button class="link" onClick=${() => open(each.name)}>${each.name}</button></td>
-        <td class="nowrap">${dateTime(each.time)}</td><td class="n">${number(each.attempt)}</td><td class="n">${bytes(each.bytes)}</td>
-        <td class="n">${number(each.num_files)}</td><td class="n">${duration(each.commit_seconds)}</td>
-        <td>${stateText(each)}</td><td class="small">${Object.entries(each.metrics || {}).slice(0, 3).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</td></tr>`)}
+      <tbody>${all.slice(0, limit).map((each) => html`<tr><th scope="row" class="nowrap"><button class="link" onClick=${() => open(each.name)}>${each.name}</button></th>
+        <td class="nowrap" data-label="Time">${dateTime(each.time)}</td><td class="n" data-label="Attempt">${number(each.attempt)}</td>
+        <td class="n" data-label="Size">${bytes(each.bytes)}</td><td class="n" data-label="Files">${number(each.num_files)}</td>
+        <td class="n" data-label="Commit">${duration(each.commit_seconds)}</td>
+        <td data-label="State">${stateText(each)}</td><td class="small" data-label="Metrics">${Object.entries(each.metrics || {}).slice(0, 3).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</td></tr>`)}
       </tbody></table></div>
     ${all.length > limit && html`<p><button onClick=${() => setLimit(limit * 5)}>Show more</button></p>`}</section>`;
 }
@@ -92,10 +94,10 @@ export function Workers({id, data}) {
       ${!exported && html`<button class="no-print" onClick=${load}>${data.run.is_active ? "Request stacks" : "Stacks of the last hang"}</button>`}</h2>
     ${stacks && html`<div class="detail" role="status"><div>${stacks.summary || (Object.keys(stacks.stacks || {}).length ? "" : "No stacks were saved.")}</div>
       ${Object.entries(stacks.stacks || {}).map(([rank, text]) => html`<h3>Rank ${rank}</h3><pre class="code tall" tabindex="0">${text}</pre>`)}</div>`}
-    <div class="scroll wide" tabindex="0" role="region" aria-label="Table of workers"><table><thead><tr><th scope="col">Rank</th><th scope="col">State</th><th scope="col">Node</th>
+    <div class="scroll wide" tabindex="0" role="region" aria-label="Table of workers"><table class="workers"><thead><tr><th scope="col">Rank</th><th scope="col">State</th><th scope="col">Node</th>
       <th scope="col">Local rank</th><th scope="col">Process</th><th scope="col">GPUs</th></tr></thead>
-      <tbody>${workers.slice(0, limit).map((each) => html`<tr><td>${each.rank}</td><td>${each.state}</td><td>${each.node ?? "–"}</td>
-        <td>${each.local_rank ?? "–"}</td><td>${each.pid ?? "–"}</td><td>${(each.gpus || []).join(", ") || "–"}</td></tr>`)}</tbody></table></div>
+      <tbody>${workers.slice(0, limit).map((each) => html`<tr><th scope="row">${each.rank}</th><td data-label="State">${each.state}</td><td data-label="Node">${each.node ?? "–"}</td>
+        <td data-label="Local rank">${each.local_rank ?? "–"}</td><td data-label="Process">${each.pid ?? "–"}</td><td data-label="GPUs">${(each.gpus || []).join(", ") || "–"}</td></tr>`)}</tbody></table></div>
     ${workers.length > limit && html`<p><button onClick=${() => setLimit(limit * 4)}>Show more of ${plural(workers.length, "worker")}</button></p>`}</section>`;
 }
 
@@ -103,7 +105,7 @@ export function Settings({data}) {
   const [filter, setFilter] = useState("");
   const groups = [["Settings", data.settings], ["Environment of the run", data.environment], ["Versions", data.versions]];
   return html`<section aria-label="Settings"><h2>Settings, environment, versions<span class="spacer"></span>
-      <input type="search" class="no-print" placeholder="Filter settings" aria-label="Filter settings" value=${filter} onInput=${(event) => setFilter(event.target.value)} /></h2>
+      <input type="search" class="no-print" placeholder="Filter" aria-label="Filter settings" value=${filter} onInput=${(event) => setFilter(event.target.value)} /></h2>
     ${(data.notes || []).map((text) => html`<p class="muted">${text}</p>`)}
     ${groups.map(([title, values]) => html`<${Group} title=${title} values=${values} filter=${filter.toLowerCase()} />`)}
     <p class="muted small">Run ${data.run_id || data.run.id} in <code>${data.run.path}</code></p></section>`;

@@ -1,5 +1,5 @@
 // The most important fact first: root cause and remedy, or progress and the time that is left.
-import {html, useRef, useEffect, useState} from "./lib.js";
+import {html, useState} from "./lib.js";
 import {dateTime, duration, isNumber, number, percent} from "./format.js";
 
 export function Lead({data, actions}) {
@@ -23,6 +23,7 @@ function RootCause({data}) {
   return html`<section class="cause" aria-label="Root cause">
     <h1>${rank}${failure.headline}</h1>
     <${Where} failure=${failure} />
+    ${failure.repeats > 1 && html`<p>The last ${failure.repeats} attempts ended with this error.</p>`}
     ${(failure.also || []).length > 0 && html`<details><summary>${failure.also.length} later
       failure${failure.also.length === 1 ? "" : "s"} of other ranks</summary>
       <ul>${failure.also.map((text) => html`<li>${text}</li>`)}</ul></details>`}
@@ -44,14 +45,10 @@ function Where({failure}) {
     ${failure.code && html`<pre class="code" tabindex="0"><code>${failure.line ? `${failure.line}  ` : ""}${failure.code}</code></pre>`}`;
 }
 
-// The last lines of a traceback contain the error, so long ones start scrolled to their end.
 function Traceback({text, isOpen}) {
-  const ref = useRef(null);
-  const show = () => { if (ref.current) ref.current.scrollTop = ref.current.scrollHeight; };
-  useEffect(show, [text]);
   if (!text) return null;
-  return html`<details open=${isOpen} onToggle=${show}><summary>Traceback</summary>
-    <pre class="code tall" tabindex="0" ref=${ref} aria-label="Traceback">${text}</pre></details>`;
+  return html`<details open=${isOpen}><summary>Traceback</summary>
+    <pre class="code tall" tabindex="0" aria-label="Traceback">${text}</pre></details>`;
 }
 
 function Remedy({resume}) {

@@ -32,7 +32,7 @@ export function RunList({data, info}) {
   return html`${errors}
     <section aria-label="Runs">
       <div class="bar no-print">
-        <input type="search" placeholder="Filter by name, error, or metric" aria-label="Filter runs"
+        <input type="search" placeholder="Name, error, or metric" aria-label="Filter runs"
           value=${filter} onInput=${(event) => setFilter(event.target.value)} />
         <select aria-label="State" value=${status} onChange=${(event) => setStatus(event.target.value)}>
           <option value="">All states</option>
@@ -98,16 +98,16 @@ function Row({run, isSelected, toggle, isFull}) {
     <td><input type="checkbox" aria-label=${`Select ${run.name} to compare`} checked=${isSelected}
       disabled=${isFull && !isSelected} onChange=${() => toggle(run.id)} /></td>
     <th scope="row" class="name"><a href=${`#/run/${encodeURIComponent(run.id)}`}>${run.name}</a>
-      ${error && html`<div class="small muted clip">${run.damage ? "damaged: " : ""}${error}</div>`}</th>
+      ${error && html`<div class="small muted clip" title=${error}>${run.damage ? "damaged: " : ""}${error}</div>`}</th>
     <td class="nowrap"><span class=${`pill ${run.is_stalled ? "warn" : kind}`}><span aria-hidden="true">${sign}</span>
       ${run.is_stalled ? "stalled" : run.status}</span>
       ${run.progress && run.is_active && html`<div class="small muted">${progressText(run.progress)}</div>`}</td>
-    <td class="nowrap">${dateTime(run.start_time)}</td>
-    <td class="n">${duration(run.duration)}</td>
-    <td class="n">${number(run.attempts)}</td>
-    <td class="n">${number(run.world_size)}</td>
-    <td class="n">${percent(run.goodput)}</td>
-    <td class="small">${metricsText(run.metrics)}</td>
+    <td class="nowrap" data-label="Start">${dateTime(run.start_time)}</td>
+    <td class="n" data-label="Duration">${duration(run.duration)}</td>
+    <td class="n" data-label="Attempts">${number(run.attempts)}</td>
+    <td class="n" data-label="Workers">${number(run.world_size)}</td>
+    <td class="n" data-label="Goodput">${percent(run.goodput)}</td>
+    <td class="small" data-label="Last metrics">${metricsText(run.metrics)}</td>
   </tr>`;
 }
 

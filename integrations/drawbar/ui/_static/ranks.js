@@ -10,7 +10,7 @@ export function Ranks({id, version}) {
   const {data, error} = useGet(`api/runs/${encodeURIComponent(id)}/ranks`, {}, version, isVisible);
   const late = (data && data.stragglers) || [];
   return html`<section aria-label="Rank lateness" ref=${ref}><h2>Rank lateness
-      <small>${late.length ? late[0].text : "seconds for each step beyond the median of the ranks"}</small></h2>
+      <small>${late.length ? late[0].text : "time of a step beyond the median of the ranks, without waiting for other ranks"}</small></h2>
     ${late.slice(1, 5).map((each) => html`<p class="small">${each.text}</p>`)}
     ${!data ? html`<p class="muted">${error ? error.message : "Loading …"}</p>`
       : !data.ranks.length ? html`<p class="muted">There are no times of ranks. Drawbar records them for runs with two or more ranks that report.</p>`
@@ -25,13 +25,15 @@ function HeatMap({data}) {
   const rows = groupRows(data);
   const largest = rows.reduce((most, row) => row.values.reduce((a, b) => Math.max(a, b ?? 0), most), 0);
   const size = Math.max(4, Math.min(18, Math.floor(256 / rows.length)));
-  useLayoutEffect(() => draw(canvas.current, rows, data.columns.length, largest), [data, theme]);
+  // Delays that do not matter are pale: the full colour is a delay of at least 30 % of a step.
+  const full = Math.max(largest, 0.3 * (data.step_seconds || 0));
+  useLayoutEffect(() => draw(canvas.current, rows, data.columns.length, full), [data, theme]);
   const onMove = (event) => {
     const box = event.currentTarget.getBoundingClientRect();
     const row = rows[Math.min(rows.length - 1, Math.max(0, Math.floor((event.clientY - box.top) / box.height * rows.length)))];
     const column = Math.min(data.columns.length - 1, Math.max(0, Math.floor((event.clientX - box.left) / box.width * data.columns.length)));
     const value = row.values[column];
-    setText(`${row.label}, ${tickLabel(data.columns[column], 1)}: ${isNumber(value) ? `${duration(value)} late` : "no data"}`);
+    setText(`${row.label}, ${tickLabel(data.columns[column], 1)}: ${isNumber(value) ? `${duration(value)} late` : "no steps"}`);
   };
   const end = data.end ?? data.columns[data.columns.length - 1];
   const step = end - data.columns[0] > 600 ? 60 : 1;
@@ -41,7 +43,7 @@ function HeatMap({data}) {
       <canvas class="heat" ref=${canvas} style=${{height: `${rows.length * size}px`}} role="img" onPointerMove=${onMove} onPointerLeave=${() => setText("")}
         aria-label=${`Heat map of lateness: ${plural(data.ranks.length, "rank")}, at most ${duration(largest)} late. The table below has the totals.`}></canvas>
       <div class="heat-times" aria-hidden="true">${times.map((time) => html`<span>${tickLabel(time, step)}</span>`)}</div></div>
-    <p class="small muted">0 s<span class="scale"></span>${duration(largest)} late · × no data <span role="status">${text && `· ${text}`}</span></p>`;
+    <p class="small muted">0 s<span class="scale"></span>${duration(full)} late · × no steps <span role="status">${text && `· ${text}`}</span></p>`;
 }
 
 // With many ranks, a row shows the latest of a group of ranks.
@@ -57,7 +59,7 @@ function groupRows({ranks, late}) {
   return rows;
 }
 
-function draw(canvas, rows, columns, largest) {
+function draw(canvas, rows, columns, full) {
   const [base, late, faint] = colors("accent-soft", "lost", "faint");
   const cell = Math.max(2, Math.floor(800 / columns));
   const height = rows.length > 32 ? 4 : 16;
@@ -77,7 +79,7 @@ function draw(canvas, rows, columns, largest) {
       context.stroke();
       return;
     }
-    const share = largest > 0 ? Math.max(0, value) / largest : 0;
+    const share = full > 0 ? Math.max(0, value) / full : 0;
     context.globalAlpha = 0.55;
     context.fillStyle = base;
     context.fillRect(left, top, width, tall);
@@ -91,7 +93,7 @@ function Totals({totals}) {
   const [limit, setLimit] = useState(8);
   const rows = [...totals].sort((a, b) => (b.ratio ?? 0) - (a.ratio ?? 0));
   if (!rows.length) return null;
-  const parts = [["Per step", "step_seconds"], ["Data", "data_wait"], ["Checkpoints", "checkpoint_blocked"], ["Collectives", "collective"]];
+  const parts = [["Step", "step_seconds"], ["Data", "data_wait"], ["Checkpoints", "checkpoint_blocked"], ["Collectives", "collective"]];
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Totals of the ranks"><table><thead><tr><th scope="col">Rank</th><th scope="col" class="n">× median</th>
       ${parts.map(([label]) => html`<th scope="col" class="n">${label}</th>`)}<th scope="col">Slow in</th></tr></thead>
     <tbody>${rows.slice(0, limit).map((each) => html`<tr><td>${each.rank}</td><td class="n">${isNumber(each.ratio) ? each.ratio.toFixed(2) : "–"}</td>

@@ -5,7 +5,7 @@ import {Pattern, PatternDefinitions, fillOf} from "./patterns.js";
 import {CheckpointDetail} from "./details.js";
 
 const LABELS = {
-  training: "training", startup: "startup", restart: "restart", lost: "lost work", unsaved: "unsaved (after the last checkpoint)",
+  training: "training", startup: "placement and startup", restart: "restart", lost: "lost work", unsaved: "unsaved (after the last checkpoint)",
   detection: "failure detection", crash_gap: "crash gap (no process)", paused: "stopped by the user", teardown: "teardown",
 };
 const MARKS = {
@@ -20,7 +20,7 @@ export function Timeline({id, data, checkpoint, setCheckpoint}) {
   const segments = data.segments || [];
   const [ref, width] = useWidth();
   const [zoom, setZoom] = useState(null);
-  const inner = Math.max(width, 560);
+  const inner = Math.max(width, 280);
   const limits = useLimits(data, segments);
   const [start, end] = zoom || limits;
   const plot = {start, end, width: inner, x: (time) => LEFT + (time - start) / Math.max(1e-9, end - start) * (inner - LEFT - 12)};
