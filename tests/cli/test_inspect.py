@@ -7,6 +7,7 @@ import importlib.metadata
 import io
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -112,10 +113,15 @@ def test_show_prints_attempts_checkpoints_metrics_and_error(
     assert "ValueError: boom" in shown
     assert f"arguments of your RunConfig: name='failed', storage_path='{shared_storage}'." in shown
     assert "checkpoint_000000" in shown
+    assert f"\n  directory  {Path.cwd()}\n" in shown
+    assert re.search(r"\nVersions\n  ray +\d", shown)
     assert "RunConfig: name=" not in cli("show", shared_storage / "short").out
     data = json.loads(cli("show", shared_storage / "long", "--json").out)
     assert [checkpoint["index"] for checkpoint in data["checkpoints"]] == [0, 1, 2]
     assert data["config"]["train_loop_config"]["epochs"] == "3"
+    assert data["environment"]["python"] == platform.python_version()
+    assert data["versions"]["ray"] == importlib.metadata.version("ray")
+    assert 0 < data["goodput"]["worker_seconds"] <= data["goodput"]["requested_worker_seconds"]
     (attempt,) = data["attempts"]
     total = data["seconds"]["startup"] + data["seconds"]["training"]
     assert total == pytest.approx(attempt["end_time"] - attempt["start_time"])

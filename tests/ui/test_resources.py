@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from drawbar import ui
 from drawbar.train import runs
-from tests.ui.conftest import Client
+from tests.ui.conftest import Client, make_run
 
 
 def make_sample(node: str, time: float, rss: int, cpu: float | None = 50.0) -> runs.ResourceSample:
@@ -24,6 +25,8 @@ def make_sample(node: str, time: float, rss: int, cpu: float | None = 50.0) -> r
         node_rank=0,
         node=node,
         cpu_percent=cpu,
+        num_cpus=8,
+        memory_total_bytes=2**32 if node == "gpu" else 2**33,
         rss_bytes=rss,
         disk_free_bytes=10**12 - rss,
         gpus=[
@@ -65,6 +68,8 @@ def test_resources_are_shown_for_each_node(run_folder: Path) -> None:
     assert [line["y"] for line in charts["GPU, average"]] == [[50, 50]]
     assert [line["y"] for line in charts["GPU memory"]] == [[2**31, 2**31]]
     assert (reply["nodes"], reply["num_nodes"]) == (["gpu", "cpu"], 2)
+    limits = {chart["name"]: chart["limit"] for chart in reply["charts"]}
+    assert (limits["CPU"], limits["Memory of the run"]) == ("of 8 CPUs", "")
 
 
 def test_resources_of_long_runs_keep_peaks(run_folder: Path) -> None:
@@ -92,7 +97,22 @@ def test_run_page_has_environment_and_versions(client: Client, ui_storage: Path)
     assert page["environment"]["command"] == f"-c {ui_storage}"
     assert page["environment"]["directory"] == str(Path.cwd())
     assert page["environment"]["python"] == sys.version.split()[0]
-    assert page["environment"].keys() == {"command", "directory", "host", "system", "python"}
+    names = {"command", "directory", "host", "system", "python"}
+    assert page["environment"].keys() - {"commit"} == names  # none outside a repository
     assert page["versions"]["ray"] == importlib.metadata.version("ray")
     assert page["versions"]["torch"] == importlib.metadata.version("torch")
     assert page["versions"]["drawbar"] == page["drawbar_version"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="Git is not installed")
+def test_run_started_in_repository_has_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *author, "commit", "--quiet", "--allow-empty", "-m", "x"], check=True)
+    make_run(tmp_path, "run", 1)
+    head = (tmp_path / ".git" / "HEAD").read_text().removeprefix("ref: ").strip()
+    commit = (tmp_path / ".git" / head).read_text().strip()
+    assert runs.find_run(tmp_path / "run").environment["commit"] == commit

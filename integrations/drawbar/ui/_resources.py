@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from drawbar.train.runs import ResourceSample
@@ -50,11 +50,23 @@ def _describe(run: IndexedRun) -> dict[str, Any]:
         nodes.setdefault(sample.node, []).append(sample)
     shown = dict(itertools.islice(nodes.items(), _MAX_NODES))
     charts = [
-        {"name": name, "unit": unit, "lines": lines}
+        {"name": name, "unit": unit, "lines": lines, "limit": _describe_limit(name, shown)}
         for name, unit, get_value, combine in _CHARTS
         if (lines := _make_lines(shown, start, get_value, combine))
     ]
     return {"charts": charts, "nodes": list(shown), "num_nodes": len(nodes)}
+
+
+def _describe_limit(chart: str, nodes: Mapping[str, Sequence[ResourceSample]]) -> str:
+    """Return the CPUs or the memory of a node, if they are known and the same for all nodes."""
+    last = [samples[-1] for samples in nodes.values()]
+    cpus = {sample.num_cpus for sample in last}
+    memory = {sample.memory_total_bytes for sample in last}
+    if chart == "CPU" and len(cpus) == 1 and (count := cpus.pop()):
+        return f"of {count} CPUs"
+    if chart == "Memory of the run" and len(memory) == 1 and (nbytes := memory.pop()):
+        return f"of {nbytes / 2**30:.0f} GiB"
+    return ""
 
 
 def _make_lines(

@@ -112,9 +112,7 @@ def get_goodput(run: IndexedRun) -> dict[str, Any] | None:
     goodput = run.record.goodput
     if not goodput.elapsed:
         return None
-    names = ("goodput", "effective", "productive", "hosted", "elapsed", "worker_seconds")
-    values = {name: getattr(goodput, name) for name in names}
-    return {**values, "parts": _list_parts(goodput.parts, goodput.paused)}
+    return {**goodput.to_dict(), "parts": _list_parts(goodput.parts, goodput.paused)}
 
 
 def _list_parts(seconds: Mapping[str, float], paused: float) -> list[dict[str, Any]]:

@@ -152,6 +152,20 @@ def test_goodput_of_undisturbed_run_has_no_lost_work() -> None:
     assert goodput.worker_seconds == pytest.approx(2 * 32)
 
 
+@pytest.mark.parametrize(("workers", "requested"), [(3, 3), ("(1, 4)", 4), (0, 1), (None, 0)])
+def test_requested_worker_seconds_count_hosted_time(workers: object, requested: int) -> None:
+    config: dict[str, object] = {"scaling_config": {"num_workers": workers}}
+    first: Journal = [msgspec.structs.replace(started(0), config=config), attempt(0, 1)]
+    again: Journal = [
+        msgspec.structs.replace(started(100), config=config),
+        attempt(1, 101),
+        ended(110),
+    ]
+    goodput = compute_goodput([*first, *function(0, 3, 4), *again])
+    assert goodput.requested_worker_seconds == pytest.approx(requested * goodput.hosted)
+    assert goodput.hosted < 20
+
+
 def failed_attempt() -> Journal:
     """Attempt 0: start at 4, commit at 14, death at 19, handled at 20; attempt 1 starts at 25."""
     return [

@@ -23,8 +23,9 @@ def collect(text: bytes) -> dict[tuple[str, str], float]:
 
 
 def report_twice() -> None:
-    for _ in range(2):
+    for step in range(2):
         train.report({"loss": 0.5})
+        train.set_progress(step + 1, total=4)
 
 
 def test_exporter_of_finished_run_matches_its_record(tmp_path: Path) -> None:
@@ -35,6 +36,7 @@ def test_exporter_of_finished_run_matches_its_record(tmp_path: Path) -> None:
     assert values["drawbar_reports_total", ""] == 2
     assert values["drawbar_attempts_total", ""] == 1
     assert values["drawbar_live_ranks", ""] == 0
+    assert values["drawbar_progress_ratio", ""] == 0.5
     assert abs(values["drawbar_goodput_ratio", ""] - record.goodput.goodput) < 1e-6
 
 

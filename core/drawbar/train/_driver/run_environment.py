@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import platform
 import re
+import subprocess
 from collections.abc import Collection
 
 from drawbar.train._config.secrets import redact_arguments
@@ -16,11 +17,15 @@ _PACKAGES = (
     *("tensorflow", "keras", "jax", "xgboost", "xgboost-cpu", "lightgbm", "numpy"),
 )
 
+_GIT_TIMEOUT_S = 2.0  # on a slow network filesystem
+
 
 def describe_environment(
     driver: DriverEnvironment | None, secret_keys: Collection[str]
 ) -> dict[str, str]:
-    """Return the command, directory, host, system, and Python of a driver, with secrets redacted.
+    """Return the command, directory, commit, host, system, and Python version of a driver.
+
+    Secrets in the command are redacted.
 
     Args:
         driver: Environment of the driver; None if it is unknown.
@@ -31,10 +36,21 @@ def describe_environment(
         command = {
             "command": redact_arguments(driver.argv, secret_keys),
             "directory": driver.working_directory,
+            **_find_commit(driver.working_directory),
         }
     found = {**command, "host": platform.node(), **_describe_system()}
     # Bytes of arguments and paths that are not UTF-8 are surrogates, which JSON cannot contain.
     return {key: text.encode(errors="backslashreplace").decode() for key, text in found.items()}
+
+
+def _find_commit(directory: str) -> dict[str, str]:
+    """Return the commit that Git has checked out in a directory, if there is one."""
+    command = ["git", "-C", directory, "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=_GIT_TIMEOUT_S)
+    except (OSError, ValueError, subprocess.SubprocessError):  # also without Git
+        return {}
+    return {"commit": commit.decode().strip()}
 
 
 @functools.cache

@@ -49,7 +49,7 @@ class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
         function: Identity of the training function.
         format_version: Format version of the events from here on.
         drawbar_version: Version of Drawbar; "" in journals of earlier versions.
-        environment: Command, directory, host, system, and Python version of the driver.
+        environment: Command, directory, commit, host, system, and Python version of the driver.
         versions: Versions of the installed frameworks, by the names of their packages.
     """
 

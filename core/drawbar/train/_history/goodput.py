@@ -26,6 +26,9 @@ class Goodput:
             documentation defines them.
         paused: Seconds between a stop by the user and the next start, which are in no part.
         worker_seconds: Sum over the workers of the seconds in which their processes were running.
+        requested_worker_seconds: `hosted` times the number of requested workers, which is the
+            maximum of an elastic run. The difference to `worker_seconds` is the time without the
+            requested workers.
 
     Example:
         Print how much time failures have cost::
@@ -38,6 +41,7 @@ class Goodput:
     parts: Mapping[str, float] = field(default_factory=dict)
     paused: float = 0.0
     worker_seconds: float = 0.0
+    requested_worker_seconds: float = 0.0
 
     @property
     def productive(self) -> float:
@@ -81,6 +85,7 @@ class Goodput:
             "elapsed": self.elapsed,
             "paused": self.paused,
             "worker_seconds": self.worker_seconds,
+            "requested_worker_seconds": self.requested_worker_seconds,
             "parts": dict(self.parts),
         }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from drawbar.train._history import events
 from drawbar.train._history.goodput import CRASH_GAP, Goodput
@@ -81,6 +83,17 @@ class _AttemptWork:
         parts[rest] = parts.get(rest, 0.0) + self.end - kept
 
 
+def get_requested_workers(config: Mapping[str, Any]) -> int:
+    """Return the number of workers that a journaled configuration requests; the maximum if elastic.
+
+    0 workers train in the driver, which counts as one. An unknown number is 0.
+    """
+    scaling = config.get("scaling_config")
+    value = scaling.get("num_workers") if isinstance(scaling, Mapping) else None
+    numbers = [int(number) for number in re.findall(r"\d+", str(value))]  # "(1, 3)" if elastic
+    return max(max(numbers), 1) if numbers else 0
+
+
 class GoodputMeter:
     """Compute the goodput from the events of a run, one at a time.
 
@@ -100,6 +113,9 @@ class GoodputMeter:
         self._parts: dict[str, float] = {}
         self._paused = 0.0
         self._worker_seconds = 0.0
+        self._requested_workers = 0  # of the last start
+        self._requested_since = 0.0  # clock at the last start
+        self._requested_seconds = 0.0  # before the last start
         self._attempts: list[_AttemptWork] = []
         self._is_in_attempt = False
         self._waiting_part = "startup"  # of the time before the next training function
@@ -175,10 +191,12 @@ class GoodputMeter:
         other = clock - sum(value for part, value in parts.items() if part != CRASH_GAP)
         if other > _ROUNDING_ERROR_S:
             parts["other"] = other
+        requested = self._requested_workers * (clock - self._requested_since)
         return Goodput(
             parts={part: value for part, value in parts.items() if value > 0},
             paused=self._paused,
             worker_seconds=worker_seconds,
+            requested_worker_seconds=self._requested_seconds + requested,
         )
 
     def _add_last_attempt(self, parts: dict[str, float], clock: float, *, is_running: bool) -> None:
@@ -232,6 +250,8 @@ class GoodputMeter:
         before = self.clock
         self._advance(event.time)
         gap, self.clock = self.clock - before, before
+        self._requested_seconds += self._requested_workers * (before - self._requested_since)
+        self._requested_workers, self._requested_since = get_requested_workers(event.config), before
         if self._outcome in ("stopped", "finished"):
             self._paused += gap
         elif not is_first:

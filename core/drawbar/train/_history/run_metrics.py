@@ -14,6 +14,7 @@ from drawbar.train._history import events, live_events
 from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._history.goodput_meter import GoodputMeter
 from drawbar.train._history.live_events import Event
+from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._history.timeline import FINAL_STATUSES
 from drawbar.train._protocol.resources import ResourceSample
 
@@ -43,6 +44,9 @@ METRICS = {
     "drawbar_reports_total": MetricInfo("counter", "Reports of all ranks.", _RUN),
     "drawbar_last_report_age_seconds": MetricInfo(
         "gauge", "Time since the last report, or since the last start without one.", _RUN
+    ),
+    "drawbar_progress_ratio": MetricInfo(
+        "gauge", "Completed share of the run, if its total number of steps is known.", _RUN
     ),
     "drawbar_checkpoints_total": MetricInfo("counter", "Committed checkpoints.", _RUN),
     "drawbar_checkpoint_seconds": MetricInfo("gauge", "Duration of the last commit.", _RUN),
@@ -130,6 +134,7 @@ class RunMetrics:
         self._last_attempt = 0
         self._restarts = Counter[str](dict.fromkeys(CAUSES, 0))
         self._end_cause = ""  # of the last attempt, until the next one starts
+        self._progress: RunProgress | None = None
         self._earlier_reports = 0
         self._attempt_reports = 0
         self._last_report_time: float | None = None
@@ -160,6 +165,8 @@ class RunMetrics:
                 case live_events.ReportsReceived():
                     self._attempt_reports += len(event.indices)
                     self._last_report_time = max(self._last_report_time or 0.0, event.times[-1])
+                case live_events.ProgressReceived() | events.ProgressRecorded():
+                    self._progress = event.progress
                 case live_events.ResourcesSampled():
                     self._resources[event.sample.node, event.sample.node_rank] = event.sample
                 case events.RunStarted():
@@ -283,6 +290,8 @@ class RunMetrics:
         if self._last_report_time is not None:
             age = max(now - self._last_report_time, 0.0)
             yield MetricValue("drawbar_last_report_age_seconds", (), age)
+        if self._progress is not None and self._progress.percent is not None:
+            yield MetricValue("drawbar_progress_ratio", (), self._progress.percent / 100)
         checkpoint = self._last_checkpoint
         yield MetricValue("drawbar_checkpoints_total", (), self._num_checkpoints)
         if checkpoint is not None:

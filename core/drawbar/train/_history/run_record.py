@@ -102,8 +102,25 @@ class RunRecord(RunOutput):
     @property
     def drawbar_version(self) -> str:
         """Version of Drawbar that started the run last; "" if it is unknown."""
+        return start.drawbar_version if (start := self._last_start) else ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Command, directory, commit, host, system, and Python version of the last start.
+
+        Values that were not recorded are missing.
+        """
+        return start.environment if (start := self._last_start) else {}
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of the frameworks that were installed at the last start, by package."""
+        return start.versions if (start := self._last_start) else {}
+
+    @property
+    def _last_start(self) -> RunStarted | None:
         starts = [event for event in self._history.events if isinstance(event, RunStarted)]
-        return starts[-1].drawbar_version if starts else ""
+        return starts[-1] if starts else None
 
     @property
     def last_event_time(self) -> float | None:

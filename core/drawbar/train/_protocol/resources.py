@@ -42,9 +42,11 @@ class ResourceSample(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         node: Hostname of the node.
         cpu_percent: Use of all CPUs of the node by all its processes since the last sample, 0 to
             100.
+        num_cpus: Number of CPUs of the node.
         rss_bytes: Resident memory of the run's processes on the node and of their children, in
             bytes. Memory that several processes share is counted for each of them.
         num_processes: Number of these processes.
+        memory_total_bytes: Memory of the node in bytes.
         disk_free_bytes: Free space for the run directory, in bytes, as the node sees it. For a
             remote run, this is the work directory.
         disk_total_bytes: Size of that filesystem in bytes.
@@ -63,8 +65,10 @@ class ResourceSample(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node_rank: int
     node: str
     cpu_percent: float | None = None
+    num_cpus: int | None = None
     rss_bytes: int | None = None
     num_processes: int | None = None
+    memory_total_bytes: int | None = None
     disk_free_bytes: int | None = None
     disk_total_bytes: int | None = None
     gpus: list[GpuSample] = []

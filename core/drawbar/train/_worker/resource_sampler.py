@@ -20,7 +20,9 @@ from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.resources import GpuSample, ResourceSample
 
 SAMPLE_SECONDS = 10.0
+
 FIRST_SAMPLE_SECONDS = 1.0
+"""Time until the first sample. It doubles up to `SAMPLE_SECONDS`, so that short runs have some."""
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -66,7 +68,7 @@ class _SamplerThread:
         seconds = FIRST_SAMPLE_SECONDS
         try:
             while not self._stopped.wait(seconds):
-                seconds = SAMPLE_SECONDS
+                seconds = min(2 * max(seconds, 1.0), SAMPLE_SECONDS)
                 sample = self._sampler.take()
                 with self._send_lock:
                     if self._stopped.is_set():
@@ -105,8 +107,10 @@ class ResourceSampler:
             node_rank=ranks.node_rank,
             node=os.uname().nodename,
             cpu_percent=self._measure_cpu(),
+            num_cpus=os.cpu_count(),
             rss_bytes=memory.rss_bytes if memory else None,
             num_processes=memory.num_processes if memory else None,
+            memory_total_bytes=_get_total_memory(),
             disk_free_bytes=disk[0] if disk else None,
             disk_total_bytes=disk[1] if disk else None,
             gpus=self._gpus.measure(),
@@ -137,6 +141,13 @@ def _read_cpu_times() -> _CpuTimes | None:
         return None
     idle = sum(values[3:5])
     return _CpuTimes(sum(values) - idle, sum(values))
+
+
+def _get_total_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
 
 
 class _Memory(NamedTuple):

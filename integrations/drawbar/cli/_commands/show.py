@@ -78,6 +78,8 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
             for checkpoint in checkpoints
         ],
         "config": record.config,
+        "environment": record.environment,
+        "versions": record.versions,
     }
 
 
@@ -150,11 +152,16 @@ def _write(
     for name, reason in unreadable.items():
         print(f"  {escape_control_chars(f'{name}  unreadable: {reason}')}")
     _write_metrics(record)
-    if record.config:
-        print("\nConfiguration")
-        write_table(
-            [(name, one_line(value)) for name, value in flatten(record.config).items()], "  "
-        )
+    _write_settings("Configuration", record.config)
+    _write_settings("Environment", record.environment)
+    _write_settings("Versions", record.versions)
+
+
+def _write_settings(title: str, settings: Mapping[str, object]) -> None:
+    if settings:
+        print(f"\n{title}")
+        rows = [(name, one_line(value)) for name, value in flatten(settings).items()]
+        write_table(rows, "  ")
 
 
 def _write_goodput(record: RunRecord) -> None:
@@ -167,6 +174,9 @@ def _write_goodput(record: RunRecord) -> None:
     ]
     if goodput.paused:
         rows.append(("paused", format_duration(goodput.paused), ""))
+    if requested := goodput.requested_worker_seconds:
+        share = f"{goodput.worker_seconds / requested:.1%} of the requested"
+        rows.append(("time of workers", format_duration(goodput.worker_seconds), share))
     write_table([tuple(map(escape_control_chars, row)) for row in rows], "  ")
 
 
