@@ -122,16 +122,13 @@ def test_show_prints_attempts_checkpoints_metrics_and_error(
     assert data["environment"]["python"] == platform.python_version()
     assert data["versions"]["ray"] == importlib.metadata.version("ray")
     assert 0 < data["goodput"]["worker_seconds"] <= data["goodput"]["requested_worker_seconds"]
-    (attempt,) = data["attempts"]
-    total = data["seconds"]["startup"] + data["seconds"]["training"]
-    assert total == pytest.approx(attempt["end_time"] - attempt["start_time"])
 
 
 def test_show_of_run_with_killed_driver_prints_interrupted(
     cli: Command, interrupted_run: Path
 ) -> None:
     assert cli("show", interrupted_run).out.startswith("long  interrupted\n")
-    assert json.loads(cli("show", interrupted_run, "--json").out)["seconds"]["training"] > 0
+    assert json.loads(cli("show", interrupted_run, "--json").out)["goodput"]["productive"] > 0
 
 
 def test_show_of_damaged_run_prints_readable_parts(cli: Command, storage: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from drawbar.trackers import TensorBoard
-from drawbar.train import RunConfig, report
+from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_context, report
 from drawbar.train.runs import find_run
 from tests.trackers.killed_runs import LOSS, NAN, ODD, list_losses, run_killed_twice
 from tests.train.runs import fit
@@ -105,6 +105,23 @@ def test_tensorboard_trackers_with_different_directories_both_receive_reports(
     path = Path(fit(report_losses, tmp_path, {"count": 4}, callbacks=trackers).path)
     assert read_points(tmp_path / "a" / "run")["loss"] == list_losses(path)
     assert read_points(tmp_path / "b" / "run")["loss"] == list_losses(path)
+
+
+def report_rank() -> None:
+    for index in range(3):
+        report({"loss": float(index + 10 * get_context().get_world_rank())})
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.filterwarnings("ignore:RunConfig.detached=True has no effect")  # but it is used
+def test_tensorboard_of_detached_run_has_mean_of_all_ranks(tmp_path: Path) -> None:
+    tracker = TensorBoard(tmp_path / "tb", ranks="mean")
+    DataParallelTrainer(
+        report_rank,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=tmp_path, callbacks=[tracker], detached=True),
+    ).fit()
+    assert read_points(tmp_path / "tb" / "run")["loss"] == [(0, 5), (1, 6), (2, 7)]
 
 
 def test_tensorboard_trackers_with_same_directory_raise_before_start(tmp_path: Path) -> None:

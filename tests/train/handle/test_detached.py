@@ -104,6 +104,7 @@ def train_until(finish_file: Path, pipe: Pipe, *, fails: bool = False) -> Callab
             with train.checkpoint_dir() as path:
                 (path / "step").write_text("0")
                 train.report({"step": 0}, checkpoint=path)
+        train.set_progress(1, total=2)
         pipe.send("worker", os.getpid())
         while not finish_file.exists():
             threading.Event().wait(0.01)
@@ -185,6 +186,10 @@ def test_detached_run_after_driver_sigkill_continues(
     assert isinstance(run, RunHandle)
     assert (run.status, run.metrics, run.is_done) == ("running", {"step": 0}, False)
     assert train.attach(tmp_path / "run").metrics == {"step": 0}
+    assert 0 < run.goodput().productive <= run.goodput().hosted
+    while run.progress is None:
+        threading.Event().wait(0.01)
+    assert run.progress.percent == 50
     with pytest.raises(
         LookupError, match=r"no detached run 'other' is in progress.*runs in progress: run$"
     ):
@@ -193,6 +198,7 @@ def test_detached_run_after_driver_sigkill_continues(
     result = run.wait()
     assert result.return_values == ["rank 0 from scratch", "rank 1 from scratch"]
     assert result.checkpoint is not None
+    assert run.goodput() == result.goodput
     err = capfd.readouterr().err
     assert "[drawbar 00:00] finished" in err
     assert err.count("finished") == 1  # although this process has two handles

@@ -21,6 +21,7 @@ from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.live_goodput import LiveGoodput
 from drawbar.train._history.result import Result
 from drawbar.train._history.run_history import RunHistory
+from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
@@ -85,6 +86,16 @@ class RunHandle:
     def metrics_by_rank(self) -> dict[int, Metrics]:
         """Latest metrics of each rank."""
         return self._run.get_state().last_metrics
+
+    @property
+    def progress(self) -> RunProgress | None:
+        """Latest progress of rank 0, with percent and ETA; None if it was never set.
+
+        Example:
+            if run.progress is not None:
+                print(run.progress.percent, run.progress.eta_seconds)
+        """
+        return self._run.get_state().progress
 
     @property
     def stalled_ranks(self) -> dict[int, str]:

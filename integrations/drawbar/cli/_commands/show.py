@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
 from textwrap import indent
 from typing import Annotated, Any
 
@@ -62,7 +60,6 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "damage": record.damage,
         "metrics": record.metrics,
         "attempts": record.timeline.attempts,
-        "seconds": time_breakdown(record),
         "goodput": record.goodput.to_dict(),
         "stragglers": record.stragglers,
         "checkpoints": [
@@ -80,40 +77,6 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "config": record.config,
         "environment": record.environment,
         "versions": record.versions,
-    }
-
-
-def time_breakdown(record: RunRecord) -> dict[str, float]:
-    """Return the durations of the parts of a run, in seconds.
-
-    An attempt that has not ended counts until the run's last event.
-
-    Returns:
-        "startup" is the start-up time of all attempts, including restarts. "training" is the rest
-        of their time. "restarts" is the time between the end of an attempt and the next one.
-        "checkpoint_commits" is the total duration of all commits, mostly during training.
-    """
-    last_event = record.last_event_time or 0.0
-    attempts = [
-        attempt
-        if attempt.end_time is not None
-        else replace(attempt, end_time=max(last_event, attempt.start_time))
-        for attempt in record.timeline.attempts
-    ]
-    # An attempt whose training function did not start consists only of its start-up.
-    startup = sum(attempt.startup_seconds or attempt.total_seconds or 0.0 for attempt in attempts)
-    total = sum(attempt.total_seconds or 0.0 for attempt in attempts)
-    commits = sum(attempt.checkpoint_seconds for attempt in attempts)
-    restarts = sum(
-        max(0.0, current.start_time - previous.end_time)
-        for previous, current in pairwise(attempts)
-        if previous.end_time is not None
-    )
-    return {
-        "startup": startup,
-        "training": total - startup,
-        "restarts": restarts,
-        "checkpoint_commits": commits,
     }
 
 
