@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import threading
@@ -157,6 +158,8 @@ def test_run_finished_has_checkpoints_and_segments_without_gaps(client: Client) 
     assert page["settings"]["scaling_config/num_workers"] == "0"
     assert 0 < page["goodput"]["worker_seconds"] <= page["goodput"]["elapsed"]
     assert page["versions"]["drawbar"] == page["drawbar_version"]
+    (location,) = page["report_locations"]
+    assert re.fullmatch(r".*/conftest.py:\d+ in train_func", location)
 
 
 def test_run_killed_driver_has_unsaved_work_and_no_crash_gap_yet(client: Client) -> None:

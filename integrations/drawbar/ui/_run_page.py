@@ -62,6 +62,7 @@ def _describe(run: IndexedRun, spans: Sequence[AttemptSpan]) -> dict[str, Any]:
         "num_checkpoints": len(checkpoints),
         "events": _list_marks(run.events),
         "metrics": _list_metrics(run),
+        "report_locations": _list_report_locations(run.events),
         "workers": _list_workers(run, spans, {item["rank"] for item in stalled}),
         "log_ranks": list_log_ranks(record),
         "settings": {
@@ -188,6 +189,12 @@ def _list_metrics(run: IndexedRun) -> list[dict[str, Any]]:
     numeric = list_numeric_metrics(run)
     names = list(dict.fromkeys([*last, *numeric]))[:_MAX_METRICS]
     return [{"name": name, "last": last.get(name), "is_numeric": name in numeric} for name in names]
+
+
+def _list_report_locations(events: Sequence[Event]) -> list[str]:
+    """Return the lines that have reported in the last attempt that made reports."""
+    found = [event for event in events if event["event"] == "report_location"]
+    return [event["location"] for event in found if event["attempt"] == found[-1]["attempt"]]
 
 
 def _list_workers(

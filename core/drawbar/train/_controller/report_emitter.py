@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import FirstReportReceived
+from drawbar.train._history.events import FirstReportReceived, ReportLocationFound
 from drawbar.train._history.live_events import Event, ReportsReceived
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Report
+
+_MAX_LOCATIONS = 32
 
 
 class ReportEmitter:
@@ -40,6 +42,7 @@ class ReportEmitter:
         self._send_command = send_command
         self._broadcast_command = broadcast_command
         self._rank = 0
+        self._locations = set[str]()
         self._reports: list[Report] = []
 
     def add(self, rank: int, report: Report) -> None:
@@ -85,6 +88,17 @@ class ReportEmitter:
                 metrics=[report.metrics for report in reports],
             )
         )
+        for report in reports:
+            if report.location not in self._locations and len(self._locations) < _MAX_LOCATIONS:
+                self._locations.add(report.location)
+                self._emit(
+                    ReportLocationFound(
+                        time=report.time,
+                        attempt=self._attempt,
+                        rank=self._rank,
+                        location=report.location,
+                    )
+                )
 
     def try_flush(self, on_error: Callable[[Exception], object]) -> None:
         """Emit the collected reports, and pass an error to a callback."""

@@ -96,6 +96,17 @@ class FirstReportReceived(JournalEntry, frozen=True, kw_only=True, tag="first_re
     rank: int
 
 
+class ReportLocationFound(JournalEntry, frozen=True, kw_only=True, tag="report_location"):
+    """A line of the user's code, as `file:line in function`, has reported.
+
+    Recorded once per attempt for each line, for at most 32 lines. `rank` is the first rank of them.
+    """
+
+    attempt: int
+    rank: int
+    location: str
+
+
 class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pass"):
     """A rank has read its shard of a dataset to the end, or stopped before the end."""
 
@@ -259,6 +270,7 @@ JournaledEvent = (
     | WorkersStarted
     | UserFunctionStarted
     | FirstReportReceived
+    | ReportLocationFound
     | DatasetEpochEnded
     | ReportsLost
     | CheckpointCommitted

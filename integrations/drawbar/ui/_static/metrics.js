@@ -17,6 +17,7 @@ export function Metrics({id, data, version}) {
   const loader = useMemo(() => new CurveLoader(`api/runs/${encodeURIComponent(id)}/curves`, {x, ranks}), [id, x, ranks]);
   const names = (data.metrics || []).filter((each) => each.is_numeric !== false).map((each) => each.name);
   const shown = names.filter((name) => name.toLowerCase().includes(filter.toLowerCase()));
+  const locations = data.report_locations || [];
   const what = {lowest: "lowest rank", band: "band: minimum to maximum over the ranks, line: median", each: "one line for each rank"}[ranks];
   return html`<section aria-label="Metrics"><h2>Metrics <small>${what}${weight ? ", smoothed" : ""}</small></h2>
     ${names.length > 0 && html`<${Controls} ...${{x, setX, ranks, setRanks, weight, setWeight, isLog, setLog, filter, setFilter}} />`}
@@ -25,6 +26,7 @@ export function Metrics({id, data, version}) {
     ${!names.length && html`<p class="muted">The run has not reported a number yet.</p>`}
     ${names.length > 0 && !shown.length && html`<p class="muted">No metric matches the filter.</p>`}
     ${shown.length > limit && html`<p class="no-print"><button onClick=${() => setLimit(limit + PAGE * 2)}>Show more of ${plural(shown.length, "metric")}</button></p>`}
+    ${locations.length > 0 && html`<p class="muted small">Reported at ${locations.map((place, index) => html`${index ? ", " : ""}<code>${place}</code>`)}</p>`}
   </section>`;
 }
 
