@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ FORWARDED = re.compile(r"(\x1b\[\d+m)?\((raylet|autoscaler|.* pid=\d+)")
 
 
 @pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str]) -> Command:
+def cli(capfd: pytest.CaptureFixture[str]) -> Iterator[Command]:
     """Run a command in this process, for example `cli("show", path)`."""
+    handlers = {number: signal.getsignal(number) for number in signal.Signals}
 
     def run_command(*arguments: object) -> CommandResult:
         capfd.readouterr()
@@ -44,7 +46,10 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Command:
         err = [line for line in output.err.splitlines(keepends=True) if not FORWARDED.match(line)]
         return CommandResult(int(exit_info.value.code or 0), output.out, "".join(err))
 
-    return run_command
+    yield run_command
+    for number, handler in handlers.items():  # `drawbar launch` has set some
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 def train_func(config: dict[str, Any]) -> None:

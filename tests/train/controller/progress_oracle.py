@@ -52,7 +52,9 @@ class RankState:
                 f"waits in get_all_reported_checkpoints() for report #{self.reports - 1} at {where}"
             )
         if self.is_finished:
-            calls = f"{self.reports} reports and {self.users_collectives} collectives"
+            reports = f"{self.reports} report{'s'[: self.reports != 1]}"
+            calls = f"{reports} and {self.users_collectives} collective"
+            calls += "s"[: self.users_collectives != 1]
             return f"finished after {calls}" + (f", the last at {self.last}" if self.last else "")
         return "runs"
 

@@ -51,7 +51,9 @@ class OutputStreams:
     def get_stream(self, name: StreamName) -> TextIO:
         """Return the stream of this name."""
         stream: TextIO = self._file or getattr(sys, name)
-        return stream
+        # With `num_workers=0`, the stream also writes to the log of rank 0, which has only the
+        # output of the training function.
+        return getattr(stream, "stream_without_log", stream)
 
     def write_line(self, name: StreamName, text: str) -> None:
         """Write a line of text."""

@@ -191,7 +191,11 @@ def write_to_log(data: bytes, log: io.FileIO) -> None:
 
 
 class _TeeStream:
-    """Proxy of the user's stream that also writes to the log."""
+    """Proxy of the user's stream that also writes to the log.
+
+    Attributes:
+        stream_without_log: The user's stream. The console writes to it.
+    """
 
     def __init__(
         self,
@@ -202,7 +206,7 @@ class _TeeStream:
         on_write_error: OnWriteError,
     ) -> None:
         self._stream_name = name
-        self._original = original
+        self.stream_without_log = original
         self._log: io.FileIO | None = log
         self._splitter = splitter
         self._on_write_error = on_write_error
@@ -211,7 +215,7 @@ class _TeeStream:
         current = getattr(sys, self._stream_name)
         if self._log is None and current is not self:
             return cast(int, current.write(text))
-        written = self._original.write(text)
+        written = self.stream_without_log.write(text)
         if self._log is not None:
             try:
                 self._log.write(text.encode("utf-8", "backslashreplace"))
@@ -228,7 +232,7 @@ class _TeeStream:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
+        return getattr(self.stream_without_log, name)
 
     def stop_capture(self) -> None:
         self._log = None
