@@ -27,6 +27,7 @@ _MAX_CHECKPOINTS = 2_000
 _MAX_METRICS = 2_000
 _MAX_EVENTS = 1_000
 _MAX_WORKERS = 4_096
+_MAX_LOCATIONS = 32
 
 Event = dict[str, Any]
 
@@ -192,9 +193,9 @@ def _list_metrics(run: IndexedRun) -> list[dict[str, Any]]:
 
 
 def _list_report_locations(events: Sequence[Event]) -> list[str]:
-    """Return the lines that have reported in the last attempt that made reports."""
-    found = [event for event in events if event["event"] == "report_location"]
-    return [event["location"] for event in found if event["attempt"] == found[-1]["attempt"]]
+    """Return the lines that have reported, each once."""
+    found = [event["location"] for event in events if event["event"] == "report_location"]
+    return list(dict.fromkeys(found))[:_MAX_LOCATIONS]
 
 
 def _list_workers(

@@ -85,11 +85,12 @@ function makeOptions({lines, band, isLog, isTime, marks, width, height, sync, se
   return {
     width, height, pxAlign: 0, bands, legend: {show: false}, padding: [8, 10, 0, 0],
     cursor: {y: false, points: {size: 6, fill: text}, sync: sync ? {key: sync} : undefined, drag: {x: true, y: false}},
-    scales: {x: {time: false, range: xRange}, y: isLog ? {distr: 3, range: logRange} : {range: yRange}},
+    scales: {x: {time: false, range: xRange}, y: isLog ? {distr: 3, range: logRange}
+      : {range: format === shortNumber ? yRange : (_, min, max) => yRange(_, min, max, 0.005)}},
     axes: [
       {...axis, size: 26, space: isTime ? 100 : 60, values: (_, ticks) => ticks.map((tick) => (isTime ? duration(tick) : shortNumber(tick))),
         incrs: isTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7]},
-      {...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick)))},
+      {...axis, size: 52, space: 34, ...(isLog ? {splits: logSplits, filter: (_, ticks) => ticks} : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick)))},
     ],
     series: [{}, ...series],
     hooks: {
@@ -104,15 +105,25 @@ function xRange(_, min, max) {
   return min === max ? [min - 1, max + 1] : [min, max];
 }
 
-function yRange(_, min, max) {
+// The least margin is a share of the maximum, so that ticks have different texts if they have few digits.
+function yRange(_, min, max, share = 0) {
   if (min === null || max === null) return [0, 1];
-  const margin = min === max ? Math.max(Math.abs(min) * 0.1, 1e-6) : (max - min) * 0.06;
+  const margin = min === max ? Math.max(Math.abs(min) * 0.1, 1e-6) : Math.max((max - min) * 0.06, Math.abs(max) * share);
   return min === 0 && max === 0 ? [-1, 1] : [min - margin, max + margin];
 }
 
 function logRange(_, min, max) {
   if (min === null || max === null || min <= 0) return [0.1, 1];
   return min === max ? [min / 2, max * 2] : [min / 1.15, max * 1.15];
+}
+
+// At most five decades, or 1, 2, and 5 times a power of ten within one decade.
+function logSplits(_, axis, min, max) {
+  const [low, high] = [Math.ceil(Math.log10(min)), Math.floor(Math.log10(max))];
+  const step = Math.max(1, Math.ceil((high - low) / 4));
+  const powers = high - low >= 1 ? Array.from({length: Math.floor((high - low) / step) + 1}, (__, index) => low + index * step)
+    : [low - 1, low].flatMap((power) => [0, Math.log10(2), Math.log10(5)].map((part) => power + part));
+  return powers.map((power) => Number((10 ** power).toPrecision(3))).filter((value) => value >= min && value <= max);
 }
 
 function drawMarks(plot, marks, color) {

@@ -5,7 +5,7 @@ import {bytes, dateTime, duration, number, plural} from "./format.js";
 
 export function Attempts({attempts}) {
   if (!attempts.length) return null;
-  const times = [["Startup", "startup"], ["Training", "training"], ["Lost work", "lost"], ["After last checkpoint", "unsaved"],
+  const times = [["Startup", "startup"], ["Training", "training"], ["Lost work", "lost"], ["Unsaved", "unsaved"],
     ["Detection", "detection"], ["Restart", "restart"]];
   return html`<section aria-label="Attempts"><h2>Attempts</h2>
     <div class="scroll wide" tabindex="0" role="region" aria-label="Table of attempts"><table class="attempts">
@@ -17,7 +17,8 @@ export function Attempts({attempts}) {
         ${times.map(([label, name]) => html`<td class="n" data-label=${label}>${each[name] === 0 ? "–" : duration(each[name])}</td>`)}
         <td class="n" data-label="Checkpoints">${number(each.num_checkpoints)}</td>
         <td class="nowrap" data-label="Resumed from">${baseName(each.resume_checkpoint) || "–"}</td>
-        <td class="outcome">${each.outcome || each.status}${(each.failures || []).filter((text) => !(each.outcome || "").includes(text)).slice(0, 3).map((text) => html`<div class="small muted clip">${text}</div>`)}</td></tr>`)}
+        <td data-label="Outcome">${each.status}</td></tr>
+        ${(each.failures || []).length > 0 && html`<tr><td class="small muted" colspan=${times.length + 6}>${each.failures.slice(0, 3).map((text) => html`<div>${text}</div>`)}</td></tr>`}`)}
       </tbody></table></div></section>`;
 }
 
@@ -67,8 +68,8 @@ export function CheckpointDetail({id, checkpoint, close}) {
   };
   const metrics = Object.entries(checkpoint.metrics || {});
   return html`<div class="detail" role="region" aria-label="Checkpoint">
-    <div class="bar"><h3 style=${{margin: 0}}>${checkpoint.name}</h3><span class="muted small">${dateTime(checkpoint.time)} · attempt ${checkpoint.attempt}
-      · ${bytes(checkpoint.bytes)} · ${stateText(checkpoint)}</span><span class="spacer"></span>
+    <div class="bar"><h3 style=${{margin: 0}}>${checkpoint.name}</h3><span class="muted small">${
+      [dateTime(checkpoint.time), `attempt ${checkpoint.attempt}`, bytes(checkpoint.bytes), stateText(checkpoint)].join(" · ")}</span><span class="spacer"></span>
       ${!exported && html`<button disabled=${current.isBusy} onClick=${verify}>Verify</button>`}<button onClick=${close}>Close</button></div>
     <div role="status">${current.text}</div>
     ${checkpoint.validation && checkpoint.validation.error && html`<p>Validation failed: ${checkpoint.validation.error}</p>`}

@@ -28,7 +28,7 @@ export function Goodput({goodput}) {
       <tbody>${parts.map((part) => html`<tr title=${part.help || ""}>
         <td class="swatch"><${Pattern} name=${part.name} />${part.label}</td>
         <td class="n">${duration(part.seconds)}</td><td class="n">${percent(part.seconds / total)}</td></tr>`)}</tbody></table>
-    ${goodput.requested_worker_seconds > 0 && html`<p class="muted small">The workers were running for ${duration(goodput.worker_seconds)},
-      ${percent(goodput.worker_seconds / goodput.requested_worker_seconds)} of the requested time.</p>`}
+    ${goodput.requested_worker_seconds > 0 && html`<p class="muted small">${`The workers were running for ${duration(goodput.worker_seconds)}, `
+      + `${percent(goodput.worker_seconds / goodput.requested_worker_seconds)} of the requested time.`}</p>`}
   </section>`;
 }

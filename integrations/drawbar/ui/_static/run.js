@@ -65,7 +65,7 @@ function describeLoss(run, goodput) {
   const parts = (goodput && goodput.parts) || [];
   const lost = parts.filter((part) => part.name === "lost_work" || part.name === "unsaved").reduce((sum, part) => sum + part.seconds, 0);
   const effective = percent(run.effective);
-  return [lost > 0 && `${duration(lost)} of work lost`, goodput && effective !== percent(run.goodput) && `effective ${effective}`].filter(Boolean).join(" · ");
+  return [lost > 0 && `${duration(lost)} of work lost or unsaved`, goodput && effective !== percent(run.goodput) && `effective ${effective}`].filter(Boolean).join(" · ");
 }
 
 function Stop({id, run, info}) {

@@ -5,7 +5,7 @@ import {Pattern, PatternDefinitions, fillOf} from "./patterns.js";
 import {CheckpointDetail} from "./details.js";
 
 const LABELS = {
-  training: "training", startup: "placement and startup", restart: "restart", lost: "lost work", unsaved: "unsaved (after the last checkpoint)",
+  training: "training", startup: "placement and startup", restart: "restart", lost: "lost work", unsaved: "unsaved",
   detection: "failure detection", crash_gap: "crash gap (no process)", paused: "stopped by the user", teardown: "teardown",
 };
 const MARKS = {
@@ -70,7 +70,7 @@ function Drawing({data, plot, setZoom, checkpoint, setCheckpoint}) {
     else selectNearest(data.checkpoints || [], plot, times[0], setCheckpoint);
   };
   const {ticks, step} = timeTicks(plot.start, plot.end, Math.max(2, Math.floor(plot.width / 110)));
-  return html`<svg class="timeline" width=${plot.width} height=${height} role="img" aria-label=${describe(data)}
+  return html`<svg class="timeline" width=${plot.width} height=${height} viewBox=${`0 0 ${plot.width} ${height}`} role="img" aria-label=${describe(data)}
       onPointerDown=${onDown} onPointerMove=${onMove} onPointerUp=${onUp} onPointerLeave=${() => { drag.current = null; setBox(null); }}>
     ${ticks.map((time) => html`<line x1=${plot.x(time)} x2=${plot.x(time)} y1="8" y2=${saved + 16} stroke="var(--grid)" />
       <text x=${plot.x(time)} y=${height - 4} text-anchor="middle">${tickLabel(time, step)}</text>`)}
