@@ -69,6 +69,18 @@ def start(storage: Path, name: str, function: Any, config: dict[str, Any]) -> No
     ).fit()
 
 
+HAS_GREEN_LINE = """(() => {
+    const canvas = document.querySelector('.charts canvas');
+    const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    let count = 0;
+    for (let i = 0; i < data.length; i += 4) {
+        count += data[i + 1] - data[i] > 60 && data[i + 3] > 99;
+    }
+    return count > 20;
+})()"""
+"""True if the first chart has pixels in the colour of its first line."""
+
+
 @dataclass(frozen=True)
 class Page:
     """A browser, and the server whose pages it shows."""
@@ -162,6 +174,7 @@ def test_failed_run_with_hostile_names_shows_its_root_cause_as_text(page: Page, 
     page.wait_for_text("section.cause pre", "ValueError")
     page.wait_for_text(".remedy", "Fix the error first")
     page.wait_for_chart()
+    page.wait_for(HAS_GREEN_LINE)
     page.wait_for_text(".log .a-31", "red")
     page.wait_for_text("section[aria-label='Goodput']", "Productive")
     page.check()

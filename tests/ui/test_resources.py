@@ -116,3 +116,12 @@ def test_run_started_in_repository_has_its_commit(
     head = (tmp_path / ".git" / "HEAD").read_text().removeprefix("ref: ").strip()
     commit = (tmp_path / ".git" / head).read_text().strip()
     assert runs.find_run(tmp_path / "run").environment["commit"] == commit
+
+
+def test_run_with_odd_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\nprintf '\\377'\ncat\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    make_run(tmp_path, "run", 1)
+    assert "commit" not in runs.find_run(tmp_path / "run").environment

@@ -145,6 +145,30 @@ def test_run_with_same_failure_on_other_ranks_counts_repeats(tmp_path: Path) -> 
     )
 
 
+def test_run_with_implausible_numbers_in_its_journal_is_shown(tmp_path: Path) -> None:
+    make_run(tmp_path, "run", 1)
+    journal = tmp_path / "run" / "journal.jsonl"
+    text = journal.read_text().replace('"num_workers":0', f'"num_workers":"{"9" * 5_000}"')
+    info = {"deadline_ms": 10**15, "preempted_node_to_ranks": {}}
+    events = [
+        {"event": "preemption_announced", "attempt": 0, "info": info},
+        {"event": "attempt_ended", "attempt": 0, "cause": "worker", "failure_headlines": []},
+        {"event": "attempt_ended", "attempt": 1, "cause": "worker"}
+        | {"failure_headlines": [f"rank {'1' * 5_000}: x"]},
+        {"event": "run_ended", "outcome": "failed", "error": "x"},
+    ]
+    lines = [json.dumps({"time": time.time(), **event}) for event in events]
+    journal.write_text(text + "\n".join(lines) + "\n")
+    with ui.start_server([tmp_path], port=0) as server:
+        client = Client(server.url)
+        page = get_run(client, "run")
+        assert client.send("metrics")[0] == 200
+    texts = [mark["text"] for mark in page["events"]]
+    assert texts[0] == "The nodes are about to be removed."
+    assert page["goodput"]["requested_worker_seconds"] == 0
+    assert page["failure"]["repeats"] == 1
+
+
 def test_run_finished_has_checkpoints_and_segments_without_gaps(client: Client) -> None:
     page = get_run(client, "finished")
     assert page["failure"] is page["resume"] is None

@@ -1,6 +1,11 @@
-"""Words of messages for users."""
+"""Texts of messages for users."""
 
 
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 report" or "2 reports"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def escape_surrogates(text: str) -> str:
+    """Escape lone surrogates, which the journal cannot store. File names may contain them."""
+    return text.encode(errors="backslashreplace").decode()

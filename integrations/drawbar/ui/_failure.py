@@ -10,8 +10,8 @@ from typing import Any
 from drawbar.ui._catalog import IndexedRun
 
 _HEADLINE = re.compile(
-    r"(?:rank (?P<rank>\d+): )?(?P<headline>.*?)"
-    r"(?: \((?P<file>[^()]*):(?P<line>\d+)(?: in (?P<function>[^()]*))?\))?",
+    r"(?:rank (?P<rank>\d{1,9}): )?(?P<headline>.*?)"
+    r"(?: \((?P<file>[^()]*):(?P<line>\d{1,9})(?: in (?P<function>[^()]*))?\))?",
     re.DOTALL,
 )
 
@@ -45,6 +45,8 @@ def find_failure(run: IndexedRun) -> dict[str, Any] | None:
 def _count_repeats(ends: Sequence[Mapping[str, Any]]) -> int:
     """Return how many of the last attempts have ended with the same error, on any rank."""
     errors = [split_headline(next(iter(end["failure_headlines"]), ""))["headline"] for end in ends]
+    if not errors or not errors[-1]:
+        return 1
     return sum(1 for _ in itertools.takewhile(lambda error: error == errors[-1], errors[::-1]))
 
 

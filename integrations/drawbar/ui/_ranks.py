@@ -20,7 +20,7 @@ def describe_ranks(run: IndexedRun) -> dict[str, Any]:
 
 
 def _describe(run: IndexedRun) -> dict[str, Any]:
-    samples = run.record.read_rank_times()
+    samples = [sample for sample in run.record.read_rank_times() if sample.ranks]
     stragglers = [
         {
             "rank": straggler.rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -178,10 +179,12 @@ def _list_marks(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 def _describe_preemption(info: Mapping[str, Any]) -> str:
     ranks = sorted(rank for each in info["preempted_node_to_ranks"].values() for rank in each)
-    text = f"The nodes of ranks {', '.join(map(str, ranks))} are about to be removed"
-    if info["deadline_ms"] is None:
+    whose = f"of ranks {', '.join(map(str, ranks))} " if ranks else ""
+    text = f"The nodes {whose}are about to be removed"
+    try:
+        deadline = datetime.fromtimestamp((info["deadline_ms"] or math.nan) / 1000, UTC)
+    except (OverflowError, OSError, ValueError):  # it is unknown, or the journal is damaged
         return f"{text}."
-    deadline = datetime.fromtimestamp(info["deadline_ms"] / 1000, UTC)
     return f"{text}, at {deadline:%H:%M:%S} UTC."
 
 

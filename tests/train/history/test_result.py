@@ -372,6 +372,14 @@ class TestInANotebook:
         assert "ValueError: &lt;no&gt;" in html
 
 
+def test_report_from_file_whose_name_is_not_utf_8_is_recorded(tmp_path: Path) -> None:
+    def function() -> None:
+        exec(compile("train.report({'loss': 1})", os.fsdecode(b"/\xff.py"), "exec"), globals())
+
+    assert fit(function, tmp_path).metrics == {"loss": 1}
+    assert "/\\\\udcff.py:1 in" in (tmp_path / "run" / "journal.jsonl").read_text()
+
+
 def test_iter_numbers_skips_non_finite_numbers() -> None:
     metrics = {"n": 10**400, "loss": float("nan"), "best": True, "at": {"lr": 2}}
     assert dict(iter_numbers(metrics)) == {"at/lr": 2.0}

@@ -12,12 +12,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tqdm import tqdm
 
+from drawbar import train
 from drawbar.train._protocol.messages import OutputLine
 from drawbar.train._worker.output import capture_output
+from tests.train.runs import fit
 
 
 @contextmanager
@@ -257,3 +260,31 @@ def test_captured_stdout_supports_fileno_reconfigure_and_buffer(log: Path) -> No
         sys.stdout.buffer.write(b"raw\n")
         print("flushed ☃", flush=True)
     assert log.read_text(encoding="utf-8") == "raw\nflushed ☃\n"
+
+
+class HideSecret:
+    """Proxy of a stream, as users write them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> Any:
+        return self._stream.write(text.replace("secret", "***"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def test_console_writes_to_stream_that_the_function_has_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> None:
+        train.report({"first": "a"})
+        monkeypatch.setattr(sys, "stderr", HideSecret(sys.stderr))
+        with train.checkpoint_dir() as path:
+            train.report({}, checkpoint=path, checkpoint_dir_name="secret")
+
+    fit(function, tmp_path)
+    error = capfd.readouterr().err
+    assert "committed ***" in error
+    assert "secret" not in error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from drawbar.train._console.display_status import DisplayStatus
 from drawbar.train._history.timeline import FINAL_STATUSES
 from drawbar.train._protocol.messages import OutputLine
-from drawbar.train._protocol.output_lines import LineSplitter, StreamName
+from drawbar.train._protocol.output_lines import LineSplitter, LoggedStream, StreamName
 
 if TYPE_CHECKING:
     from rich.console import RenderHook
@@ -53,7 +53,7 @@ class OutputStreams:
         stream: TextIO = self._file or getattr(sys, name)
         # With `num_workers=0`, the stream also writes to the log of rank 0, which has only the
         # output of the training function.
-        return getattr(stream, "stream_without_log", stream)
+        return stream.stream_without_log if isinstance(stream, LoggedStream) else stream
 
     def write_line(self, name: StreamName, text: str) -> None:
         """Write a line of text."""

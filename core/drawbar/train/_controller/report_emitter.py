@@ -12,6 +12,7 @@ from drawbar.train._history.events import FirstReportReceived, ReportLocationFou
 from drawbar.train._history.live_events import Event, ReportsReceived
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Report
+from drawbar.train._wording import escape_surrogates
 
 _MAX_LOCATIONS = 32
 
@@ -96,7 +97,7 @@ class ReportEmitter:
                         time=report.time,
                         attempt=self._attempt,
                         rank=self._rank,
-                        location=report.location,
+                        location=escape_surrogates(report.location),
                     )
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import platform
 import re
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Collection
 
 from drawbar.train._config.secrets import redact_arguments
 from drawbar.train._driver_env import DriverEnvironment
+from drawbar.train._wording import escape_surrogates
 
 _PACKAGES = (
     *("ray", "torch", "lightning", "pytorch-lightning", "transformers", "accelerate", "deepspeed"),
@@ -39,18 +41,25 @@ def describe_environment(
             **_find_commit(driver.working_directory),
         }
     found = {**command, "host": platform.node(), **_describe_system()}
-    # Bytes of arguments and paths that are not UTF-8 are surrogates, which JSON cannot contain.
-    return {key: text.encode(errors="backslashreplace").decode() for key, text in found.items()}
+    return {key: escape_surrogates(text) for key, text in found.items()}
 
 
 def _find_commit(directory: str) -> dict[str, str]:
     """Return the commit that Git has checked out in a directory, if there is one."""
-    command = ["git", "-C", directory, "rev-parse", "HEAD"]
+    # A Git hook sets variables for its own repository.
+    variables = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
     try:
-        commit = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=_GIT_TIMEOUT_S)
+        output = subprocess.check_output(
+            ["git", "-C", directory, "rev-parse", "HEAD"],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_GIT_TIMEOUT_S,
+        )
     except (OSError, ValueError, subprocess.SubprocessError):  # also without Git
         return {}
-    return {"commit": commit.decode().strip()}
+    match = re.fullmatch(rb"([0-9a-f]{40,64})\s*", output)
+    return {"commit": match[1].decode()} if match else {}
 
 
 @functools.cache

@@ -90,7 +90,8 @@ def get_requested_workers(config: Mapping[str, Any]) -> int:
     """
     scaling = config.get("scaling_config")
     value = scaling.get("num_workers") if isinstance(scaling, Mapping) else None
-    numbers = [int(number) for number in re.findall(r"\d+", str(value))]  # "(1, 3)" if elastic
+    # "(1, 3)" if elastic. Other numbers of digits are damage.
+    numbers = [int(number) for number in re.findall(r"\b[0-9]{1,9}\b", str(value)[:100])]
     return max(max(numbers), 1) if numbers else 0
 
 

@@ -291,7 +291,7 @@ class RunMetrics:
             age = max(now - self._last_report_time, 0.0)
             yield MetricValue("drawbar_last_report_age_seconds", (), age)
         if self._progress is not None and self._progress.percent is not None:
-            yield MetricValue("drawbar_progress_ratio", (), self._progress.percent / 100)
+            yield MetricValue("drawbar_progress_ratio", (), max(self._progress.percent, 0.0) / 100)
         checkpoint = self._last_checkpoint
         yield MetricValue("drawbar_checkpoints_total", (), self._num_checkpoints)
         if checkpoint is not None:

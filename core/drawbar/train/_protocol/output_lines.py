@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TextIO
 
 from drawbar.train._protocol.messages import OutputLine
 
@@ -13,6 +13,16 @@ StreamName = Literal["stdout", "stderr"]
 
 _REDRAW_SECONDS = 0.25
 _CURSOR_UP = "\x1b[A"
+
+
+class LoggedStream:
+    """Base class of standard streams that also write to the log of a rank.
+
+    Attributes:
+        stream_without_log: The stream that this one replaces. The console writes to it.
+    """
+
+    stream_without_log: TextIO
 
 
 class LineSplitter:

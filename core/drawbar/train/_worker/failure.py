@@ -13,6 +13,7 @@ from drawbar.train._errors import ProgramFailedError, StorageError
 from drawbar.train._frames import format_user_location, is_drawbar_file, is_stdlib_file
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._serialization import serialize_without_references
+from drawbar.train._wording import escape_surrogates
 from drawbar.train._worker_failure import MAX_SHOWN_CHARS, FailureKind, WorkerFailure
 
 # An exception may contain a full batch, and is sent with every failure message.
@@ -95,7 +96,7 @@ def _get_type_name(error: BaseException) -> str:
 
 def _format_message(error: BaseException) -> str:
     try:
-        return _escape_surrogates(str(error))
+        return escape_surrogates(str(error))
     except Exception as broken:
         return f"<its __str__ raised {type(broken).__name__}>"
 
@@ -115,13 +116,8 @@ def _format_traceback(error: BaseException) -> tuple[str, str]:
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in traceback_exception.stack
     ]
-    traceback = _escape_surrogates("".join(traceback_exception.format()))
-    return traceback, _escape_surrogates(format_user_location(frames))
-
-
-def _escape_surrogates(text: str) -> str:
-    """Escape lone surrogates, which the journal cannot store. File names may contain them."""
-    return text.encode(errors="backslashreplace").decode()
+    traceback = escape_surrogates("".join(traceback_exception.format()))
+    return traceback, escape_surrogates(format_user_location(frames))
 
 
 def _iter_causes(traceback_exception: TracebackException) -> Iterator[TracebackException]:

@@ -20,7 +20,7 @@ from typing import Any, TextIO, cast
 
 from drawbar.train import _threads
 from drawbar.train._protocol.messages import OutputLine
-from drawbar.train._protocol.output_lines import LineSplitter, StreamName
+from drawbar.train._protocol.output_lines import LineSplitter, LoggedStream, StreamName
 from drawbar.train._worker.log_file import LogFile, flush_c_stdout
 
 SendLine = Callable[[OutputLine], None]
@@ -190,12 +190,8 @@ def write_to_log(data: bytes, log: io.FileIO) -> None:
         log.write(data)
 
 
-class _TeeStream:
-    """Proxy of the user's stream that also writes to the log.
-
-    Attributes:
-        stream_without_log: The user's stream. The console writes to it.
-    """
+class _TeeStream(LoggedStream):
+    """Proxy of the user's stream that also writes to the log."""
 
     def __init__(
         self,

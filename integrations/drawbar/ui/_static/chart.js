@@ -86,7 +86,7 @@ function makeOptions({lines, band, isLog, isTime, marks, width, height, sync, se
     width, height, pxAlign: 0, bands, legend: {show: false}, padding: [8, 10, 0, 0],
     cursor: {y: false, points: {size: 6, fill: text}, sync: sync ? {key: sync} : undefined, drag: {x: true, y: false}},
     scales: {x: {time: false, range: xRange}, y: isLog ? {distr: 3, range: logRange}
-      : {range: format === shortNumber ? yRange : (_, min, max) => yRange(_, min, max, 0.005)}},
+      : {range: (_, min, max) => yRange(min, max, format === shortNumber ? 0 : 0.005)}},
     axes: [
       {...axis, size: 26, space: isTime ? 100 : 60, values: (_, ticks) => ticks.map((tick) => (isTime ? duration(tick) : shortNumber(tick))),
         incrs: isTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7]},
@@ -106,7 +106,7 @@ function xRange(_, min, max) {
 }
 
 // The least margin is a share of the maximum, so that ticks have different texts if they have few digits.
-function yRange(_, min, max, share = 0) {
+function yRange(min, max, share) {
   if (min === null || max === null) return [0, 1];
   const margin = min === max ? Math.max(Math.abs(min) * 0.1, 1e-6) : Math.max((max - min) * 0.06, Math.abs(max) * share);
   return min === 0 && max === 0 ? [-1, 1] : [min - margin, max + margin];
