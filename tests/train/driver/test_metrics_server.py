@@ -141,7 +141,7 @@ def test_metrics_of_run_with_restart(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 0 <= parse(text, "drawbar_last_report_age_seconds")[()] < 600
     assert parse(text, "ray_train_controller_state")[("RUNNING",)] == 1
     unmeasured = {name for name in METRICS if "gpu" in name or "disk" in name}
-    unmeasured |= {"drawbar_cpu_percent", "drawbar_memory_bytes"}
+    unmeasured |= {"drawbar_cpu_percent", "drawbar_memory_bytes", "drawbar_progress_ratio"}
     missing = {name for name in METRICS if name not in text} - unmeasured
     assert missing == set()
 
