@@ -150,7 +150,7 @@ def test_run_with_implausible_numbers_in_its_journal_is_shown(tmp_path: Path) ->
     journal = tmp_path / "run" / "journal.jsonl"
     text = journal.read_text().replace('"num_workers":0', f'"num_workers":"{"9" * 5_000}"')
     info = {"deadline_ms": 10**15, "preempted_node_to_ranks": {}}
-    events = [
+    events: list[dict[str, Any]] = [
         {"event": "preemption_announced", "attempt": 0, "info": info},
         {"event": "attempt_ended", "attempt": 0, "cause": "worker", "failure_headlines": []},
         {"event": "attempt_ended", "attempt": 1, "cause": "worker"}
