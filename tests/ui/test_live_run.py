@@ -72,4 +72,4 @@ def check_live_run(client: Client) -> None:
     assert page["run"]["status"] == "stopped"
     assert page["resume"]["advice"].startswith("Call fit() again")
     texts = [mark["text"] for mark in page["events"] if mark["kind"] == "stop"]
-    assert texts == ["The end of the run at once was requested.", "The run was stopped."]
+    assert texts == ["The user requested to end the run at once.", "The run was stopped."]

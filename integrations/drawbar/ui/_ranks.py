@@ -43,7 +43,7 @@ def _describe(run: IndexedRun) -> dict[str, Any]:
         "ranks": ranks,
         "columns": [_get_start(samples, number) for number in range(0, len(samples), step)],
         "end": samples[-1].time,
-        "step_seconds": _get_median_step(last),
+        "step_seconds": statistics.median(times.step_seconds for times in last.values()),
         "late": [[column.get(rank) for column in late] for rank in ranks],
         "totals": _list_totals(last, ranks, stragglers),
         "stragglers": stragglers,
@@ -94,15 +94,6 @@ def _subtract_median(column: Mapping[int, float]) -> dict[int, float]:
     return {rank: max(0.0, seconds - median) for rank, seconds in column.items()}
 
 
-def _get_median_step(ranks: Mapping[int, RankTimesOfRank]) -> float:
-    """Return the median time of a step, in seconds, without the excess of the first step."""
-    return statistics.median(
-        (times.seconds.get("function", 0.0) - times.seconds.get("warmup", 0.0))
-        / max(times.steps, 1)
-        for times in ranks.values()
-    )
-
-
 def _list_totals(
     last: Mapping[int, RankTimesOfRank],
     ranks: Sequence[int],
@@ -115,7 +106,7 @@ def _list_totals(
         {
             "rank": rank,
             "steps": last[rank].steps,
-            "step_seconds": last[rank].seconds.get("function", 0.0) / max(last[rank].steps, 1),
+            "step_seconds": last[rank].step_seconds,
             **{
                 name: last[rank].seconds.get(name, 0.0)
                 for name in ("data_wait", "checkpoint_blocked", "collective")

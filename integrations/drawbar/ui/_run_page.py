@@ -161,7 +161,7 @@ def _list_marks(events: Sequence[Event]) -> list[dict[str, Any]]:
                 found = [("preemption", None, _describe_preemption(event["info"]))]
             case "stop_requested":
                 text = "after the next checkpoint" if event["save"] else "at once"
-                found = [("stop", None, f"The end of the run {text} was requested.")]
+                found = [("stop", None, f"The user requested to end the run {text}.")]
             case "straggler":
                 text = f"Rank {event['rank']} is slow in its {event['part']}."
                 found = [("straggler", event["rank"], text)]

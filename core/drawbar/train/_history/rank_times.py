@@ -75,6 +75,12 @@ class RankTimesOfRank:
     steps: int
     seconds: Mapping[str, float]
 
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds per step, without the excess of the first step."""
+        seconds = self.seconds.get("function", 0.0) - self.seconds.get("warmup", 0.0)
+        return seconds / max(self.steps, 1)
+
     def split_step(self) -> dict[str, float]:
         """Return the mean seconds per step by part, without the excess of the first step.
 
@@ -144,10 +150,7 @@ def find_stragglers(ranks: Mapping[int, RankTimesOfRank]) -> list[Straggler]:
     if len(ranks) < 2 or min(times.steps for times in ranks.values()) < MIN_STRAGGLER_STEPS:
         return []
     split = {rank: times.split_step() for rank, times in ranks.items()}
-    step = statistics.median(
-        (times.seconds.get("function", 0.0) - times.seconds.get("warmup", 0.0)) / times.steps
-        for times in ranks.values()
-    )
+    step = statistics.median(times.step_seconds for times in ranks.values())
     found: list[Straggler] = []
     for part in dict.fromkeys(part for parts in split.values() for part in parts):
         values = {rank: parts.get(part, 0.0) for rank, parts in split.items()}
