@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -12,8 +13,6 @@ import numpy as np
 import pytest
 
 from drawbar.train import RunConfig, runs
-from drawbar.train._config.secrets import REDACTED, redact_arguments, redact_settings
-from drawbar.train._driver.resume import list_config_changes
 from tests.train.runs import fit
 
 S = "s3cr3t-value-4b1f"
@@ -60,31 +59,64 @@ def test_secret_value_is_visible_only_to_train_func(
     journal = (tmp_path / "run" / "journal.jsonl").read_text()
     shown = "".join(capfd.readouterr())
     assert S not in journal + shown
-    assert REDACTED in journal
+    assert "<secret>" in journal
     assert "train_loop_config.lr: '0.1' -> '0.2'" in shown
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"max_tokens": 5, "pad_token_id": 0, "pad_token": "<pad>", "num_tokens": "many"},
-        {"tokens": 3, "token_type": "a", "keys": ["k"], "tokenizer": "bert", "use_secret": True},
-        {"auth": "basic", "sort_key": "k", "key_2": "k", "label_token_ids": [1, 2]},
-        {"sort_key": "the_longest_of_all_columns", "s3_key": "data/2026/part-0001.parquet"},
-        {"seed_key": "12345678901234567890", "note": "group_key=customer_identifier"},
-        {"nested": {"tokens": 3}, "url": "https://host:80/a@b", "monkey": "m", "password": None},
-    ],
-)
-def test_redact_settings_keeps_values_that_are_no_secrets(config: dict[str, Any]) -> None:
-    assert redact_settings(config) == {key: repr(value) for key, value in config.items()}
+def run_with_config(config: dict[str, Any]) -> None:
+    """Do nothing, in a run whose config is tested."""
 
 
-def test_secret_in_existing_journal_is_not_shown() -> None:
-    before = {"token": repr(S), "db": repr({"password": S, "host": "a"}), "gone_token": repr(S)}
-    now = {"token": REDACTED, "db": repr({"password": REDACTED, "host": "b"})}
-    found = "; ".join(list_config_changes(before, now))
-    assert S not in found
-    assert "gone_token: changed" in found
+def read_settings(path: Path) -> object:
+    """Return the `train_loop_config` of a run as the journal has it."""
+    return runs.find_run(path / "run").config["train_loop_config"]
+
+
+def test_settings_that_are_no_secrets_are_journaled_unchanged(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "max_tokens": 5,
+        "pad_token_id": 0,
+        "pad_token": "<pad>",
+        "num_tokens": "many",
+        "tokens": 3,
+        "token_type": "a",
+        "keys": ["k"],
+        "tokenizer": "bert",
+        "use_secret": True,
+        "auth": "basic",
+        "sort_key": "k",
+        "key_2": "k",
+        "label_token_ids": [1, 2],
+        "column_key": "the_longest_of_all_columns",
+        "s3_key": "data/2026/part-0001.parquet",
+        "seed_key": "12345678901234567890",
+        "note": "group_key=customer_identifier",
+        "nested": {"tokens": 3},
+        "url": "https://host:80/a@b",
+        "monkey": "m",
+        "password": None,
+    }
+    fit(run_with_config, tmp_path, config)
+    assert read_settings(tmp_path) == {key: repr(value) for key, value in config.items()}
+
+
+def test_secret_in_existing_journal_is_not_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(run_with_config, tmp_path, {"db": {"password": S, "host": "a"}})
+    journal = tmp_path / "run" / "journal.jsonl"
+    start, *rest = journal.read_text().splitlines(keepends=True)
+    event = json.loads(start)
+    event["config"]["train_loop_config"] = {
+        "token": repr(S),
+        "db": repr({"password": S, "host": "a"}),
+        "gone_token": repr(S),
+    }
+    journal.write_text("".join([json.dumps(event) + "\n", *rest]))
+    fit(run_with_config, tmp_path, {"token": S, "db": {"password": S, "host": "b"}})
+    shown = "".join(capfd.readouterr())
+    assert S not in shown
+    assert "gone_token: changed" in shown
 
 
 def test_run_config_secret_keys_must_be_names() -> None:
@@ -112,45 +144,34 @@ def test_run_directory_permissions_follow_storage_directory(
         assert modes == [expected, expected]
 
 
-@pytest.mark.parametrize("text", ["a", "a-", "token ", "http://a", "://a:"])
-def test_redact_text_of_megabytes_is_fast(text: str) -> None:
-    long = text * (1_000_000 // len(text))
-    assert redact_settings({"text": long}) == {"text": repr(long)}
+def test_long_texts_of_config_are_redacted_fast(tmp_path: Path) -> None:
+    """A pattern whose time is quadratic would need hours."""
+    texts = ("a", "a-", "token ", "http://a", "://a:")
+    config = {f"text_{n}": text * (200_000 // len(text)) for n, text in enumerate(texts)}
+    fit(run_with_config, tmp_path, config)
+    assert read_settings(tmp_path) == {key: repr(text) for key, text in config.items()}
 
 
-def test_redact_settings_shows_arrays_unchanged() -> None:
+def test_arrays_of_config_are_journaled_as_their_reprs(tmp_path: Path) -> None:
     array = np.arange(3)
-    assert redact_settings({"a": array, "b": {"hf_token": array}}) == {
-        "a": repr(array),
-        "b": "{'hf_token': <secret>}",
+    fit(run_with_config, tmp_path, {"a": array, "b": {"hf_token": array}})
+    assert read_settings(tmp_path) == {"a": repr(array), "b": "{'hf_token': <secret>}"}
+
+
+def test_secrets_of_command_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {
+        f"--hf_token {S} --lr 0.1": "--hf_token <secret> --lr 0.1",
+        f"--api-key={S}": "--api-key=<secret>",
+        f"postgres://ann:{S}@host/db": "postgres://ann:<secret>@host/db",
+        f"--wandb-key {'a1' * 20} x": "--wandb-key <secret> x",
+        f"--license {S} --license=1": "--license <secret> --license=<secret>",
+        "--api-key --verbose x": "--api-key --verbose x",
+        "--max_tokens 5": "--max_tokens 5",
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["train.py", "--hf_token", S, "--lr", "0.1"], "train.py --hf_token <secret> --lr 0.1"),
-        (["train.py", f"--api-key={S}"], "train.py --api-key=<secret>"),
-        (["train.py", f"postgres://ann:{S}@host/db"], "train.py postgres://ann:<secret>@host/db"),
-        (["train.py", f"--password={S} and more"], "train.py --password=<secret>"),
-        (["train.py", "--wandb-key", "a1" * 20, "x"], "train.py --wandb-key <secret> x"),
-        (
-            ["train.py", "--license", S, "--license=1"],
-            "train.py --license <secret> --license=<secret>",
-        ),
-        (["train.py", "--api-key", "--verbose", "x"], "train.py --api-key --verbose x"),
-        (["train.py", "--max_tokens", "5", "a b"], "train.py --max_tokens 5 'a b'"),
-    ],
-)
-def test_secret_in_command_is_redacted(arguments: list[str], text: str) -> None:
-    assert redact_arguments(arguments, ["license"]) == text
-
-
-def test_command_that_is_not_utf8_is_journaled(
-    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", os.fsdecode(b"--name=a\xff"), f"--api-key={S}"])
-    result = fit(lambda: None, run_config, num_workers=0)
-    (start, *_) = runs.find_run(result.path).list_events()
-    environment: Any = start["environment"]
-    assert environment["command"] == r"train.py --name='a\udcff' --api-key=<secret>"
+    with_spaces = {f"--password={S} and more": "--password=<secret>", "a b": "'a b'"}
+    not_utf8 = {os.fsdecode(b"--name=a\xff"): r"--name='a\udcff'"}
+    words = [word for text in arguments for word in text.split()]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words, *with_spaces, *not_utf8])
+    fit(lambda: None, tmp_path, secret_keys=["license"])
+    expected = ["train.py", *arguments.values(), *with_spaces.values(), *not_utf8.values()]
+    assert runs.find_run(tmp_path / "run").environment["command"] == " ".join(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from pathlib import Path
@@ -10,8 +11,12 @@ import pytest
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
-from drawbar.train._storage.download_cache import get_user_temp_directory
 from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
+
+
+def get_socket_directory() -> Path:
+    """Return the directory of sockets, which only this user can enter."""
+    return Path(tempfile.gettempdir()) / f"drawbar-{os.geteuid()}"
 
 
 def test_control_socket_start_removes_dead_sockets(
@@ -19,7 +24,7 @@ def test_control_socket_start_removes_dead_sockets(
 ) -> None:
     def sockets() -> list[str]:
         assert train.attach(tmp_path / "run").status == "running"
-        return sorted(path.name for path in get_user_temp_directory().iterdir())
+        return sorted(path.name for path in get_socket_directory().iterdir())
 
     with (
         tempfile.TemporaryDirectory() as short,  # socket paths must be short
@@ -27,22 +32,23 @@ def test_control_socket_start_removes_dead_sockets(
         socket.socket(socket.AF_UNIX) as live,
     ):
         monkeypatch.setattr(tempfile, "tempdir", short)
-        dead.bind(str(get_user_temp_directory() / "run_dead.sock"))
-        live.bind(str(get_user_temp_directory() / "run_live.sock"))
+        get_socket_directory().mkdir(mode=0o700)
+        dead.bind(str(get_socket_directory() / "run_dead.sock"))
+        live.bind(str(get_socket_directory() / "run_live.sock"))
         live.listen()
         result = DataParallelTrainer(
             sockets, scaling_config=ScalingConfig(num_workers=0), run_config=run_config
         ).fit()
         ((run_socket, other),) = result.return_values
         assert (run_socket.partition("_")[0], other) == ("run", "run_live.sock")
-        assert [path.name for path in get_user_temp_directory().iterdir()] == [other]
+        assert [path.name for path in get_socket_directory().iterdir()] == [other]
 
 
 def test_control_socket_replies_again_after_file_descriptors_ran_out(
     run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reply() -> bytes:
-        (path,) = get_user_temp_directory().glob("run_*.sock")
+        (path,) = get_socket_directory().glob("run_*.sock")
         with socket.socket(socket.AF_UNIX) as connection:
             lowest = lowest_free_file_descriptor()
             with no_free_file_descriptor(lowest) as wait_until_accept_failed:

@@ -1,22 +1,20 @@
 """Errors that are raised before a process starts, with names and values in the message."""
 
 import functools
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drawbar.train._config.packages import parse_release, require_package, require_version
-from drawbar.train._driver.preflight import (
-    check_storage_path,
-    check_train_function,
-    check_train_function_pickles,
-    warn_of_unused_config,
-)
+from drawbar.train import DataParallelTrainer
+from drawbar.train.backend import require_package, require_version
+from tests.train.runs import fit
 
 LOCK = threading.Lock()
 
@@ -33,8 +31,14 @@ class Loop:
 
 
 def no_argument() -> None: ...
-def one_argument(config: dict[str, Any]) -> None: ...
-def default_argument(lr: float = 0.1) -> None: ...
+def one_argument(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
+def default_argument(lr: object = 0.1) -> object:
+    return lr
+
+
 def two_arguments(config: dict[str, Any], extra: object) -> None: ...
 def keyword_only(*, config: dict[str, Any]) -> None: ...
 def any_arguments(*args: Any, **kwargs: Any) -> None: ...
@@ -52,29 +56,52 @@ async def async_generator() -> AsyncIterator[int]:
     [
         (no_argument, False),
         (one_argument, True),
-        (default_argument, False),
+        (default_argument, True),
         (any_arguments, False),
         (functools.partial(two_arguments, extra=1), True),
         (functools.partial(two_arguments, {}, 1), False),
         (Loop(), True),
         (Loop().fit, False),
         (lambda config: None, True),
+        (dict, True),
     ],
 )
-def test_check_train_function_accepts_valid_signatures(
+def test_trainer_accepts_valid_signatures_and_warns_of_unused_config(
     function: Callable[..., Any], takes_config: bool
 ) -> None:
-    assert check_train_function(function) is takes_config
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DataParallelTrainer(function, train_loop_config={"lr": 0.1})
+    if takes_config:
+        assert caught == []
+    else:
+        (warning,) = caught
+        assert warning.category is UserWarning
+        message = r"has 'lr', but .* Define it as `def train\(config\):`"
+        assert re.search(message, str(warning.message))
 
 
-def test_check_train_function_passes_config_to_builtin() -> None:
-    assert check_train_function(dict, has_config=True)
-    assert not check_train_function(dict)
+@pytest.mark.parametrize("config", [None, {}])
+def test_trainer_without_config_warns_of_no_unused_one(config: dict[str, Any] | None) -> None:
+    DataParallelTrainer(no_argument, train_loop_config=config)  # a warning fails the test
 
 
-def test_check_train_function_passes_config_to_default_argument() -> None:
-    assert check_train_function(default_argument, has_config=True)
-    assert not check_train_function(no_argument, has_config=True)
+@pytest.mark.parametrize(
+    ("function", "config", "value"),
+    [
+        (one_argument, {"lr": 1}, {"lr": 1}),
+        (one_argument, None, {}),
+        (one_argument, [1], [1]),
+        (default_argument, {"lr": 1}, {"lr": 1}),
+        (default_argument, None, 0.1),
+        (dict, {"lr": 1}, {"lr": 1}),
+        (dict, None, {}),
+    ],
+)
+def test_train_function_receives_config(
+    function: Callable[..., Any], config: Any, value: object, tmp_path: Path
+) -> None:
+    assert fit(function, tmp_path, config).return_value == value
 
 
 @pytest.mark.parametrize(
@@ -91,21 +118,9 @@ def test_check_train_function_passes_config_to_default_argument() -> None:
         (None, "must be callable, found None"),
     ],
 )
-def test_check_train_function_rejects_invalid_signatures(
-    function: Callable[..., Any], message: str
-) -> None:
+def test_trainer_rejects_invalid_signatures(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        check_train_function(function)
-
-
-def test_warn_of_unused_config_warns_only_if_unused() -> None:
-    warn_of_unused_config(True, {"lr": 0.1})
-    warn_of_unused_config(True, [1])
-    warn_of_unused_config(True, None)
-    warn_of_unused_config(False, None)
-    warn_of_unused_config(False, {})
-    with pytest.warns(UserWarning, match=r"has 'lr', but .* Define it as `def train\(config\):`"):
-        warn_of_unused_config(False, {"lr": 0.1})
+        DataParallelTrainer(function)
 
 
 def with_helper() -> Callable[[], object]:
@@ -162,15 +177,17 @@ def with_itself() -> Callable[[], object]:
         (functools.partial(two_arguments, extra=LOCK), "two_arguments.extra"),
     ],
 )
-def test_unpicklable_capture_error_names_its_path(function: Callable[..., Any], path: str) -> None:
+def test_unpicklable_capture_error_names_its_path(
+    function: Callable[..., Any], path: str, tmp_path: Path
+) -> None:
     with pytest.raises(TypeError) as caught:
-        check_train_function_pickles(function)
+        fit(function, tmp_path)
     lines = str(caught.value).splitlines()
     assert lines[1:-1] == [f"  {path} (_thread.lock): cannot pickle '_thread.lock' object"]
     assert "Create them inside the training function" in lines[-1]
 
 
-def test_large_capture_warning_has_name_and_size() -> None:
+def test_large_capture_warning_has_name_and_size(tmp_path: Path) -> None:
     weights, small = bytearray(101_000_000), 3
 
     def helper() -> object:
@@ -180,8 +197,9 @@ def test_large_capture_warning_has_name_and_size() -> None:
         return helper()
 
     message = r"train takes 101 MB .* are train\.helper\.weights \(bytearray, 101 MB\)\. Load them"
-    with pytest.warns(UserWarning, match=message):
-        check_train_function_pickles(train)
+    # The warning is an error here, so the run does not start.
+    with pytest.raises(UserWarning, match=message):
+        fit(train, tmp_path)
 
 
 def test_require_package_with_missing_package_raises() -> None:
@@ -235,29 +253,33 @@ def test_require_package_with_old_version_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "release"),
-    [("4.50.3", (4, 50, 3)), ("5.0rc1", (5, 0)), ("2.13.0+cpu", (2, 13, 0)), ("unknown", ())],
+    ("version", "newest"),
+    [("4.50.3", "4.50.3"), ("5.0rc1", "5.0"), ("2.13.0+cpu", "2.13.0"), ("unknown", "")],
 )
-def test_parse_release_returns_numbers(version: str, release: tuple[int, ...]) -> None:
-    assert parse_release(version) == release
+def test_require_version_compares_release_numbers(version: str, newest: str) -> None:
+    """`newest` is the newest version that can be required."""
+    require_version("torch", version, newest, requirement="drawbar[torch]")
+    with pytest.raises(ImportError, match="is installed, but"):
+        require_version("torch", version, f"{newest or 0}.1", requirement="drawbar[torch]")
 
 
-def test_check_storage_path_creates_empty_directory(tmp_path: Path) -> None:
-    check_storage_path(tmp_path / "a" / "b")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+def test_fit_creates_storage_path(tmp_path: Path) -> None:
+    fit(lambda: None, tmp_path / "a" / "b")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["run"]
+    assert list((tmp_path / "a" / "b" / "run").glob(".drawbar-probe*")) == []
 
 
-def test_check_storage_path_with_file_raises(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+def test_fit_with_file_in_storage_path_raises(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
     with pytest.raises(
-        FileExistsError, match=r"file' cannot be written .* is a file, so choose a directory"
+        FileExistsError, match=r"run' cannot be written .* is a file, so choose a directory"
     ):
-        check_storage_path(tmp_path / "file")
+        fit(lambda: None, tmp_path)
     with pytest.raises(NotADirectoryError, match="choose a directory"):
-        check_storage_path(tmp_path / "file" / "below")
+        fit(lambda: None, tmp_path / "run" / "below")
 
 
-def test_check_storage_path_without_permission_raises() -> None:
-    message = r"'/proc/runs' cannot be written by user \w+: .*; set RunConfig.storage_path to a"
+def test_fit_without_permission_for_storage_path_raises() -> None:
+    message = r"'/proc/runs/run' cannot be written by user \w+: .*; set RunConfig.storage_path to a"
     with pytest.raises(OSError, match=message):
-        check_storage_path(Path("/proc/runs"))
+        fit(lambda: None, "/proc/runs")

@@ -30,7 +30,6 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
 )
-from drawbar.train._worker.worker_env import count_available_cores
 from tests import _ray_compat
 from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
@@ -203,7 +202,9 @@ def test_worker_env_has_directory_and_modules(worker: dict[str, Any]) -> None:
 
 
 def test_worker_env_limits_threads_to_cpus(worker: dict[str, Any]) -> None:
-    assert worker["environ"]["OMP_NUM_THREADS"] == str(min(4, count_available_cores()))
+    # A quota of the container may be lower, which `tests/train/worker/test_environment.py` tests.
+    most = min(4, len(os.sched_getaffinity(0)))
+    assert 1 <= int(worker["environ"]["OMP_NUM_THREADS"]) <= most
 
 
 def test_worker_env_has_torchrun_variables(worker: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
@@ -21,7 +22,6 @@ from drawbar.train import (
     RunInProgressError,
     ScalingConfig,
 )
-from drawbar.train._storage.journal_file import is_locked
 from drawbar.train.testing import check_run
 
 if TYPE_CHECKING:
@@ -89,6 +89,15 @@ def test_concurrent_fits_start_exactly_one_run(
     check_run(tmp_path / "run", **where)
     runs = 1 if before == "nothing" else 2
     assert len(Result.from_path(tmp_path / "run", **where).timeline.attempts) == runs
+
+
+def is_locked(path: Path) -> bool:
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def test_result_during_resume_is_read_from_storage(

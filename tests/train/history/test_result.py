@@ -23,7 +23,6 @@ from drawbar.train import (
     WorkerGroupError,
     runs,
 )
-from drawbar.train._history.html import iter_numbers
 from tests.train.runs import fit
 
 if TYPE_CHECKING:
@@ -380,9 +379,12 @@ def test_report_from_file_whose_name_is_not_utf_8_is_recorded(tmp_path: Path) ->
     assert "/\\\\udcff.py:1 in" in (tmp_path / "run" / "journal.jsonl").read_text()
 
 
-def test_iter_numbers_skips_non_finite_numbers() -> None:
-    metrics = {"n": 10**400, "loss": float("nan"), "best": True, "at": {"lr": 2}}
-    assert dict(iter_numbers(metrics)) == {"at/lr": 2.0}
+def test_curves_contain_only_finite_numbers(tmp_path: Path) -> None:
+    def function() -> None:
+        train.report({"n": 10**400, "loss": float("nan"), "best": True, "at": {"lr": 2}})
+
+    fit(function, tmp_path)
+    assert runs.find_run(tmp_path / "run").get_curves() == {"at/lr": {0: 2.0}}
 
 
 def add_later_fields(value: Any) -> Any:
