@@ -34,8 +34,7 @@ from drawbar.train._storage import fault_points
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._worker.context import get_checkpoint, get_context, report
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.simulated_group import SimulatedWorkerGroup
-from drawbar.train._worker_group.simulated_rank import SimulatedRank
+from drawbar.train._worker_group.simulated_group import SimulatedRank, SimulatedWorkerGroup
 from drawbar.train.backend import BackendConfig
 
 __all__ = [

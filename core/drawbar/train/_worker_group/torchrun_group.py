@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import pickle
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, WorkerDied
-from drawbar.train._serialization import serialize
+from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker_group.thread_group import ThreadWorkerGroup
@@ -31,7 +33,6 @@ from drawbar.train._worker_group.torchrun_messages import (
     StartAttempt,
     StopRequested,
 )
-from drawbar.train._worker_group.torchrun_requests import PeerRequests, get_result
 from drawbar.train._worker_group.torchrun_server import TorchrunServer, get_peer_address
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
@@ -209,7 +210,7 @@ class TorchrunWorkerGroup:
         if rank == 0:
             return function(*args, **kwargs)
         call = serialize((function, args, kwargs))
-        result: R = get_result(
+        result: R = _get_result(
             rank, self._requests.send(rank, partial(ExecuteFunction, call=call))
         ).deserialize()
         return result
@@ -230,7 +231,7 @@ class TorchrunWorkerGroup:
         local_result = function(*args, **kwargs)
         return [
             local_result,
-            *(get_result(rank, reply).deserialize() for rank, reply in replies.items()),
+            *(_get_result(rank, reply).deserialize() for rank, reply in replies.items()),
         ]
 
     # There are no object references without Ray, so these return the results.
@@ -248,3 +249,59 @@ def make_local_worker_info(ranks: Ranks, gpu_ids: tuple[str, ...]) -> WorkerInfo
         pid=os.getpid(),
         gpu_ids=gpu_ids,
     )
+
+
+class PeerRequests:
+    """Requests to peers that have not been answered yet.
+
+    Args:
+        server: Connections to the peers.
+    """
+
+    def __init__(self, server: TorchrunServer) -> None:
+        self._server = server
+        self._ids = itertools.count()
+        # Rank and reply, by request ID.
+        self._pending: dict[int, tuple[int, Future[PeerReply]]] = {}
+        self._lost_peers: dict[int, WorkerDied] = {}
+
+    def send(
+        self, rank: int, make_request: Callable[[int], CaptureStack | ExecuteFunction]
+    ) -> Future[PeerReply]:
+        """Send a request to a peer, from any thread."""
+        request_id, reply = next(self._ids), Future[PeerReply]()
+        self._pending[request_id] = rank, reply
+        self._server.send([rank], make_request(request_id))
+        # Checked last: a loss from now on resolves the pending requests of the peer.
+        if rank in self._lost_peers:
+            self._fail(request_id, self._lost_peers[rank])
+        return reply
+
+    def on_reply(self, reply: PeerReply) -> None:
+        """Resolve a request."""
+        _, pending = self._pending.pop(reply.request_id, (-1, None))
+        # The requesting thread may have stopped waiting.
+        if pending is not None and pending.set_running_or_notify_cancel():
+            pending.set_result(reply)
+
+    def on_peer_lost(self, rank: int, death: WorkerDied) -> None:
+        """Fail all requests to a peer: threads are waiting for replies that it will never send."""
+        self._lost_peers[rank] = death
+        for request_id, (requested_rank, _) in list(self._pending.items()):
+            if requested_rank == rank:
+                self._fail(request_id, death)
+
+    def _fail(self, request_id: int, death: WorkerDied) -> None:
+        self.on_reply(PeerReply(request_id=request_id, error=death.detail))
+
+
+def _get_result(rank: int, pending: Future[PeerReply]) -> Serialized:
+    """Wait for the reply of a peer and return its value.
+
+    Raises:
+        RuntimeError: The peer replied with an error, or its process died.
+    """
+    reply = pending.result()
+    if reply.value is not None:
+        return reply.value
+    raise RuntimeError(f"a hook of the backend failed on rank {rank}: {reply.error}")
