@@ -70,16 +70,19 @@ def ray_cluster() -> Iterator[None]:
     os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "0"
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "600")  # a busy machine needs longer
     start_nodes_without_time_limits()
-    ray.init(
-        address="local",  # never one that happens to run on this machine
-        num_cpus=8,
-        num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))) or 4,  # real ones, or logical
-        include_dashboard=False,
-        object_store_memory=512 * 2**20,  # several Rays share the memory
-        logging_level=logging.ERROR,
-        # Output of workers of other tests would appear in the output of this test at any time.
-        log_to_driver=False,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Nobody reads what Ray's log monitor publishes, so it need not find new logs.
+        patch.setenv("LOG_NAME_UPDATE_INTERVAL_S", "86400")
+        ray.init(
+            address="local",  # never one that happens to run on this machine
+            num_cpus=8,
+            num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))) or 4,  # real ones, or logical
+            include_dashboard=False,
+            object_store_memory=512 * 2**20,  # several Rays share the memory
+            logging_level=logging.ERROR,
+            # Output of workers of other tests would appear in the output of this test at any time.
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()
 
