@@ -13,12 +13,11 @@ The `drawbar` command-line tool shows the same information.
 
 from drawbar.train._api import set_public_module
 from drawbar.train._history.cleanup import UnusedFile, find_unused_local_files
-from drawbar.train._history.find_runs import find_run, list_runs
+from drawbar.train._history.find_runs import RunCatalog, find_run, list_runs
 from drawbar.train._history.metrics_exporter import MetricsExporter
 from drawbar.train._history.rank_times import RankTimesOfRank, RankTimesSample, Straggler
+from drawbar.train._history.report_columns import ReportColumns
 from drawbar.train._history.report_feed import AttemptRow, FeedPosition, ReportFeed, ReportRow
-from drawbar.train._history.run_catalog import RunCatalog
-from drawbar.train._history.run_data import ReportColumns
 from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._history.run_record import RunRecord
 from drawbar.train._protocol.resources import GpuSample, ResourceSample

@@ -26,7 +26,7 @@ from drawbar.train._history.events import (
 from drawbar.train._history.journal import Journal, replay
 from drawbar.train._history.live_events import ReportsReceived
 from drawbar.train._history.report_blocks import decode_block, encode, make_blocks, merge_blocks
-from drawbar.train._history.report_frame import make_frame
+from drawbar.train._history.report_columns import make_frame
 from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.report_ranges import find_missing_reports
 from drawbar.train._history.run_history import RunHistory

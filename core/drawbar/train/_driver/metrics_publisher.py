@@ -1,30 +1,170 @@
-"""Publish the metrics of a run in progress: to the metrics server, and to Ray.
+"""Publish the metrics of runs in progress: on an HTTP server, and to Ray.
 
-Publishing never blocks or fails the run.
+The server runs if `DRAWBAR_METRICS_PORT` is set. All runs of the process share it. Publishing never
+blocks or fails a run.
 """
 
 from __future__ import annotations
-
 import contextlib
 import logging
 import os
 import threading
 import time
 from typing import Any
-
 from drawbar.train._controller.run import OpenRun
-from drawbar.train._driver.metrics_server import PORT_VARIABLE, SERVER
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.live_events import Event, Notice
 from drawbar.train._history.run_metrics import METRICS, MetricValue, RunMetrics
+import ipaddress
+import socket
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+from drawbar.train._history.metrics_exporter import CONTENT_TYPE, format_metrics
+from drawbar.train._history.run_metrics import RunMetrics
 
+PORT_VARIABLE = "DRAWBAR_METRICS_PORT"
+HOST_VARIABLE = "DRAWBAR_METRICS_HOST"
+
+_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
+_REQUEST_TIMEOUT_S = 10.0
 RAY_PERIOD_S = 10.0
 """Time in seconds between updates of Ray's metrics. Ray exports them with a similar period."""
 
 _logger = logging.getLogger("drawbar.train")
 _gauges: dict[str, Any] = {}
 _gauges_lock = threading.Lock()
+
+
+class MetricsServer:
+    """Server that exists while at least one run is registered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: list[RunMetrics] = []
+        self._server: _HttpServer | None = None
+
+    @property
+    def port(self) -> int | None:
+        """Port of the server; None if it does not run."""
+        server = self._server
+        return None if server is None else int(server.server_address[1])
+
+    def add(self, run: RunMetrics) -> str:
+        """Add a run, and start the server if necessary.
+
+        Returns:
+            A line for the user: the URL if any port may be used, or a warning; "" if there is none.
+        """
+        with self._lock:
+            text = ""
+            if self._server is None:
+                try:
+                    text = self._start()
+                except (ImportError, OSError, OverflowError, ValueError) as error:
+                    return f"Metrics are not served ({_describe_settings()}): {error}"
+            self._runs.append(run)
+            return text
+
+    def _start(self) -> str:
+        # Check it now: a scrape could only reply with an error.
+        try:
+            import prometheus_client  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                f'{error}. Install it with: pip install "drawbar[metrics]"'
+            ) from error
+        host = os.environ.get(HOST_VARIABLE) or "127.0.0.1"
+        port = int(os.environ[PORT_VARIABLE])
+        self._server = _HttpServer(host, port, self._format)
+        threading.Thread(
+            target=self._server.serve_forever, name="drawbar-metrics", daemon=True
+        ).start()
+        name = f"[{host}]" if ":" in host else host
+        return "" if port else f"metrics: http://{name}:{self.port}/metrics"
+
+    def remove(self, run: RunMetrics) -> None:
+        """Remove a run, and stop the server after the last one."""
+        with self._lock:
+            if run in self._runs:
+                self._runs.remove(run)
+            server = self._server
+            if server is None or self._runs:
+                return
+            self._server = None
+            server.shutdown()
+            server.server_close()
+
+    def _format(self) -> bytes:
+        now = time.time()
+        # By key: the same run cannot be active twice, but an ended one may still be registered.
+        runs = {run.key: run for run in list(self._runs)}
+        return format_metrics(run.collect(now) for run in runs.values())
+
+
+SERVER = MetricsServer()
+"""The server of this process."""
+
+
+def _describe_settings() -> str:
+    names = PORT_VARIABLE, HOST_VARIABLE
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+
+
+class _HttpServer(ThreadingHTTPServer):
+    """Server for `/metrics`. Each request has a thread."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, format_runs: Callable[[], bytes]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.format_runs = format_runs
+        self.checks_host = _is_loopback(host)
+        super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of connections: the client will scrape again."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _HttpServer
+    server_version = "drawbar"
+    sys_version = ""
+    timeout = _REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        """Reply with the metrics."""
+        if self.server.checks_host and _get_host(self.headers.get("Host")) not in _LOOPBACK_NAMES:
+            self.send_error(403, "The Host header does not name this machine")
+        elif urlsplit(self.path).path != "/metrics":
+            self.send_error(404, "The metrics are at /metrics")
+        else:
+            body = self.server.format_runs()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # overrides the base
+        """Log nothing."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _get_host(header: str | None) -> str | None:
+    """Return the host of a `Host` header, without the port."""
+    try:
+        return urlsplit(f"//{header or ''}").hostname
+    except ValueError:
+        return None
 
 
 class MetricsPublisher:

@@ -22,7 +22,7 @@ from drawbar.train._history.events import (
 )
 from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.report_blocks import decode_block
-from drawbar.train._history.segment_reader import SegmentReader
+from drawbar.train._history.stored_reports import SegmentReader
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE, is_locked, strip_torn_line

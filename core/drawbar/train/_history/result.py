@@ -17,7 +17,7 @@ from drawbar.train._history.ranking import (
     parse_checkpoint_config,
     rank_checkpoints,
 )
-from drawbar.train._history.report_frame import make_frame
+from drawbar.train._history.report_columns import make_frame
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import Metrics, describe_available

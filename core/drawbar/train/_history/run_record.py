@@ -14,12 +14,12 @@ from drawbar.train._history.events import RunStarted, StragglerFound
 from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.html import extract_curves
 from drawbar.train._history.rank_times import Straggler
+from drawbar.train._history.report_columns import ReportColumns, select_columns
 from drawbar.train._history.report_ranges import (
     describe_missing,
     find_missing_reports,
     list_committed_names,
 )
-from drawbar.train._history.run_data import ReportColumns, select_columns
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.run_output import RunOutput
 from drawbar.train._history.run_progress import RunProgress

@@ -1,9 +1,13 @@
-"""Make a pandas data frame of the reports of a run, without a Python object for each report."""
+"""Reports of a run in columns: as sequences of values, and as a pandas data frame.
+
+No Python object is made for each report.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._history.report_blocks import ReportBlock
@@ -13,6 +17,35 @@ from drawbar.train._metrics import Metrics, flatten
 if TYPE_CHECKING:
     import numpy
     import pandas
+
+
+@dataclass(frozen=True)
+class ReportColumns:
+    """Consecutive reports of one rank that have the same metrics, in columns.
+
+    Attributes:
+        rank: Rank that made the reports.
+        indices: Number of each report.
+        times: Time of each report, in seconds since the epoch.
+        metrics: Values of each metric, as they were reported.
+
+    Example:
+        Print the number of reports of rank 0::
+
+            run = runs.find_run("experiment")
+            print(sum(len(columns.times) for columns in run.iter_report_columns(rank=0)))
+    """
+
+    rank: int
+    indices: Sequence[int]
+    times: Sequence[float]
+    metrics: Mapping[str, Sequence[Any]]
+
+
+def select_columns(blocks: Iterable[ReportBlock]) -> Iterator[ReportColumns]:
+    """Yield blocks of reports without the details of how they are stored."""
+    for block in blocks:
+        yield ReportColumns(block.rank, block.indices, block.time, block.metrics)
 
 
 def make_frame(history: RunHistory) -> pandas.DataFrame:
