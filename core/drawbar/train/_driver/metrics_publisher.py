@@ -5,24 +5,25 @@ blocks or fails a run.
 """
 
 from __future__ import annotations
+
 import contextlib
+import ipaddress
 import logging
 import os
+import socket
 import threading
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
+
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.live_events import Event, Notice
-from drawbar.train._history.run_metrics import METRICS, MetricValue, RunMetrics
-import ipaddress
-import socket
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
 from drawbar.train._history.metrics_exporter import CONTENT_TYPE, format_metrics
-from drawbar.train._history.run_metrics import RunMetrics
+from drawbar.train._history.run_metrics import METRICS, MetricValue, RunMetrics
 
 PORT_VARIABLE = "DRAWBAR_METRICS_PORT"
 HOST_VARIABLE = "DRAWBAR_METRICS_HOST"

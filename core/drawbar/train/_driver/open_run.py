@@ -1,21 +1,30 @@
 """Open a run directory: lock it, read its history, decide how to resume, and journal the start."""
 
 from __future__ import annotations
+
 import dataclasses
+import functools
 import importlib.metadata
+import os
+import platform
+import re
 import secrets
+import subprocess
 import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
+
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH, RunConfig
+from drawbar.train._config.secrets import redact_arguments
 from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._controller.decisions import count_used_budget
 from drawbar.train._controller.run import OpenRun, RunSpec
 from drawbar.train._driver.preflight import check_storage_path
 from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
+from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._history.events import (
     AttemptEndCause,
     AttemptEnded,
@@ -42,13 +51,6 @@ from drawbar.train._storage.files import inherit_directory_mode
 from drawbar.train._storage.filesystem import resolve_path
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.run_directory import RunDirectory, make_run_directory
-import functools
-import os
-import platform
-import re
-import subprocess
-from drawbar.train._config.secrets import redact_arguments
-from drawbar.train._driver_env import DriverEnvironment
 from drawbar.train._wording import escape_surrogates
 
 _PACKAGES = (
