@@ -65,7 +65,6 @@ from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import AttemptTimes, Timeline
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
-from drawbar.train._storage.storage_context import StorageContext
 from drawbar.train._worker.context import (
     ReportedCheckpoint,
     checkpoint_dir,
@@ -80,7 +79,7 @@ from drawbar.train._worker.context import (
 from drawbar.train._worker.progress import set_progress
 from drawbar.train._worker.report_checks import CheckpointUploadMode
 from drawbar.train._worker.timing import phase, step
-from drawbar.train._worker.train_context import TrainContext
+from drawbar.train._worker.train_context import StorageContext, TrainContext
 from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train.backend import Backend, BackendConfig
 

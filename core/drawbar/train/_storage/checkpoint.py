@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from drawbar.train._errors import CheckpointError
-from drawbar.train._storage.arrow_filesystems import is_same_filesystem
 from drawbar.train._storage.contents import MANIFEST_FILE, METADATA_FILE, list_files
 from drawbar.train._storage.download_cache import keep_copy, use_cached_copy
 from drawbar.train._storage.files import copy_files, write_atomically
@@ -38,8 +37,7 @@ from drawbar.train._storage.manifest import (
     read_file_or_none,
     read_manifest,
 )
-from drawbar.train._storage.remote_path import RemotePath
-from drawbar.train._storage.transfers import download_files
+from drawbar.train._storage.remote_path import RemotePath, download_files, is_same_filesystem
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem

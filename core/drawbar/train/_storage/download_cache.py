@@ -26,8 +26,7 @@ import cloudpickle
 from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.contents import MANIFEST_FILE
 from drawbar.train._storage.files import is_current_file, remove_tree
-from drawbar.train._storage.remote_path import RemotePath
-from drawbar.train._storage.transfers import download_files
+from drawbar.train._storage.remote_path import RemotePath, download_files
 
 
 @contextmanager

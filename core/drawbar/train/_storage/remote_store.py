@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.train._storage import fault_points
-from drawbar.train._storage.arrow_filesystems import is_same_filesystem
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import (
     CheckpointDraft,
@@ -35,10 +34,9 @@ from drawbar.train._storage.contents import (
 from drawbar.train._storage.external_checkpoints import add_name, remove_name
 from drawbar.train._storage.files import write_atomically
 from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.remote_path import RemotePath, is_same_filesystem, upload_files
 from drawbar.train._storage.retries import warn_if_slow
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
-from drawbar.train._storage.transfers import upload_files
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drawbar.train._storage.arrow_filesystems import describe_endpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.local_store import LocalCheckpointStore
 from drawbar.train._storage.manifest import read_file_or_none
-from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.remote_path import RemotePath, describe_endpoint
 from drawbar.train._storage.remote_store import RemoteCheckpointStore
 from drawbar.train._storage.run_files import (
     OUTCOME_FILE,

@@ -25,11 +25,10 @@ from drawbar.train._storage.checkpoint_store import UploadTarget
 from drawbar.train._storage.contents import FileEntry, is_external, list_files, scan_directory
 from drawbar.train._storage.files import FileIdentities, copy_files, remove_tree
 from drawbar.train._storage.manifest import list_user_files
-from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.remote_path import RemotePath, upload_files
 from drawbar.train._storage.retries import is_transient, warn_if_slow
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import AssignedFiles, make_shared_name
-from drawbar.train._storage.transfers import upload_files
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.report_checks import (
     CheckpointUploadMode,
