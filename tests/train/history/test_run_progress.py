@@ -11,7 +11,7 @@ import pytest
 
 from drawbar import train
 from drawbar.train import runs
-from drawbar.train._controller.progress_recorder import ProgressRecorder
+from drawbar.train._controller.attempt_events import ProgressRecorder
 from drawbar.train._history.events import ProgressRecorded
 from drawbar.train._history.live_events import Event, ProgressReceived
 from drawbar.train._history.run_progress import RateWindow

@@ -15,6 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from drawbar.train._controller.attempt_events import (
+    ProgressRecorder,
+    RankTimesRecorder,
+    ReportEmitter,
+)
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.commits import CommitContext
@@ -25,10 +30,7 @@ from drawbar.train._controller.failures import (
     get_end_cause,
 )
 from drawbar.train._controller.progress import AttemptProgress
-from drawbar.train._controller.progress_recorder import ProgressRecorder
 from drawbar.train._controller.rank_progress import RankActivity, collect_payloads
-from drawbar.train._controller.rank_times import RankTimesRecorder
-from drawbar.train._controller.report_emitter import ReportEmitter
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
