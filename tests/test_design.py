@@ -25,7 +25,7 @@ POLLING = {
     "_history/run_output.py",
     "_storage/journal_file.py",
     "_storage/retries.py",
-    "_worker/log_file.py",
+    "_worker/output.py",
     "_worker/sentinel.py",
     "_worker_group/cluster.py",
     "_worker_group/exit_status.py",

@@ -17,8 +17,7 @@ import nbformat
 import pytest
 
 from drawbar.train._console.console import Console
-from drawbar.train._console.display_status import DisplayStatus
-from drawbar.train._console.displays import MAX_COMMIT_LINES
+from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
 from drawbar.train._history.events import RunEnded
 from drawbar.train._history.live_events import BytesWritten, LinePrinted, Notice, WorkersFailed
 from drawbar.train._protocol.messages import OutputLine

@@ -14,14 +14,14 @@ import sys
 import threading
 from typing import TextIO
 
-from drawbar.train._console.display_status import DisplayStatus, format_metrics
 from drawbar.train._console.displays import (
     Display,
+    DisplayStatus,
     OutputStreams,
     PlainDisplay,
-    TerminalDisplay,
+    format_metrics,
 )
-from drawbar.train._console.notebook import NotebookDisplay
+from drawbar.train._console.live_displays import NotebookDisplay, TerminalDisplay
 from drawbar.train._history import events, live_events
 from drawbar.train._history.live_events import Event
 from drawbar.train._protocol.messages import OutputLine

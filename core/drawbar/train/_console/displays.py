@@ -1,32 +1,119 @@
-"""Show a run as one live terminal line or as plain lines.
+"""Show a run as plain lines. `live_displays` has the displays that are updated in place.
 
-`Console` selects the events to show, and `DisplayStatus` has the content of the live line.
+`Console` selects the events to show. `DisplayStatus` has the status as text for all displays.
 """
 
 from __future__ import annotations
 
-import codecs
 import logging
 import queue
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol, TextIO
+from collections.abc import Mapping
+from typing import Protocol, TextIO
 
-from drawbar.train._console.display_status import DisplayStatus
-from drawbar.train._history.timeline import FINAL_STATUSES
-from drawbar.train._protocol.messages import OutputLine
-from drawbar.train._protocol.output_lines import LineSplitter, LoggedStream, StreamName
+from drawbar.train._history.run_progress import RateWindow, format_clock, format_rate
+from drawbar.train._history.timeline import FINAL_STATUSES, RunState
+from drawbar.train._protocol.output_lines import LoggedStream, StreamName
 
-if TYPE_CHECKING:
-    from rich.console import RenderHook
-
+_MAX_METRICS = 6
+_MAX_NAME_LENGTH = 60
 # The log of a week stays readable, and progress is still visible.
 _PLAIN_LINE_PERIOD_S = 10.0
 MAX_COMMIT_LINES = 20
 """Commits in `_PLAIN_LINE_PERIOD_S` seconds that get a line each where there is no live line."""
 
 logger = logging.getLogger(__name__)
+
+
+class DisplayStatus:
+    """Status of a run for the displays, which also read it from other threads.
+
+    Attributes:
+        path: Run directory.
+        state: State of the run, without metrics.
+        phase: Status of the run, or a more specific text such as "waiting for validations".
+        detail: Details of the phase.
+        last_report: Index and metrics of the latest report of rank 0.
+        report_rate: Reports of rank 0 per second.
+        last_checkpoint: Description of the latest checkpoint.
+        checkpoints: Metrics of each committed checkpoint, by name.
+        redrawn_line: Line that the user's code is redrawing, such as a progress bar.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.state = RunState()
+        self.phase = ""
+        self.detail = ""
+        self.last_report: tuple[int, Mapping[str, object]] | None = None
+        self.report_rate = RateWindow()
+        self.last_checkpoint = ""
+        self.checkpoints: dict[str, Mapping[str, object]] = {}
+        self.redrawn_line = ""
+        self._start_time = time.monotonic()
+
+    def format_elapsed(self) -> str:
+        """Return the time since the start, such as "01:23"."""
+        return format_clock(time.monotonic() - self._start_time)
+
+    def format_activity(self) -> str:
+        """Return the phase with its details."""
+        number = self.state.num_workers
+        workers = f" on {number} worker{'s' * (number != 1)}"
+        text = self.phase + (workers if self.phase == "running" and number else "")
+        return f"{text}: {self.detail}" if self.detail else text
+
+    def format_last_report(self) -> str:
+        """Return the latest report of rank 0, "" if there is none."""
+        if self.last_report is None:
+            return ""
+        index, metrics = self.last_report
+        return f"report {index}: {format_metrics(metrics)}"
+
+    def format_progress(self) -> str:
+        """Return percent, throughput, and ETA, or reports per second, or "" if none is known."""
+        if self.state.progress is not None:
+            return str(self.state.progress)
+        rate = self.report_rate.get_rate()
+        return format_rate(rate, "reports") if rate else ""
+
+    def format_update(self) -> str:
+        """Return the progress, if it was set, and the latest report of rank 0."""
+        progress = str(self.state.progress or "")
+        return " | ".join(filter(None, (progress, self.format_last_report())))
+
+    def format_line(self) -> str:
+        """Return the live line, its most important parts first, since its end may be cut off."""
+        activity, progress = self.format_activity(), self.format_progress()
+        report, checkpoint = self.format_last_report(), self.last_checkpoint
+        parts = filter(None, (activity, progress, self.redrawn_line, report, checkpoint))
+        return f"[drawbar {self.format_elapsed()}] " + " | ".join(parts)
+
+
+def format_metrics(metrics: Mapping[str, object]) -> str:
+    """Return the first numbers and strings of reported metrics, such as "loss 0.1, epoch 2"."""
+    parts = [
+        f"{_make_printable(key[:_MAX_NAME_LENGTH])} {text}"
+        for key, value in metrics.items()
+        if (text := _format_value(value))
+    ]
+    return ", ".join(parts[:_MAX_METRICS])
+
+
+def _make_printable(text: str) -> str:
+    """Escape characters that could change the output of the terminal."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, bool | int | str):
+        return _make_printable(str(value)[:24])
+    try:
+        return f"{float(value):.4g}"  # type: ignore[arg-type]  # numpy scalars, 0-d tensors
+    except (TypeError, ValueError):
+        return ""
 
 
 class OutputStreams:
@@ -224,109 +311,3 @@ class PlainDisplay:
             self.print_line(self._status.format_update())
         if num_suppressed := self._commits.pop_suppressed():
             self._write_commit(num_omitted=num_suppressed - 1)
-
-
-def _make_cursor_hook() -> RenderHook:
-    """Return a hook that leaves the cursor at the start of the live line and erases from there.
-
-    rich leaves the cursor at the end of the line. A terminal that becomes narrower wraps the line,
-    and rich would erase only its last part. The number of parts is unknown, because some terminals
-    truncate the line instead, but all of them keep the cursor at its character. The lines below are
-    erased from the second column on: tmux interprets erasing from the first column of the screen as
-    `clear`, and saves the content to its history.
-    """
-    from rich.console import ConsoleRenderable, RenderHook
-    from rich.control import Control
-    from rich.segment import ControlType, Segment, Segments
-
-    carriage_return = Control(ControlType.CARRIAGE_RETURN)
-    erase = Segment("\r\x1b[2K\x1b[C\x1b[J\r", None, [(ControlType.CARRIAGE_RETURN,)])
-
-    class _CursorHook(RenderHook):
-        def process_renderables(
-            self, renderables: list[ConsoleRenderable]
-        ) -> list[ConsoleRenderable]:
-            return [Segments([erase]), *renderables, carriage_return]
-
-    return _CursorHook()
-
-
-class TerminalDisplay:
-    """One live line at the bottom of the terminal, redrawn by rich four times per second.
-
-    Output to a stream that is not a terminal (`python train.py > out.txt`) is not changed.
-
-    Args:
-        streams: Output streams.
-        status: Status to show.
-        file: Terminal of the live line. Default: stderr.
-    """
-
-    def __init__(self, streams: OutputStreams, status: DisplayStatus, file: TextIO | None) -> None:
-        from rich.console import Console as RichConsole
-        from rich.live import Live
-        from rich.text import Text
-
-        def draw() -> Text:
-            return Text(status.format_line(), no_wrap=True, overflow="ellipsis")
-
-        self._streams = streams
-        self._status = status
-        names: tuple[StreamName, ...] = ("stdout", "stderr")
-        self._splitters = {name: LineSplitter(name, self._show_line) for name in names}
-        self._decoders = {
-            name: codecs.getincrementaldecoder("utf-8")("backslashreplace") for name in names
-        }
-        self._live = Live(
-            console=RichConsole(file=file, stderr=True),
-            get_renderable=draw,
-            transient=True,
-            redirect_stdout=file is None and streams.get_stream("stdout").isatty(),
-            redirect_stderr=file is None,
-        )
-        self._live.start()
-        self._live.console.push_render_hook(_make_cursor_hook())
-
-    def print_line(self, text: str) -> None:
-        """Print a line of Drawbar above the live line."""
-        self._print_above(f"[drawbar {self._status.format_elapsed()}] {text}")
-
-    def print_user_line(self, text: str, stream: StreamName) -> None:
-        """Print a line of the training function above the live line."""
-        if self._streams.get_stream(stream).isatty():
-            self._print_above(text)
-        else:
-            self._streams.write_line(stream, text)
-
-    def write_user_bytes(self, data: bytes, stream: StreamName) -> None:
-        """Print complete lines of a program's output above the live line."""
-        if self._streams.get_stream(stream).isatty():
-            self._splitters[stream].feed(self._decoders[stream].decode(data))
-        else:
-            self._streams.write(stream, data)
-
-    def _show_line(self, line: OutputLine) -> None:
-        self._status.redrawn_line = line.text if line.is_redraw else ""
-        if not line.is_redraw:
-            self._print_above(line.text)
-
-    def _print_above(self, text: str) -> None:
-        self._live.console.out(text, highlight=False)
-
-    def on_redraw(self, text: str, stream: StreamName) -> None:
-        """Do nothing: rich redraws the live line periodically."""
-
-    def on_state_change(self) -> None:
-        """Do nothing: rich redraws the live line periodically."""
-
-    on_report = on_commit = on_state_change
-
-    def close(self) -> None:
-        """Print unfinished lines and replace the live line with a last plain one."""
-        for splitter in self._splitters.values():
-            splitter.finish()
-        self._live.refresh()
-        # Remove our hook first, because `stop()` removes the last hook and expects it to be rich's.
-        self._live.console.pop_render_hook()
-        self._live.stop()
-        self._streams.write_line("stderr", self._status.format_line())

@@ -1,4 +1,4 @@
-"""Emit events for what the ranks of an attempt send: reports, progress, and times."""
+"""Emit events for messages of the ranks of an attempt: reports, progress, and times."""
 
 from __future__ import annotations
 
