@@ -76,9 +76,8 @@ from drawbar.train._worker.context import (
     report,
     should_checkpoint,
 )
-from drawbar.train._worker.progress import set_progress
+from drawbar.train._worker.instrumentation import phase, set_progress, step
 from drawbar.train._worker.report_checks import CheckpointUploadMode
-from drawbar.train._worker.timing import phase, step
 from drawbar.train._worker.train_context import StorageContext, TrainContext
 from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train.backend import Backend, BackendConfig

@@ -21,6 +21,7 @@ from drawbar.train._config.packages import make_import_error, require_package, r
 from drawbar.train._config.train_function import TrainFunction
 from drawbar.train._driver_env import DriverContext, set_tune_trial
 from drawbar.train._worker.context import get_node_address, get_worker_address
+from drawbar.train._worker.instrumentation import get_forward_callback, measure_data_wait
 from drawbar.train._worker.integration_api import (
     add_final_notice,
     attempt_local,
@@ -36,7 +37,6 @@ from drawbar.train._worker.integration_api import (
     sync_report_index,
 )
 from drawbar.train._worker.program_process import run_program
-from drawbar.train._worker.timing import get_forward_callback, measure_data_wait
 from drawbar.train._worker.worker_env import get_visible_gpu_ids
 
 __all__ = [

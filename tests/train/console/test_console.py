@@ -29,7 +29,7 @@ FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="ki
 RUN_SCRIPT = """
 import logging
 from drawbar.train._console.console import Console
-from drawbar.train._console.display_status import DisplayStatus
+from drawbar.train._console.displays import DisplayStatus
 from drawbar.train._protocol.messages import OutputLine
 from tests.train.event_factories import *
 

@@ -17,7 +17,7 @@ from drawbar.train._history.live_events import Event, ProgressReceived
 from drawbar.train._history.run_progress import RateWindow
 from drawbar.train._history.timeline import RunState
 from drawbar.train._protocol.messages import Message, ProgressSet
-from drawbar.train._worker.progress import check_unit
+from drawbar.train._worker.instrumentation import check_unit
 from drawbar.train._worker.progress_sender import ProgressSender
 from tests.train.event_factories import attempt_started
 from tests.train.runs import fit
