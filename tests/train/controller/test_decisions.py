@@ -1,12 +1,28 @@
-"""Restart decisions, failure budgets, and resume decisions."""
+"""Decisions of the controller, without Ray: restarts, resumes, root causes, and stalled ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import importlib.util
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from drawbar.train import FailureConfig, ResumeError
+from drawbar.train import (
+    Backend,
+    BackendConfig,
+    DataParallelTrainer,
+    FailureConfig,
+    PreemptionError,
+    ResumeError,
+    RunConfig,
+    ScalingConfig,
+    WorkerFailure,
+)
+from drawbar.train._controller import decisions
+from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.decisions import (
     GiveUp,
     Restart,
@@ -15,13 +31,20 @@ from drawbar.train._controller.decisions import (
     decide_after_failure,
     startup_delay,
 )
+from drawbar.train._controller.diagnosis import Stacks, find_stalled_ranks, format_difference
+from drawbar.train._controller.failures import AttemptFailure, make_training_failed_error
+from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._driver.resume import (
     ResumeDecision,
     RunDirectoryState,
     decide_resume,
     list_config_changes,
 )
+from drawbar.train._frames import find_user_frames
 from drawbar.train._history.events import AttemptEndCause
+from drawbar.train._protocol.messages import ShardEpochEnded, WorkerDied
+from drawbar.train._worker.stack import Frame, Stack
+from drawbar.train.backend import BackendWorkerGroup
 
 NONE, UNFINISHED, FINISHED, DAMAGED = RunDirectoryState
 
@@ -89,6 +112,46 @@ def test_count_used_budget_sums_attempts_of_earlier_drivers() -> None:
 )
 def test_startup_delay_doubles_up_to_a_minute(failed_starts: int, seconds: float) -> None:
     assert startup_delay(failed_starts) == seconds
+
+
+class Broken(Backend):
+    """Fail each start and count them."""
+
+    starts: ClassVar[list[int]] = []
+
+    def on_start(self, worker_group: BackendWorkerGroup, backend_config: Any) -> None:
+        self.starts.append(len(self.starts))
+        raise OSError("the registry does not respond")
+
+
+class BrokenConfig(BackendConfig):
+    backend_cls = Broken
+
+
+def test_stop_while_waiting_for_next_start_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # If stop() did not end the wait, the test would not end either.
+    monkeypatch.setattr(decisions, "STARTUP_DELAY_SECONDS", 36_000.0)
+    monkeypatch.setattr(decisions, "MAX_STARTUP_DELAY_SECONDS", 36_000.0)
+    monkeypatch.setattr(Broken, "starts", [])
+    run = DataParallelTrainer(
+        lambda: None,
+        backend_config=BrokenConfig(),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=tmp_path),
+    ).start()
+    output = ""
+    while "Starting them again in 36000 s (startup failure 1)" not in output:
+        output += capfd.readouterr().err
+    assert "The workers did not start (OSError: the registry does not respond)" in output
+    run.stop()
+    assert run.wait().return_values == []
+    assert run.status == "stopped"
+    assert Broken.starts == [0]
+
+
+# -- resume
 
 
 AUTO_FROM_CHECKPOINT = "training continues from checkpoint c"
@@ -165,3 +228,162 @@ def test_resume_plan_with_conflicting_functions_needs_must(state: RunDirectorySt
 )
 def test_list_config_changes_names_changed_keys(before: Any, now: Any, changes: list[str]) -> None:
     assert list_config_changes(before, now) == changes
+
+
+# -- root cause of a failed attempt
+
+TIMEOUT_S = 60.0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41379",
+        "Gloo all-reduce failed: Connection reset by peer",
+        "NCCL error: remote process exited or there was a network error",
+        "UNAVAILABLE: Collective ops is aborted by: Socket closed",
+    ],
+)
+def test_root_cause_of_lost_connection_waits_for_peer_death(message: str) -> None:
+    async def has_waited() -> bool:
+        failure = WorkerFailure(rank=0, kind="exception", type_name="RuntimeError", message=message)
+        attempt_failure = AttemptFailure("worker", [failure])
+        task = asyncio.create_task(attempt_failure.wait_for_root_cause(TIMEOUT_S))
+        is_waiting = not (await asyncio.wait([task], timeout=0.1))[0]
+        attempt_failure.on_message(1, WorkerDied(detail="SIGKILL", time=0.0))
+        await task
+        return is_waiting
+
+    assert asyncio.run(has_waited())
+
+
+def test_root_cause_of_plain_exception_does_not_wait() -> None:
+    async def is_done() -> bool:
+        failure = WorkerFailure(rank=0, kind="exception", type_name="ValueError", message="boom")
+        task = asyncio.create_task(
+            AttemptFailure("worker", [failure]).wait_for_root_cause(TIMEOUT_S)
+        )
+        return bool((await asyncio.wait([task], timeout=TIMEOUT_S))[0])
+
+    assert asyncio.run(is_done())
+
+
+def test_preemption_after_a_checkpoint_without_budget_raises_preemption_error() -> None:
+    error = make_training_failed_error(
+        "preemption", [], None, reason="no budget", path="/runs/a", recoverable="Resume it."
+    )
+    assert isinstance(error, PreemptionError)
+    assert str(error) == (
+        "a node of the workers was lost or is being removed\n\n"
+        "The run ends: no budget.\nRun directory: /runs/a\nResume it."
+    )
+
+
+# -- stalled ranks
+
+
+HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
+THERE = Stack(frames=(Frame("/home/me/train.py", 12, "step"),), text="")
+STOPPED = Stack(text="", stopped_reason="stopped (state T): kill -CONT 7 on node")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "stalled"),
+    [
+        ({0: HERE, 1: HERE}, {0: HERE, 1: HERE}, []),  # both compute, or both wait
+        ({0: HERE, 1: HERE}, {0: HERE, 1: THERE}, []),  # one moves
+        ({0: HERE, 1: None}, {0: THERE, 1: None}, [1]),
+        ({0: HERE, 1: None}, {0: THERE, 1: STOPPED}, [1]),
+        ({0: HERE, 1: THERE, 2: HERE}, {0: HERE, 1: THERE, 2: HERE}, [1]),
+        ({0: HERE, 1: THERE}, {0: HERE, 1: THERE}, [0, 1]),
+    ],
+)
+def test_find_stalled_ranks_with_idle_ranks_returns_unchanged_outliers(
+    before: Stacks, now: Stacks, stalled: list[int]
+) -> None:
+    all_idle = dict.fromkeys(now, RankActivity(31))
+    assert list(find_stalled_ranks(all_idle, 30, before, now)) == stalled
+    one_active = {**all_idle, 0: RankActivity(1)}
+    assert find_stalled_ranks(one_active, 30, before, now) == {}
+
+
+def test_format_difference_puts_smallest_group_first() -> None:
+    def at(line: int) -> Stack:
+        return Stack(frames=(Frame("/home/me/train.py", line, "step"),), text="")
+
+    difference = format_difference({0: at(10), 1: at(12), 2: at(10), 3: None})
+    assert difference.splitlines()[-1] == "  ranks 0, 2 (2): /home/me/train.py:10 in step"
+    assert "rank 1: /home/me/train.py:12 in step" in difference
+    assert "rank 3: does not respond" in difference
+
+
+def test_find_user_frames_excludes_files_of_drawbar() -> None:
+    # Find the modules without importing them: drawbar.torch imports PyTorch.
+    specs = [importlib.util.find_spec(f"drawbar.{name}") for name in ("train", "torch")]
+    drawbar_files = [spec.origin for spec in specs if spec is not None and spec.origin]
+    assert len(drawbar_files) == 2
+    libraries = [*drawbar_files, threading.__file__, "<frozen os>"]
+    assert find_user_frames([*libraries, "/home/me/train.py", *libraries]) == [len(libraries)]
+    assert find_user_frames(libraries) == []
+
+
+# -- numbers of batches of the ranks
+
+
+def shard_epoch(shard: int, batches: int, epoch: int = 0, **options: Any) -> ShardEpochEnded:
+    defaults: dict[str, Any] = {
+        "num_shards": 2,
+        "is_complete": True,
+        "uneven_rows": "drop",
+        "num_rows": None,
+    }
+    return ShardEpochEnded(
+        dataset="train",
+        epoch=epoch,
+        previous_reads=[],
+        shard_index=shard,
+        num_batches=batches,
+        is_shuffled=False,
+        total_rows=None,
+        **defaults | options,
+    )
+
+
+def test_batch_counts_that_differ_warn_once_with_both_ranks() -> None:
+    check = BatchCountCheck(2)
+    assert check.add(0, shard_epoch(0, batches=3)) == ""
+    warning = check.add(1, shard_epoch(1, batches=4))
+    counts = "Rank 0 read 3 batches of datasets['train'] in epoch 0, but rank 1 read 4."
+    assert warning.startswith(counts)
+    assert 'uneven_rows="keep"' in warning
+    assert [check.add(rank, shard_epoch(rank, 3 + rank, epoch=1)) for rank in (0, 1)] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "options", [{"uneven_rows": "keep"}, {"num_shards": 1}, {"is_complete": False}, {"batches": 0}]
+)
+def test_batch_counts_with_allowed_differences_do_not_warn(options: dict[str, Any]) -> None:
+    check = BatchCountCheck(2)
+    for rank in (0, 1):
+        assert check.add(rank, shard_epoch(rank, **{"batches": 3 + rank} | options)) == ""
+
+
+def test_batch_counts_without_batches_warn_and_without_rows_raise() -> None:
+    check = BatchCountCheck(2)
+    warning = check.add(1, shard_epoch(1, batches=0, missing_unit="batch", epoch=3))
+    assert warning == "Rank 1 received no batch of datasets['train'] in epoch 3."
+    check.add(0, shard_epoch(0, batches=0, missing_unit="row", epoch=4))
+    error = r"no rank received a row of datasets\['train'\] in epoch 4"
+    with pytest.raises(ValueError, match=error):
+        check.add(1, shard_epoch(1, batches=0, missing_unit="row", epoch=4))
+
+
+def test_describe_ranks_ahead_lists_ranks_that_finished_the_epoch() -> None:
+    check = BatchCountCheck(3)
+    assert check.describe_ranks_ahead() == ""
+    check.add(2, shard_epoch(2, batches=9))
+    line = "ranks that have finished epoch 0 of datasets['train']: rank 2 (9 batches)"
+    assert check.describe_ranks_ahead() == f"\n  {line}"
+    for rank in (0, 1):
+        check.add(rank, shard_epoch(rank, batches=9))
+    assert check.describe_ranks_ahead() == ""

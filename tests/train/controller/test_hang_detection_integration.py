@@ -1,9 +1,8 @@
-"""Hang detection, stalled ranks, and diagnosis."""
+"""Hang detection, stalled ranks, and diagnosis of real processes."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import signal
 import subprocess
@@ -23,10 +22,6 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train._controller.diagnosis import Stacks, find_stalled_ranks, format_difference
-from drawbar.train._controller.rank_progress import RankActivity
-from drawbar.train._frames import find_user_frames
-from drawbar.train._worker.stack import Frame, Stack
 
 on_ray = pytest.mark.usefixtures("ray_cluster")
 
@@ -182,48 +177,3 @@ def test_stalled_rank_that_continues_is_cleared(
     run.stop(save=False)
     run.wait()
     assert "All ranks are active again." in capfd.readouterr().err
-
-
-HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
-THERE = Stack(frames=(Frame("/home/me/train.py", 12, "step"),), text="")
-STOPPED = Stack(text="", stopped_reason="stopped (state T): kill -CONT 7 on node")
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "stalled"),
-    [
-        ({0: HERE, 1: HERE}, {0: HERE, 1: HERE}, []),  # both compute, or both wait
-        ({0: HERE, 1: HERE}, {0: HERE, 1: THERE}, []),  # one moves
-        ({0: HERE, 1: None}, {0: THERE, 1: None}, [1]),
-        ({0: HERE, 1: None}, {0: THERE, 1: STOPPED}, [1]),
-        ({0: HERE, 1: THERE, 2: HERE}, {0: HERE, 1: THERE, 2: HERE}, [1]),
-        ({0: HERE, 1: THERE}, {0: HERE, 1: THERE}, [0, 1]),
-    ],
-)
-def test_find_stalled_ranks_with_idle_ranks_returns_unchanged_outliers(
-    before: Stacks, now: Stacks, stalled: list[int]
-) -> None:
-    all_idle = dict.fromkeys(now, RankActivity(31))
-    assert list(find_stalled_ranks(all_idle, 30, before, now)) == stalled
-    one_active = {**all_idle, 0: RankActivity(1)}
-    assert find_stalled_ranks(one_active, 30, before, now) == {}
-
-
-def test_format_difference_puts_smallest_group_first() -> None:
-    def at(line: int) -> Stack:
-        return Stack(frames=(Frame("/home/me/train.py", line, "step"),), text="")
-
-    difference = format_difference({0: at(10), 1: at(12), 2: at(10), 3: None})
-    assert difference.splitlines()[-1] == "  ranks 0, 2 (2): /home/me/train.py:10 in step"
-    assert "rank 1: /home/me/train.py:12 in step" in difference
-    assert "rank 3: does not respond" in difference
-
-
-def test_find_user_frames_excludes_files_of_drawbar() -> None:
-    # Find the modules without importing them: workers import this module too.
-    specs = [importlib.util.find_spec(f"drawbar.{name}") for name in ("train", "torch")]
-    drawbar_files = [spec.origin for spec in specs if spec is not None and spec.origin]
-    assert len(drawbar_files) == 2
-    libraries = [*drawbar_files, threading.__file__, "<frozen os>"]
-    assert find_user_frames([*libraries, "/home/me/train.py", *libraries]) == [len(libraries)]
-    assert find_user_frames(libraries) == []

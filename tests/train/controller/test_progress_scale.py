@@ -6,6 +6,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable
+from random import Random
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointQueries
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
 from drawbar.train._controller.commits import CheckpointCommitter
+from drawbar.train._controller.indexed_heap import IndexedHeap
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._protocol.messages import (
@@ -221,3 +223,35 @@ def test_operations_per_rank_do_not_grow_with_world_size(
         operations[world_size] = count_operations(send_messages, progress) / world_size
     # A walk over all ranks at each message makes the ratio about 8.
     assert operations[64] < 1.3 * operations[8]
+
+
+def test_indexed_heap_agrees_with_dictionary() -> None:
+    random = Random(0)
+    heap, expected = IndexedHeap[int](), dict[int, int]()
+    for _ in range(5000):
+        key, value = random.randrange(20), random.randrange(50)
+        if random.random() < 0.6:
+            heap.set(key, value)
+            expected[key] = value
+        elif random.random() < 0.9:
+            heap.discard(key)
+            expected.pop(key, None)
+        else:
+            limit = random.randrange(10)
+            keys = heap.pop_up_to(limit)
+            assert keys == sorted(keys, key=lambda key: (expected[key], key))
+            assert set(keys) == {key for key, value in expected.items() if value <= limit}
+            for key in keys:
+                del expected[key]
+        assert heap.smallest == min(expected.values(), default=math.inf)
+        assert sorted(heap.values()) == sorted(expected.values())
+        assert len(heap) == len(expected)
+
+
+def test_indexed_heap_drops_outdated_entries() -> None:
+    heap = IndexedHeap[int]()
+    heap.set(0, 0)
+    for value in range(1, 10_000):
+        heap.set(1, value)
+    assert heap.smallest == 0
+    assert len(heap._entries) < 20

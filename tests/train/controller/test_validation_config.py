@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -22,12 +22,14 @@ from drawbar.train import (
     ValidationTaskConfig,
     WorkerGroupError,
 )
-from drawbar.train._config.validation_config import resolve_validation
-from drawbar.train._storage.manifest import Validation
-from tests.train.controller.validated_runs import fit, save, save_with, squared, statuses
-
-if TYPE_CHECKING:
-    pass
+from tests.train.controller.validated_runs import (
+    fit,
+    manifests,
+    save,
+    save_with,
+    squared,
+    statuses,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
@@ -106,20 +108,29 @@ def test_validation_fn_kwargs_are_converted_to_json_types() -> None:
     assert ValidationTaskConfig().fn_kwargs == {}
 
 
-@pytest.mark.parametrize(
-    ("validation", "expected"),
-    [
-        (False, None),
-        (True, ({"a": 1, "b": 2}, 60)),
-        (ValidationTaskConfig(), ({"a": 1, "b": 2}, 60)),
-        (ValidationTaskConfig({"b": 3}), ({"a": 1, "b": 3}, 60)),
-        (ValidationTaskConfig({"c": 4}, timeout_s=5), ({"a": 1, "b": 2, "c": 4}, 5)),
-    ],
-)
-def test_resolve_validation_merges_arguments_with_defaults(validation: Any, expected: Any) -> None:
-    defaults = Validation(fn_kwargs={"a": 1, "b": 2}, timeout_s=60)
-    resolved = resolve_validation(validation, defaults, has_checkpoint=True)
-    assert (resolved and (resolved.fn_kwargs, resolved.timeout_s)) == expected
+def test_validation_of_report_merges_arguments_with_defaults(tmp_path: Path) -> None:
+    def train_func() -> None:
+        save(0, False)
+        save(1, True)
+        save(2, ValidationTaskConfig())
+        save(3, ValidationTaskConfig({"b": 3}))
+        save(4, ValidationTaskConfig({"c": 4}, timeout_s=50))
+
+    def validate(checkpoint: Checkpoint, **kwargs: float) -> dict[str, Any]:
+        return kwargs
+
+    defaults = ValidationTaskConfig({"a": 1, "b": 2}, timeout_s=60)
+    result = fit(train_func, tmp_path, ValidationConfig(validate, defaults))
+    assert [metrics for _, metrics in result.best_checkpoints] == [
+        {"number": 0},
+        {"number": 1, "a": 1, "b": 2},
+        {"number": 2, "a": 1, "b": 2},
+        {"number": 3, "a": 1, "b": 3},
+        {"number": 4, "a": 1, "b": 2, "c": 4},
+    ]
+    validations = [manifest.validation for manifest in manifests(tmp_path)]
+    timeouts = [validation and validation.timeout_s for validation in validations]
+    assert timeouts == [None, 60, 60, 60, 50]
 
 
 @pytest.mark.parametrize(

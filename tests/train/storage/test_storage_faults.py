@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -11,7 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from drawbar import train
 from drawbar.train import (
+    Checkpoint,
     ControllerError,
     DataParallelTrainer,
     FailureConfig,
@@ -170,10 +172,15 @@ def test_failed_manifest_write_fails_the_run(tmp_path: Path) -> None:
     assert content(Result.from_path(tmp_path / "far" / "run").checkpoint) == "0"
 
 
-def test_slow_upload_logs_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def early_slow_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log the warning about a slow operation after a few milliseconds."""
     monkeypatch.setattr(retry, "SLOW_WARNING_PERIOD_S", 0.01)
+
+
+@contextlib.contextmanager
+def catch_slow_warning() -> Iterator[threading.Event]:
+    """Provide an event that is set when Drawbar logs that an operation is slow."""
     has_warned = threading.Event()
 
     class WarningHandler(logging.Handler):
@@ -183,16 +190,37 @@ def test_slow_upload_logs_warning(
 
     handler = WarningHandler()
     logging.getLogger("drawbar.train").addHandler(handler)
+    try:
+        yield has_warned
+    finally:
+        logging.getLogger("drawbar.train").removeHandler(handler)
 
+
+@pytest.mark.usefixtures("early_slow_warning")
+def test_slow_upload_logs_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def wait_for_notice(path: str) -> None:
         if path.endswith("/model"):
             assert has_warned.wait(300)
 
-    try:
+    with catch_slow_warning() as has_warned:
         fit(lambda: save("0"), tmp_path, Faulty(wait_for_notice))
-    finally:
-        logging.getLogger("drawbar.train").removeHandler(handler)
     assert any("writing checkpoint checkpoint_000000 of rank_0" in m for m in caplog.messages)
+
+
+@pytest.mark.usefixtures("early_slow_warning")
+def test_slow_upload_fn_logs_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def function() -> None:
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            assert has_warned.wait(300)
+            return checkpoint
+
+        with catch_slow_warning() as has_warned:
+            save("0", checkpoint_upload_fn=upload)
+
+    result = fit(function, tmp_path)
+    warning = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 is slow"
+    assert any(message.startswith(warning) for message in caplog.messages)
+    assert content(result.checkpoint) == "0"
 
 
 def test_slow_storage_blocks_async_reports(tmp_path: Path) -> None:

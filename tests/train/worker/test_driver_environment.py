@@ -19,7 +19,7 @@ from drawbar.train import (
     Checkpoint,
     ValidationConfig,
 )
-from drawbar.train._driver_env import DriverEnvironment
+from drawbar.train.backend import DriverContext
 from tests.train.runs import fit
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ def test_logging_setup_of_driver_applies_in_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("configured_logging")
-def test_driver_environment_apply_restores_logging_and_arguments(
+def test_driver_context_apply_restores_logging_and_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver_env, root = DriverEnvironment.capture(), logging.getLogger()
+    context, root = DriverContext.capture(), logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(sys, "argv", ["worker"])
-    with driver_env.apply():
+    with context.apply():
         assert len(root.handlers) == 1
         assert sys.argv != ["worker"]
     assert (root.handlers, sys.argv) == ([], ["worker"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import queue
 import uuid
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from drawbar.train import (
     RunConfig,
     WorkerGroupError,
 )
-from drawbar.train._storage import retries
 from drawbar.train.testing import run_in_threads
 from tests.train.runs import fit
 
@@ -271,39 +268,6 @@ def test_upload_fn_error_traceback_contains_only_user_frames(
     lines = [line for line in raised.value.failures[0].traceback.splitlines() if 'File "' in line]
     assert lines
     assert all(__file__ in line for line in lines)
-
-
-def test_upload_fn_that_is_slow_logs_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retries, "SLOW_WARNING_PERIOD_S", 0.01)
-
-    def save() -> str:
-        messages = queue.SimpleQueue[str]()
-        texts = list[str]()
-
-        def record_message(record: logging.LogRecord) -> bool:
-            messages.put(record.getMessage())
-            return True
-
-        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-            texts.append(messages.get(timeout=300))
-            return checkpoint
-
-        logger = logging.getLogger("drawbar.train")
-        logger.addFilter(record_message)
-        try:
-            with train.checkpoint_dir() as path:
-                (path / "model").write_text("m")
-                train.report({}, checkpoint=path, checkpoint_upload_fn=upload)
-        finally:
-            logger.removeFilter(record_message)
-        return texts[0]
-
-    result = fit(save, tmp_path)
-    warning = "checkpoint_upload_fn for checkpoint checkpoint_000000 of rank_0 is slow"
-    assert result.return_value.startswith(warning)
-    assert content(result.checkpoint) == {"model": "m"}
 
 
 def test_report_on_every_rank_uploads_all_files(tmp_path: Path) -> None:
