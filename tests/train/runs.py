@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 
 from drawbar.train import DataParallelTrainer, FailureConfig, Result, RunConfig, ScalingConfig
+from drawbar.train.testing import run_in_threads
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
@@ -21,6 +22,7 @@ def fit(
     config: Any = None,
     *,
     num_workers: int = 0,
+    in_threads: bool = False,
     **options: Any,
 ) -> Result:
     """Run a training function.
@@ -30,6 +32,7 @@ def fit(
         run: Settings of the run, or the storage path of a run named `run`.
         config: Argument of the training function.
         num_workers: Number of workers. Default: local mode.
+        in_threads: Whether the workers are threads of this process instead of Ray actors.
         options: Settings of `RunConfig` and `FailureConfig`, and other arguments of the trainer.
     """
     failure = _pop_settings(FailureConfig, options)
@@ -40,6 +43,14 @@ def fit(
         run_config = replace(run, **settings)
     else:
         run_config = RunConfig(**{"name": "run", "storage_path": run, **settings})
+    if in_threads:
+        return run_in_threads(
+            function,
+            num_workers=num_workers,
+            train_loop_config=config,
+            run_config=run_config,
+            **options,
+        )
     return DataParallelTrainer(
         function,
         train_loop_config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -106,6 +107,10 @@ def assert_resumed(result: Result, num_workers: int) -> None:
         assert list(frame[frame["rank"] == rank]["step"]) == list(range(STEPS))
 
 
+def resume_in_threads(directory: Path, run_config: RunConfig) -> Result:
+    return fit(make_train_func(directory), run_config, num_workers=2, in_threads=True)
+
+
 @pytest.mark.parametrize(
     ("point", "report_options"),
     [
@@ -123,7 +128,7 @@ def test_worker_killed_during_persist_loses_only_that_checkpoint(
         fit(make_train_func(tmp_path, before=kill, **report_options), run_config, num_workers=2)
     assert not (tmp_path / "run" / ".staging").exists()
     assert_intact(tmp_path / "run", latest_step=FATAL_STEP - 1)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=2), num_workers=2)
+    assert_resumed(resume_in_threads(tmp_path, run_config), num_workers=2)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -142,22 +147,30 @@ def test_worker_killed_after_report_keeps_its_checkpoint(
 
 
 @pytest.mark.parametrize("mode", [CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC])
-@pytest.mark.parametrize("point", COMMIT_POINTS)
 def test_driver_killed_during_commit_leaves_intact_checkpoints(
-    run_config: RunConfig, tmp_path: Path, drivers: Drivers, point: str, mode: CheckpointUploadMode
+    tmp_path: Path, drivers: Drivers, mode: CheckpointUploadMode
 ) -> None:
     report_options: dict[str, Any] = {"checkpoint_upload_mode": mode}
     report_options["delete_local_checkpoint_after_upload"] = False
 
-    def main() -> None:
+    def drive(point: str) -> None:
         kill_at(point, occurrence=FATAL_STEP + 1)
-        fit(make_train_func(tmp_path, **report_options), run_config, num_workers=0)
+        fit(make_train_func(tmp_path / point, **report_options), tmp_path / point)
 
-    with drivers(main) as driver:
-        assert driver.wait() == -signal.SIGKILL, driver.communicate()
-    is_committed = COMMIT_POINTS.index(point) >= COMMIT_POINTS.index("commit.renamed")
-    assert_intact(tmp_path / "run", latest_step=FATAL_STEP if is_committed else FATAL_STEP - 1)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=0), num_workers=0)
+    def main() -> None:  # forks, because importing Drawbar in each driver takes most of the time
+        for point in COMMIT_POINTS:
+            (tmp_path / point).mkdir()
+            driver = multiprocessing.get_context("fork").Process(target=drive, args=[point])
+            driver.start()
+            driver.join()
+            assert driver.exitcode == -signal.SIGKILL
+
+    drivers.run(main)
+    for point in COMMIT_POINTS:
+        is_committed = COMMIT_POINTS.index(point) >= COMMIT_POINTS.index("commit.renamed")
+        run = tmp_path / point / "run"
+        assert_intact(run, latest_step=FATAL_STEP if is_committed else FATAL_STEP - 1)
+        assert_resumed(fit(make_train_func(tmp_path / point), tmp_path / point), num_workers=0)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -171,7 +184,7 @@ def test_driver_killed_during_merge_leaves_intact_checkpoints(
     with drivers(main) as driver:
         assert driver.wait() == -signal.SIGKILL, driver.communicate()
     assert_intact(tmp_path / "run", latest_step=FATAL_STEP - 1)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=2), num_workers=2)
+    assert_resumed(resume_in_threads(tmp_path, run_config), num_workers=2)
 
 
 def wait_for_sentinels(workers: set[str]) -> list[int]:
@@ -209,4 +222,4 @@ def test_driver_killed_takes_workers_children_and_sentinels_with_it(
         driver.kill()
         wait_until_gone([*map(int, (worker_0, worker_1, child_0, child_1)), *sentinels])
     assert_intact(tmp_path / "run", latest_step=FATAL_STEP)
-    assert_resumed(fit(make_train_func(tmp_path), run_config, num_workers=2), num_workers=2)
+    assert_resumed(resume_in_threads(tmp_path, run_config), num_workers=2)

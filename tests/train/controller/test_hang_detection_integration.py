@@ -22,6 +22,7 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
+from tests.train.runs import fit
 
 on_ray = pytest.mark.usefixtures("ray_cluster")
 
@@ -66,11 +67,10 @@ def test_hang_uses_max_failures_and_restarts(run_config: RunConfig) -> None:
             threading.Event().wait()
         return attempt
 
-    result = trainer(function, run_config, hang_timeout=TIMEOUT_S, max_failures=1).fit()
-    assert result.return_values == [1, 1]
+    result = fit(function, run_config, num_workers=1, hang_timeout=TIMEOUT_S, max_failures=1)
+    assert result.return_values == [1]
 
 
-@on_ray
 def test_context_diagnose_returns_location_of_each_rank(
     run_config: RunConfig, tmp_path: Path
 ) -> None:
@@ -81,13 +81,12 @@ def test_context_diagnose_returns_location_of_each_rank(
         collective.barrier()
         return difference
 
-    result = trainer(function, run_config).fit()
+    result = fit(function, run_config, num_workers=2, in_threads=True)
     assert "rank 0: " in result.return_values[0]
     assert "rank 1: " in result.return_values[0]
     assert len(list((tmp_path / "run" / "stacks").glob("diagnosis_*/rank_*.txt"))) == 2
 
 
-@on_ray
 def test_sigusr1_to_driver_writes_stacks(run_config: RunConfig, tmp_path: Path) -> None:
     driver = os.getpid()
 
@@ -99,7 +98,7 @@ def test_sigusr1_to_driver_writes_stacks(run_config: RunConfig, tmp_path: Path) 
             pass
 
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # Ray Tune leaves a handler behind
-    trainer(function, run_config).fit()
+    fit(function, run_config, num_workers=2, in_threads=True)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
