@@ -59,10 +59,6 @@ from drawbar.train._errors import (
     WorkerError,
     WorkerGroupError,
 )
-from drawbar.train._history.goodput import Goodput
-from drawbar.train._history.ledger import DataLedger, DatasetEpoch
-from drawbar.train._history.result import Result
-from drawbar.train._history.timeline import AttemptTimes, Timeline
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train._worker.context import (
@@ -93,6 +89,10 @@ if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar.train import v2 as v2
     from drawbar.train import xgboost as xgboost
     from drawbar.train._handle.run_handle import RunHandle, attach
+    from drawbar.train._history.goodput import Goodput
+    from drawbar.train._history.ledger import DataLedger, DatasetEpoch
+    from drawbar.train._history.result import Result
+    from drawbar.train._history.timeline import AttemptTimes, Timeline
     from drawbar.train._trainer import DataParallelTrainer
 
 __all__ = [
@@ -173,7 +173,17 @@ _INTEGRATIONS = (
     "v2",
     "xgboost",
 )
-_LAZY_NAMES = {
+_HISTORY_NAMES = {
+    "AttemptTimes": "drawbar.train._history.timeline",
+    "DataLedger": "drawbar.train._history.ledger",
+    "DatasetEpoch": "drawbar.train._history.ledger",
+    "Goodput": "drawbar.train._history.goodput",
+    "Result": "drawbar.train._history.result",
+    "Timeline": "drawbar.train._history.timeline",
+}
+"""Names imported on first use, because workers do not need them and start faster without them."""
+
+_DRIVER_NAMES = {
     "DataParallelTrainer": "drawbar.train._trainer",
     "RunHandle": "drawbar.train._handle.run_handle",
     "attach": "drawbar.train._handle.run_handle",
@@ -190,14 +200,13 @@ _REPLACEMENTS = {
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import trainers, handles, and integrations such as `train.torch` on first use."""
-        if name in _LAZY_NAMES:
+        """Import trainers, results, and integrations such as `train.torch` on first use."""
+        if name in _DRIVER_NAMES:
             if _find_shadowing_file("ray"):  # a run would fail with an unrelated error
                 raise backend.make_import_error("ray", extra="all")
-            for lazy_name, module in _LAZY_NAMES.items():
-                globals()[lazy_name] = getattr(importlib.import_module(module), lazy_name)
-            backend.set_public_module(globals())
-            return globals()[name]
+            return _import_names({**_HISTORY_NAMES, **_DRIVER_NAMES})[name]
+        if name in _HISTORY_NAMES:
+            return _import_names(_HISTORY_NAMES)[name]
         if name in _INTEGRATIONS:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _REPLACEMENTS:
@@ -210,6 +219,14 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
+
+
+def _import_names(modules: dict[str, str]) -> dict[str, Any]:
+    """Import names from their modules into this one and return them."""
+    names = {name: getattr(importlib.import_module(modules[name]), name) for name in modules}
+    globals().update(names)
+    backend.set_public_module(globals())
+    return names
 
 
 def __dir__() -> list[str]:
