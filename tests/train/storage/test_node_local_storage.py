@@ -32,7 +32,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._storage.node_local_storage import MAX_TRANSFER_BYTES
+from drawbar.train._worker.node_local_storage import MAX_TRANSFER_BYTES
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers

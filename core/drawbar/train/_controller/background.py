@@ -19,9 +19,9 @@ import msgspec
 
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.live_events import Notice
-from drawbar.train._protocol.commands import Command, FileChunkAck
+from drawbar.train._protocol.commands import FILE_CHUNK_BYTES, Command, FileChunkAck, FileReply
 from drawbar.train._protocol.messages import FileChunk, FileRequest
-from drawbar.train._storage.node_local_storage import FileReply, read_chunk, write_chunk
+from drawbar.train._storage.contents import CHECKSUMS_FILE, MANIFEST_FILE, FileEntry, list_files
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._threads import DaemonThreadPool
 
@@ -115,7 +115,7 @@ class FileTransfers:
         """Write a chunk of a rank's assigned files to a directory, and acknowledge it."""
 
         def write() -> FileChunkAck:
-            write_chunk(target_directory / chunk.path, chunk.offset, chunk.data)
+            _write_chunk(target_directory / chunk.path, chunk.offset, chunk.data)
             return FileChunkAck(request_id=chunk.request_id)
 
         self._run_in_thread(write, reply)
@@ -124,7 +124,7 @@ class FileTransfers:
         """Read a chunk of a committed checkpoint and send it."""
 
         def read() -> FileReply:
-            chunk = read_chunk(
+            chunk = _read_chunk(
                 self._directory, request.checkpoint_name, request.path, request.offset
             )
             return msgspec.structs.replace(chunk, request_id=request.request_id)
@@ -153,3 +153,25 @@ class FileTransfers:
     def close(self) -> None:
         """End the threads. Call `finish` first."""
         self._pool.shutdown(wait=False)
+
+
+def _read_chunk(directory: RunDirectory, name: str, path: str, offset: int) -> FileReply:
+    """Return the requested chunk; the list of files if `path` is empty."""
+    checkpoint_path = directory.local_path / name
+    if not path:
+        names = (MANIFEST_FILE, CHECKSUMS_FILE)
+        reserved = [
+            FileEntry(name, (checkpoint_path / name).stat().st_size)
+            for name in names
+            if (checkpoint_path / name).exists()
+        ]
+        return FileReply(request_id=0, files=(*list_files(checkpoint_path), *reserved))
+    with open(checkpoint_path / path, "rb") as reader:
+        reader.seek(offset)
+        return FileReply(request_id=0, data=reader.read(FILE_CHUNK_BYTES))
+
+
+def _write_chunk(target: Path, offset: int, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target, "ab" if offset else "wb") as file:
+        file.write(data)

@@ -9,7 +9,6 @@ from drawbar.train._protocol.codec import Codec
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.contents import FileEntry
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.node_local_storage import FileReply
 
 
 class PersistFiles(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -52,6 +51,18 @@ class DiagnosisReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     request_id: int
     text: str
+
+
+FILE_CHUNK_BYTES = 2 * 1024 * 1024
+"""Size of a chunk of a file. Later messages of the rank wait until it is sent."""
+
+
+class FileReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A chunk of a file, or a list of files."""
+
+    request_id: int
+    data: bytes = b""
+    files: tuple[FileEntry, ...] = ()
 
 
 class FileChunkAck(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -14,10 +14,10 @@ from drawbar.train._protocol.commands import (
     CommitCompleted,
     DiagnosisReply,
     FileChunkAck,
+    FileReply,
     PersistFiles,
 )
 from drawbar.train._protocol.messages import Message
-from drawbar.train._storage.node_local_storage import FileReply
 from drawbar.train._worker.training_thread import InterruptScope
 
 CommandKey = tuple[type[object], int]

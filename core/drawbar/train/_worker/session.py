@@ -43,12 +43,11 @@ from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import UploadTarget, make_default_name
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.node_local_storage import NodeLocalStorage
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
-from drawbar.train._worker.file_transfers import make_node_local_storage
+from drawbar.train._worker.node_local_storage import NodeLocalStorage
 from drawbar.train._worker.progress_sender import ProgressSender
 from drawbar.train._worker.rank_timer import RankTimer
 from drawbar.train._worker.report_checks import (
@@ -266,7 +265,7 @@ class Session:
 
         Needed if this node does not share the run directory.
         """
-        storage = make_node_local_storage(self.directory, self._command_queue)
+        storage = NodeLocalStorage(self.directory, self._command_queue)
         self._node_local_storage = storage
         self.uploads = self._make_uploads(storage)
 

@@ -8,44 +8,27 @@ store, as the error message explains.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
+from drawbar.train._protocol.commands import FILE_CHUNK_BYTES, FileChunkAck, FileReply
+from drawbar.train._protocol.messages import FileChunk, FileRequest
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import UploadTarget
 from drawbar.train._storage.contents import (
-    CHECKSUMS_FILE,
     MANIFEST_FILE,
     FileEntry,
     format_exact_size,
     is_external,
-    list_files,
 )
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles, hold_file_lock
+from drawbar.train._worker.command_queue import CommandQueue
 
-
-class FileReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A chunk of a file, or a list of files."""
-
-    request_id: int
-    data: bytes = b""
-    files: tuple[FileEntry, ...] = ()
-
-
-CHUNK_BYTES = 2 * 1024 * 1024  # later messages of the rank wait for a chunk
 MAX_TRANSFER_BYTES = 1_000_000_000
 """Maximum bytes that one rank may send for a checkpoint."""
-
-SendChunk = Callable[[str, str, int, bytes], None]
-"""Sends a chunk of a file. Arguments: name of the checkpoint, path in it, offset, bytes."""
-
-RequestFile = Callable[[str, str, int], FileReply]
-"""Requests a chunk by name, path, and offset; an empty path requests the list of files."""
 
 
 class NodeLocalStorage(UploadTarget):
@@ -53,16 +36,12 @@ class NodeLocalStorage(UploadTarget):
 
     Args:
         directory: Run directory on this node.
-        send_chunk: Sends chunks to the driver's node.
-        request_file: Requests chunks from the driver's node.
+        command_queue: Sends requests to the controller and receives its replies.
     """
 
-    def __init__(
-        self, directory: RunDirectory, send_chunk: SendChunk, request_file: RequestFile
-    ) -> None:
+    def __init__(self, directory: RunDirectory, command_queue: CommandQueue) -> None:
         self._directory = directory
-        self._send = send_chunk
-        self._ask = request_file
+        self._command_queue = command_queue
         self._fetched_checkpoint: Checkpoint | None = None
 
     def is_staged(self, path: Path) -> bool:
@@ -92,11 +71,19 @@ class NodeLocalStorage(UploadTarget):
         offset = 0
         with open(source / file.path, "rb") as reader:
             # An empty file needs one empty chunk, or it would not be created.
-            while (data := reader.read(CHUNK_BYTES)) or not offset:
-                self._send(name, file.path, offset, data)
+            while (data := reader.read(FILE_CHUNK_BYTES)) or not offset:
+                self._send_chunk(name, file.path, offset, data)
                 offset += len(data)
                 if not data:
                     break
+
+    def _send_chunk(self, name: str, path: str, offset: int, data: bytes) -> None:
+        self._command_queue.request(
+            lambda request_id: FileChunk(
+                request_id=request_id, checkpoint_name=name, path=path, offset=offset, data=data
+            ),
+            FileChunkAck,
+        )
 
     def fetch_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint of the run from the driver's node to the same path on this node.
@@ -110,13 +97,22 @@ class NodeLocalStorage(UploadTarget):
         path = self._directory.local_path / name
         # All ranks of the node call this at the same time, and one copy is enough.
         with hold_file_lock(self._directory.local_path / ".bring.lock"):
-            listed = {file.path: file for file in self._ask(name, "", 0).files}
+            listed = {file.path: file for file in self._request(name, "", 0).files}
             manifest = b"".join(self._iter_chunks(name, listed[MANIFEST_FILE]))
             if read_file_or_none(path, MANIFEST_FILE) != manifest:
                 remove_tree(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(self._download(name, listed.values()), path)
         self._fetched_checkpoint = checkpoint
+
+    def _request(self, name: str, path: str, offset: int) -> FileReply:
+        """Request a chunk of a file from the controller; the list of files if `path` is empty."""
+        return self._command_queue.request(
+            lambda request_id: FileRequest(
+                request_id=request_id, checkpoint_name=name, path=path, offset=offset
+            ),
+            FileReply,
+        )
 
     def _download(self, name: str, files: Iterable[FileEntry]) -> Path:
         staging_directory = self._directory.staging.make_directory("brought")
@@ -130,29 +126,6 @@ class NodeLocalStorage(UploadTarget):
     def _iter_chunks(self, name: str, file: FileEntry) -> Iterator[bytes]:
         offset = 0
         while offset < file.size:
-            data = self._ask(name, file.path, offset).data
+            data = self._request(name, file.path, offset).data
             offset += len(data)
             yield data
-
-
-def read_chunk(directory: RunDirectory, name: str, path: str, offset: int) -> FileReply:
-    """Return the requested chunk or list of files. Called on the driver's node."""
-    checkpoint_path = directory.local_path / name
-    if not path:
-        names = (MANIFEST_FILE, CHECKSUMS_FILE)
-        reserved = [
-            FileEntry(name, (checkpoint_path / name).stat().st_size)
-            for name in names
-            if (checkpoint_path / name).exists()
-        ]
-        return FileReply(request_id=0, files=(*list_files(checkpoint_path), *reserved))
-    with open(checkpoint_path / path, "rb") as reader:
-        reader.seek(offset)
-        return FileReply(request_id=0, data=reader.read(CHUNK_BYTES))
-
-
-def write_chunk(target: Path, offset: int, data: bytes) -> None:
-    """Write a chunk that a worker sent. Called on the driver's node."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target, "ab" if offset else "wb") as file:
-        file.write(data)
