@@ -105,6 +105,14 @@ def get_ray_address_file() -> Path:
     return Path(get_ray_address_file(None))
 
 
+def list_actors() -> dict[str, Any]:
+    """Return Ray's records of all actors by ID. `ray.util.state` needs the dashboard."""
+    from ray._private.state import actors
+
+    records: dict[str, Any] = actors()
+    return records
+
+
 def make_tune_checkpoint_manager(config: object) -> Any:
     """Return the object with which Tune deletes checkpoints of a trial."""
     from ray.train._internal.checkpoint_manager import _CheckpointManager

@@ -1,15 +1,22 @@
-"""Private APIs of Accelerate: each test fails when Accelerate changes what `_compat` uses."""
+"""Private APIs of Accelerate: tests fail when Accelerate changes what `_compat` uses.
+
+The tests that create Accelerate's state outside a training function are here, too.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
-from accelerate.state import GradientState, PartialState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 
+from drawbar.accelerate import launch, load_state
 from drawbar.accelerate._compat import declare_gpus
 from drawbar.torch._compat import get_accelerate_states
+from drawbar.train import RunConfig, ScalingConfig
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +38,23 @@ def test_accelerate_states_are_shared_dicts_of_singletons() -> None:
 def test_declared_gpus_are_in_new_state() -> None:
     declare_gpus(is_cpu_requested=True)
     assert PartialState().distributed_type == DistributedType.MULTI_GPU
+
+
+def test_accelerate_state_of_user_process_is_restored(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function() -> str:
+        del os.environ["ACCELERATE_MIXED_PRECISION"]
+        return str(Accelerator(cpu=True).mixed_precision)
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    own = Accelerator(cpu=True)
+    result = launch(function, (), ScalingConfig(num_workers=0), run_config=run_config)
+    assert result.return_value == "no"
+    assert own.state.mixed_precision == AcceleratorState().mixed_precision == "bf16"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_load_state_outside_training_function_raises() -> None:
+    with pytest.raises(RuntimeError, match="inside a training function"):
+        load_state(Accelerator(cpu=True))

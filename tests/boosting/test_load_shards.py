@@ -1,8 +1,8 @@
-"""Loading shards: all ranks agree on one schema."""
+"""Loading shards: columns have one role each, and all ranks agree on one schema."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from drawbar._boosting import Block, ColumnRoles, Shard, load_shards
 from drawbar.train import (
     FailureConfig,
     Result,
@@ -20,23 +19,25 @@ from drawbar.train import (
     get_context,
 )
 from drawbar.train.testing import run_in_threads
+from drawbar.xgboost import XGBoostTrainer
+from tests.boosting.shards import load_on_rank
 
 Rows = dict[str, Any]
+Columns = dict[str, Any]
 
 
 def load_on_ranks(
     run_config: RunConfig,
-    columns: ColumnRoles,
+    columns: Columns,
     *ranks: Mapping[str, Sequence[Rows]],
     **options: Any,
-) -> list[dict[str, list[Block]]]:
+) -> list[dict[str, list[Any]]]:
     """Load datasets on as many ranks as there are; each is given its tables by dataset."""
 
     def function() -> Any:
         given = ranks[get_context().get_world_rank()]
-        shards = load_shards(
-            list(given), columns, source=lambda name: [pa.table(t) for t in given[name]], **options
-        )
+        tables = {name: [pa.table(rows) for rows in parts] for name, parts in given.items()}
+        shards = load_on_rank(columns, tables, **options)
         return {name: list(shard) for name, shard in shards.items()}, shards["train"].schema
 
     result = run_in_threads(function, num_workers=len(ranks), run_config=run_config)
@@ -46,15 +47,13 @@ def load_on_ranks(
 
 
 def train_blocks(
-    run_config: RunConfig, columns: ColumnRoles, *ranks: Rows, **options: Any
+    run_config: RunConfig, columns: Columns, *ranks: Rows, **options: Any
 ) -> list[Any]:
     loaded = load_on_ranks(run_config, columns, *({"train": [each]} for each in ranks), **options)
     return [each["train"] for each in loaded]
 
 
-def error_of(
-    run_config: RunConfig, columns: ColumnRoles, *ranks: Mapping[str, Sequence[Rows]]
-) -> str:
+def error_of(run_config: RunConfig, columns: Columns, *ranks: Mapping[str, Sequence[Rows]]) -> str:
     with pytest.raises(WorkerGroupError) as raised:
         load_on_ranks(run_config, columns, *ranks)
     failure = raised.value.failures[0]
@@ -62,13 +61,44 @@ def error_of(
     return failure.message
 
 
-LABEL = ColumnRoles(label="y")
+LABEL = {"label": "y"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight_column": "y"}, "'y' is used in label_column and in weight_column"),
+        ({"categorical_features": ["y"]}, "'y' is used in label_column and in categorical"),
+        ({"label_column": 3}, "label_column must be a column name or a list of .* names, found 3"),
+        ({"label_column": ["y", "y"]}, "'y' is used in label_column and in label_column"),
+        ({"categorical_features": "c"}, "must be a list of columns, found 'c'"),
+        ({"group_column": 2}, "group_column must name columns, found 2"),
+    ],
+)
+def test_column_roles_with_invalid_arguments_raise(arguments: Columns, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        XGBoostTrainer(
+            params={}, datasets={"train": lambda: None}, **{"label_column": "y", **arguments}
+        )
+
+
+def test_columns_without_role_are_features(run_config: RunConfig) -> None:
+    columns = {"label": "y", "weight": "w", "group": "g", "base_margin": "m"}
+    names = ["a", "y", "w", "__index_level_0__", "b", "g", "m"]
+
+    def function() -> list[str]:
+        table = pa.table({name: [0.0] for name in names if name != "g"} | {"g": [0]})
+        schema = load_on_rank(columns, {"train": [table]})["train"].schema
+        return [feature.name for feature in schema.features]
+
+    result = run_in_threads(function, num_workers=1, run_config=run_config)
+    assert result.return_value == ["a", "b"]
 
 
 def test_columns_come_in_one_order_and_categories_get_one_code(run_config: RunConfig) -> None:
     first, second = train_blocks(
         run_config,
-        ColumnRoles(label="y", categorical=["c"]),
+        {"label": "y", "categorical": ["c"]},
         {"y": [0, 1], "a": [1.5, None], "c": ["pear", "fig"], "n": [True, False]},
         {"n": [True], "c": ["apple"], "y": [1], "a": [2]},
     )
@@ -90,9 +120,8 @@ def test_load_shards_keeps_common_pandas_category_order(run_config: RunConfig) -
 def test_integers_that_are_categories_are_their_own_codes(run_config: RunConfig) -> None:
     def function() -> Any:
         rows = {"y": [0], "c": [7 * get_context().get_world_rank()]}
-        shards = load_shards(
-            ["train"], ColumnRoles(label="y", categorical=["c"]), source=lambda _: [pa.table(rows)]
-        )
+        columns = {"label": "y", "categorical": ["c"]}
+        shards = load_on_rank(columns, {"train": [pa.table(rows)]})
         return shards["train"].schema.features[0].categories
 
     result = run_in_threads(function, run_config=run_config)
@@ -100,7 +129,7 @@ def test_integers_that_are_categories_are_their_own_codes(run_config: RunConfig)
 
 
 def test_load_shards_without_rows_yields_zero_weight_row(run_config: RunConfig) -> None:
-    columns = ColumnRoles(label="y", base_margin=["m0", "m1"], group="g")
+    columns = {"label": "y", "base_margin": ["m0", "m1"], "group": "g"}
     some = {"train": [{"y": [3.0], "a": [1.0], "m0": [0.5], "m1": [0.25], "g": ["q"]}]}
     full, empty = load_on_ranks(run_config, columns, some, {"train": []})
     assert full["train"][0].weight is not None
@@ -121,7 +150,7 @@ def test_blocks_have_one_size_and_hold_whole_queries(
     group = np.repeat(np.arange(12), 4) + 100
     rows = {"y": np.zeros(48), "a": np.arange(48.0), "g": group}
     tables = [{name: values[i : i + 7] for name, values in rows.items()} for i in range(0, 48, 7)]
-    columns = ColumnRoles(label="y", group="g")
+    columns = {"label": "y", "group": "g"}
     (loaded,) = load_on_ranks(
         run_config, columns, {"train": tables}, on_disk=on_disk, folder=tmp_path
     )
@@ -140,7 +169,7 @@ def test_blocks_have_one_size_and_hold_whole_queries(
 def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
     run_config: RunConfig, tmp_path: Path, words: list[str], codes: list[float]
 ) -> None:
-    columns = ColumnRoles(label="y", categorical=["c"])
+    columns = {"label": "y", "categorical": ["c"]}
 
     def function() -> Any:
         rank = get_context().get_world_rank()
@@ -148,9 +177,7 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
         folder.mkdir()
         here = words[rank:]
         table = pa.table({"y": [1.0] * len(here), "c": here})
-        shards = load_shards(
-            ["train"], columns, source=lambda _: [table], on_disk=True, folder=folder
-        )
+        shards = load_on_rank(columns, {"train": [table]}, on_disk=True, folder=folder)
         assert not list(folder.iterdir())  # not even now, so that a killed worker leaves none
         one_by_one = [block.to_numpy().tolist() for block in shards["train"]]
         (block,) = shards["train"].list_blocks()
@@ -164,14 +191,14 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
 
 
 def test_load_shards_with_invalid_data_raises(run_config: RunConfig, tmp_path: Path) -> None:
-    def message(columns: ColumnRoles, train: Rows, **more: Rows) -> str:
+    def message(columns: Columns, train: Rows, **more: Rows) -> str:
         ranks = {"train": [train], **{name: [rows] for name, rows in more.items()}}
         config = RunConfig(storage_path=tmp_path)
         return error_of(config, columns, ranks)
 
     valid = {"y": [0, 1], "a": [1, 2]}
     assert "label_column is 'z', but datasets['train'] has the columns 'y', 'a'" in message(
-        ColumnRoles(label="z"), valid
+        {"label": "z"}, valid
     )
     assert "Feature 's' of datasets['train'] has type string. Add it to categorical_features" in (
         message(LABEL, {**valid, "s": ["p", "q"]})
@@ -186,10 +213,10 @@ def test_load_shards_with_invalid_data_raises(run_config: RunConfig, tmp_path: P
         LABEL, valid, valid={"y": [0], "b": [1]}
     )
     assert "must have integers from 0, found -3" in message(
-        ColumnRoles(label="y", categorical=["a"]), {"y": [0, 1], "a": [1, -3]}
+        {"label": "y", "categorical": ["a"]}, {"y": [0, 1], "a": [1, -3]}
     )
     assert "Rows of group 5 (column 'g' of datasets['train']) are not contiguous" in message(
-        ColumnRoles(label="y", group="g"), {"y": [0, 0, 0], "a": [1, 2, 3], "g": [5, 6, 5]}
+        {"label": "y", "group": "g"}, {"y": [0, 0, 0], "a": [1, 2, 3], "g": [5, 6, 5]}
     )
     assert "datasets['train'] has no rows" in message(LABEL, {"y": [], "a": []})
 
@@ -208,11 +235,11 @@ def test_load_shards_in_surviving_worker_uses_cache(tmp_path: Path) -> None:
     def function() -> int:
         context = get_context()
 
-        def source(name: str) -> list[pa.Table]:
+        def read() -> Iterator[pa.Table]:
             reads.append((context.get_attempt(), context.get_world_rank()))
-            return [pa.table({"y": [0.0], "a": [1.0]})]
+            yield pa.table({"y": [0.0], "a": [1.0]})
 
-        shards: dict[str, Shard] = load_shards(["train"], LABEL, source=source, should_cache=True)
+        shards = load_on_rank(LABEL, {"train": read()}, should_cache=True)
         if context.get_attempt() == 0:
             raise ZeroDivisionError
         return len(shards["train"])

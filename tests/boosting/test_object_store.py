@@ -14,10 +14,11 @@ import pyarrow as pa
 import pytest
 import ray.data
 
-from drawbar._boosting import ColumnRoles, load_shards
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
+from tests.boosting import shards
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+for module in (sys.modules[__name__], shards):  # workers cannot import the tests
+    cloudpickle.register_pickle_by_value(module)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -29,11 +30,10 @@ ROWS = 100_000
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_columns_of_float32_are_not_copied(tmp_path: Path, on_disk: bool) -> None:
     def function() -> Any:
-        columns = ColumnRoles(label="y", categorical=["word"])
-        (block,) = load_shards(["train"], columns, on_disk=on_disk, folder=tmp_path)[
-            "train"
-        ].list_blocks()
-        (again,) = load_shards(["train"], columns)["train"].list_blocks()
+        columns = {"label": "y", "categorical": ["word"]}
+        first = shards.load_on_rank(columns, on_disk=on_disk, folder=tmp_path)
+        (block,) = first["train"].list_blocks()
+        (again,) = shards.load_on_rank(columns)["train"].list_blocks()
         pairs = zip(block.features, again.features, strict=True)
         addresses = [(one.ctypes.data, other.ctypes.data) for one, other in pairs]
         same_place = [one == other for one, other in addresses]

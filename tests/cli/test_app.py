@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli._app import app
 from tests.cli.conftest import Command
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-COMMANDS = sorted(
-    command.callback.__name__ for command in app.registered_commands if command.callback
-)
+COMMANDS = re.findall(r"^\$ drawbar (\w+) --help$", PAGE.read_text(), re.M)
 
 
 def test_main_as_module_prints_version() -> None:
@@ -37,6 +34,11 @@ def test_runs_imports_neither_ray_nor_plotting(shared_storage: Path) -> None:
     heavy = {"asyncio", "ray", "numpy", "pandas", "pyarrow", "matplotlib", "rich.console", "libcst"}
     assert not heavy & set(loaded)
     assert "long" in loaded
+
+
+def test_help_lists_the_commands_of_the_docs_page(cli: Command) -> None:
+    commands = cli("--help").out.partition("Commands:\n")[2]
+    assert sorted(re.findall(r"^  (\w+)", commands, re.M)) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

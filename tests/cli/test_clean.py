@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -11,21 +12,23 @@ import socket
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from drawbar import train
-from drawbar.cli._commands.clean import _delete_all
 from drawbar.train import (
     DataParallelTrainer,
     FailureConfig,
     ResumeError,
     RunConfig,
+    RunInProgressError,
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train.runs import find_run, list_runs
+from drawbar.train.runs import find_run
 from drawbar.train.testing import check_run
 from tests.cli.conftest import Command, make_run
 
@@ -175,22 +178,50 @@ def test_clean_keeps_user_files_and_link_targets(
     assert len(list((storage / "short").glob("checkpoint_*"))) == 2
 
 
-def test_clean_reports_failed_files_and_deletes_others(storage: Path) -> None:
-    stages = [storage / name / ".staging" / "stage" for name in ("long", "short")]
-    for stage in stages:
-        stage.mkdir(parents=True)
-    files = [file for run in list_runs(storage) for file in run.find_unused_files()]
+def test_unused_file_of_resumed_run_is_not_removed(storage: Path) -> None:
+    stage = storage / "long" / ".staging" / "stage"
+    stage.mkdir(parents=True)
+    (file,) = find_run(storage / "long").find_unused_files()
     with open(storage / "long" / "journal.jsonl", "ab") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)  # the run is resumed now
-        failed = _delete_all(files)
-    assert list(failed) == [str(stages[0].parent)]
-    assert "is in use by a run in another process" in failed[str(stages[0].parent)]
-    assert [stage.exists() for stage in stages] == [True, False]
+        with pytest.raises(RunInProgressError, match="is in use by a run in another process"):
+            file.remove()
+    assert stage.exists()
+
+
+class _ReadOnlyRun(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Object store in which the files of one run can be protected."""
+
+    protocol = ("protected",)
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    is_protected = False
+
+    def rm_file(self, path: str) -> None:
+        if self.is_protected and "/first/" in path:
+            raise PermissionError(errno.EACCES, "Access denied", path)
+        super().rm_file(path)
+
+
+def test_clean_reports_failed_files_and_deletes_others(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("protected", _ReadOnlyRun)
+    for name in ("first", "second"):
+        make_run("protected://runs", name, 2)
+    monkeypatch.setattr(_ReadOnlyRun, "is_protected", True)
+    result = cli("clean", "protected://runs", "--keep", 1, "--yes", "--json")
+    data = json.loads(result.out)
+    assert [file["path"].split("/")[-2:] for file in data["files"]] == [
+        ["second", "checkpoint_000000"]
+    ]
+    ((path, reason),) = data["failed"].items()
+    assert path.endswith("first/checkpoint_000000")
+    assert "Access denied" in reason
+    assert (result.code, f"Could not delete {path}: " in result.err) == (2, True)
 
 
 def test_clean_deletes_unused_files_in_object_store(cli: Command) -> None:
-    import fsspec
-
     address = "memory://clean"
     make_run(f"{address}/runs", "run", 2)
     files = fsspec.filesystem("memory")
@@ -205,8 +236,6 @@ def test_clean_deletes_unused_files_in_object_store(cli: Command) -> None:
 
 
 def test_clean_skips_object_store_run_of_unknown_status(cli: Command) -> None:
-    import fsspec
-
     address = "memory://hosted"
     make_run(address, "run", 2)
     files = fsspec.filesystem("memory")

@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from drawbar.jax import JaxConfig, JaxTrainer
-from drawbar.jax._tpu_slices import multislice_env, slice_name
 from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 from drawbar.train.testing import BackendContract, run_in_threads
 
@@ -62,32 +61,6 @@ def test_worker_resources_match_slice_host() -> None:
 def test_workers_that_do_not_fit_slice_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         slice_of(**{"num_workers": 2, **options})
-
-
-def test_slice_name_is_read_from_node_labels() -> None:
-    of_several, alone = {"ray.io/tpu-slice-name": "a"}, {"ray.io/tpu-topology": "2x4"}
-    assert [slice_name(labels, "node") for labels in (of_several | alone, alone, {})] == [
-        "a",
-        "node",
-        None,
-    ]
-
-
-def test_multislice_env_with_two_slices_numbers_them_by_rank() -> None:
-    by_rank = [multislice_env(["b", "b", "a", "a"], rank, "10.0.0.1") for rank in range(4)]
-    assert [each["MEGASCALE_SLICE_ID"] for each in by_rank] == ["0", "0", "1", "1"]
-    assert by_rank[3] == {
-        "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1",
-        "MEGASCALE_NUM_SLICES": "2",
-        "MEGASCALE_SLICE_ID": "1",
-    }
-    for one in ("a", None):
-        assert multislice_env([one, one], 1, "10.0.0.1") == {}
-
-
-def test_multislice_env_with_uneven_slices_raises() -> None:
-    with pytest.raises(RuntimeError, match=r"3 on 'a', 1 on 'b'. Assign each worker to a slice"):
-        multislice_env(["a", "a", "a", "b"], 0, "10.0.0.1")
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,7 +25,6 @@ from drawbar.keras import (
     prepare_dataset,
     prepare_model,
 )
-from drawbar.keras._backend import KerasBackendName
 from drawbar.train import (
     FailureConfig,
     Result,
@@ -38,6 +37,8 @@ from drawbar.train import (
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept:DeprecationWarning"  # Keras, of TensorFlow
 )
+
+Backend = Literal["torch", "jax", "tensorflow"]
 
 EPOCHS = 4
 ROWS = 480
@@ -317,7 +318,7 @@ def is_jax() -> bool:
     return os.environ["KERAS_BACKEND"] == "jax"
 
 
-def fit(path: Path, backend: KerasBackendName, num_workers: int, max_failures: int = 1) -> Result:
+def fit(path: Path, backend: Backend, num_workers: int, max_failures: int = 1) -> Result:
     return KerasTrainer(
         train_loop,
         keras_backend=backend,
@@ -342,7 +343,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.timeout(900)  # three frameworks are imported in many processes
 @pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
 def test_fit_with_killed_worker_matches_single_process(
-    backend: KerasBackendName,
+    backend: Backend,
     alone: dict[str, Any],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],

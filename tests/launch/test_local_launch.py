@@ -15,10 +15,8 @@ import pytest
 import ray
 
 from drawbar import train
-from drawbar.cli._ray_connection import find_local_address
 from drawbar.launch import ScriptTrainer
 from drawbar.train import attach
-from tests._ray_compat import get_ray_address_file
 from tests.launch.conftest import CORES, Launch, Pipe
 
 
@@ -194,31 +192,6 @@ def test_launch_with_gpus_shows_every_rank_the_gpus_of_the_run(launch: Launch) -
         """
     done = launch(source, CUDA_VISIBLE_DEVICES="5,3,4")
     assert done.out == b"[(('3',), '3,5'), (('5',), '3,5')]\n", done.err
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [{}, {"TMPDIR": "{path}"}, {"RAY_TMPDIR": "{path}"}, {"TMPDIR": "/x", "RAY_TMPDIR": "{path}"}],
-    ids=str,
-)
-def test_find_local_address_reads_the_file_that_ray_reads(
-    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("TMPDIR", "RAY_TMPDIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value.format(path=tmp_path))
-    path = get_ray_address_file()
-    if variables:
-        assert find_local_address() is None
-        path.parent.mkdir()
-        path.write_text("10.0.0.1:6379\n")
-        assert find_local_address() == "10.0.0.1:6379"
-        path.write_bytes(b"\xff garbage")
-        assert find_local_address() is None
-    else:
-        expected = path.read_text().strip() if path.exists() else None
-        assert find_local_address() == expected
 
 
 def test_launch_uses_running_ray_and_ignores_dead_one(launch: Launch, ray_cluster: None) -> None:

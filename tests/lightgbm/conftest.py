@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +14,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from drawbar._boosting import load_shards
 from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer
-from drawbar.lightgbm._training_spec import LightGBMTrainingSpec
 from drawbar.train import (
     FailureConfig,
     Result,
@@ -27,6 +24,7 @@ from drawbar.train import (
     get_context,
 )
 from drawbar.train.testing import run_in_threads
+from tests.boosting.shards import train_in_threads
 
 Frames = dict[str, pd.DataFrame]
 
@@ -99,37 +97,25 @@ def declare(tmp_path: Path) -> Callable[..., Result]:
         **declared: Any,
     ) -> Result:
         datasets = frames(train, validation)
-        run_config = RunConfig(
-            name=name,
-            storage_path=tmp_path,
-            failure_config=FailureConfig(max_failures=max_failures),
-        )
-        work = LightGBMTrainer(
+        trainer = LightGBMTrainer(
             params={"num_threads": 1, **params},
             label_column="y",
             datasets=dict.fromkeys(datasets, _unread),
             scaling_config=ScalingConfig(num_workers=num_workers),
-            run_config=run_config,
-            **{"num_boost_round": 15, **declared},
-        ).train_loop_per_worker
-        assert isinstance(work, LightGBMTrainingSpec)
-
-        def function() -> None:
-            rank, size = get_context().get_world_rank(), get_context().get_world_size()
-            tables = {name: table(part(frame, rank, size)) for name, frame in datasets.items()}
-            mine = copy.deepcopy(work)  # its callbacks keep state, and a process would have its own
-            shards = load_shards(
-                mine.datasets, mine.columns, mine.column_format, source=lambda name: [tables[name]]
-            )
-            mine.train(shards)
-
-        return run_in_threads(
-            function,
-            num_workers=num_workers,
-            backend_config=LightGBMConfig(),
-            run_config=run_config,
+            run_config=RunConfig(
+                name=name,
+                storage_path=tmp_path,
+                failure_config=FailureConfig(max_failures=max_failures),
+            ),
             validation_config=validation_config,
+            **{"num_boost_round": 15, **declared},
         )
+
+        def get_tables() -> dict[str, pa.Table]:
+            rank, size = get_context().get_world_rank(), get_context().get_world_size()
+            return {name: table(part(frame, rank, size)) for name, frame in datasets.items()}
+
+        return train_in_threads(trainer, LightGBMConfig(), get_tables)
 
     return declare
 

@@ -1,27 +1,17 @@
-"""LightGBM's network during the training function, and its ports."""
+"""LightGBM's network during the training function."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
-import textwrap
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from subprocess import PIPE, Popen
-from threading import Barrier
 from typing import Any
 
 import lightgbm
 import numpy as np
 import pytest
 
-from drawbar._rendezvous import reserved_port
-from drawbar._rendezvous._ports import _ephemeral_range
-from drawbar.lightgbm import LightGBMConfig, _c_api, get_network_params, train
+from drawbar.lightgbm import LightGBMConfig, get_network_params, train
 from drawbar.train import Result, ScalingConfig, WorkerGroupError, get_context
 from drawbar.train.testing import BackendContract
 
@@ -104,87 +94,6 @@ def test_serial_tree_learner_needs_one_worker(
 def test_get_network_params_outside_training_function_raises() -> None:
     with pytest.raises(RuntimeError, match="inside a training function"):
         get_network_params()
-
-
-def test_reserve_port_in_many_processes_is_unique() -> None:
-    """Of 6 processes with 40 reservations each, all held at once, no two have the same."""
-    code = textwrap.dedent(
-        """
-        import os, sys
-        from contextlib import ExitStack
-        from drawbar._rendezvous import reserved_port
-        all(os.fork() for _ in range(5))  # children and the parent continue below
-        with ExitStack() as stack:
-            found = range(20000, 20400)
-            ports = [str(stack.enter_context(reserved_port(found))) for _ in range(40)]
-            os.write(1, (" ".join(ports) + "\\n").encode())  # all at once
-            sys.stdin.read()
-        """
-    )
-    with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(6)]
-        process.communicate()
-    ports = [int(port) for line in lines for port in line.split()]
-    assert len(ports) == 240
-    assert len(set(ports)) == 240
-
-
-def test_twenty_networks_at_once_do_not_collide() -> None:
-    """A network is a thread's, so that 20 pairs of threads are 20 trainers of 2 workers.
-
-    Meanwhile a thief takes every port that it can get by asking for any.
-    """
-    done, reserved = threading.Event(), Barrier(40)
-    with ThreadPoolExecutor(41) as pool, ExitStack() as loot:
-        thief = pool.submit(steal_ports, loot, done)
-        pairs = [(Barrier(2), ["", ""]) for _ in range(20)]
-        ends = [
-            pool.submit(join, rank, reserved, barrier, machines)
-            for barrier, machines in pairs
-            for rank in (0, 1)
-        ]
-        ports = [end.result() for end in ends]
-        done.set()
-        assert thief.result() > 0
-    assert len(set(ports)) == 40
-
-
-def join(rank: int, reserved: Barrier, barrier: Barrier, machines: list[str]) -> int:
-    with reserved_port() as port:
-        machines[rank] = f"127.0.0.1:{port}"
-        reserved.wait()  # all hold their ports at once
-        _c_api.init_network(machines, port, timeout_minutes=1)
-        barrier.wait()
-        _c_api.free_network()
-    return port
-
-
-def steal_ports(loot: ExitStack, done: threading.Event) -> int:
-    taken = 0
-    while not done.wait(0.001):
-        thief = loot.enter_context(socket.socket())
-        thief.bind(("0.0.0.0", 0))
-        taken += 1
-    return taken
-
-
-def test_reserve_port_skips_port_in_use() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        taken = server.getsockname()[1]
-        with (
-            pytest.raises(OSError, match="No TCP port from"),
-            reserved_port(range(taken, taken + 1)),
-        ):
-            raise AssertionError
-
-
-def test_ports_are_not_those_that_the_kernel_gives_out() -> None:
-    """So a program that takes ports as they become free, by asking for any, never gets one."""
-    with ExitStack() as stack:
-        ports = [stack.enter_context(reserved_port()) for _ in range(50)]
-    assert not set(ports) & set(_ephemeral_range())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from drawbar.lightgbm import (
     allreduce_metric,
     get_network_params,
 )
-from drawbar.lightgbm._evaluation import area_under_roc, average_precision
 from drawbar.train import Checkpoint, Result, get_context, runs
 
 METRICS = ["binary_logloss", "auc", "average_precision", "rmse", "l1"]
@@ -189,17 +188,39 @@ def test_ranking_metrics_are_means_over_all_groups(
     assert first == pytest.approx(ndcg_at_3(scores, x, y, sizes), abs=1e-9)
 
 
-def test_areas_are_those_of_scikit_learn() -> None:
+def test_areas_of_weighted_rows_with_ties_are_those_of_scikit_learn(
+    fit: Callable[..., Result],
+) -> None:
     random = np.random.default_rng(0)
     labels, weights = random.integers(0, 2, 500).astype(float), random.random(500)
-    scores = np.round(random.random(500) + labels / 4, 1)  # with many ties
-    assert area_under_roc(scores, labels, weights) == pytest.approx(
-        roc_auc_score(labels, scores, sample_weight=weights), abs=1e-12
+    x = np.round(random.random((500, 1)) + labels[:, None] / 4, 1)  # so there are many ties
+
+    def function() -> tuple[dict[str, Any], Any]:
+        found: dict[str, Any] = {}
+        params = {"objective": "binary", "metric": ["auc", "average_precision"], "verbosity": -1}
+        data = lightgbm.Dataset(*share(x, labels))
+        rows, targets, row_weights = share(x, labels, weights, uneven=True)
+        booster = lightgbm.train(
+            {**params, **get_network_params()},
+            data,
+            1,
+            valid_sets=[
+                data.create_valid(rows, targets, weight=row_weights),
+                data.create_valid(rows, np.ones_like(targets)),
+            ],
+            callbacks=[GlobalEvaluation(), lightgbm.record_evaluation(found)],
+        )
+        return found, booster.predict(x)
+
+    (found, scores), _ = fit(function).return_values
+    assert len(set(scores)) < 20
+    assert found["valid_0"]["auc"] == pytest.approx(
+        [roc_auc_score(labels, scores, sample_weight=weights)], abs=1e-7
     )
-    assert average_precision(scores, labels, weights) == pytest.approx(
-        average_precision_score(labels, scores, sample_weight=weights), abs=1e-12
+    assert found["valid_0"]["average_precision"] == pytest.approx(
+        [average_precision_score(labels, scores, sample_weight=weights)], abs=1e-7
     )
-    assert area_under_roc(scores, np.ones(500), weights) == 1.0
+    assert found["valid_1"]["auc"] == [1.0]
 
 
 def test_wrong_settings_of_the_callback() -> None:

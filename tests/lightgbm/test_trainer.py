@@ -14,7 +14,6 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss, r2_score, roc_auc_score
 
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
-from drawbar.lightgbm._parameters import choose_histogram_layout
 from drawbar.train import Checkpoint, Result, ScalingConfig, ValidationConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
@@ -87,26 +86,6 @@ def test_parameter_none_is_not_set(declare: Callable[..., Result], binary: Any) 
     for default in ("[max_bin: 255]", "[tree_learner: data]", "[force_row_wise: 1]"):
         assert default in model
     assert "[num_threads: 0]" not in model  # which is all of the machine's
-
-
-@pytest.mark.parametrize(
-    ("params", "features", "found"),
-    [
-        ({"num_threads": 1}, 78, {"force_row_wise": True}),
-        ({"num_threads": 1}, 79, {}),
-        ({"num_threads": 1, "max_bin": 63}, 317, {"force_row_wise": True}),
-        ({"n_jobs": 16}, 10, {"force_row_wise": True}),
-        ({"n_jobs": 17}, 10, {}),
-        ({"n_jobs": -1}, 10, {}),
-        ({"num_threads": 1, "device": "cuda"}, 10, {}),
-        ({"num_threads": 1, "force_row_wise": False}, 10, {}),
-        ({"num_threads": "1", "max_bin": None, "device": None}, 10, {"force_row_wise": True}),
-    ],
-)
-def test_choose_histogram_layout_depends_on_bins_and_threads(
-    params: dict[str, Any], features: int, found: dict[str, bool]
-) -> None:
-    assert choose_histogram_layout(params, features) == found
 
 
 def test_held_out_loss_is_that_of_one_process(declare_on_ray: Callable[..., Result]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from drawbar import train
 from drawbar.lightning import (
     RayDDPStrategy,
     RayDeepSpeedStrategy,
@@ -95,6 +96,22 @@ class TestWorldSizes:
             shards = "__{}_0.distcp" if "fsdp" in strategy else "zero_pp_rank_{}_mp_rank_00_optim"
             for rank in range(2):
                 assert any(shards.format(rank) in file for file in files), files
+
+
+def test_save_checkpoint_on_one_rank_raises(tmp_path: Path) -> None:
+    def callbacks(pl: Any) -> list[Any]:
+        _checkpoint.SAVE_TIMEOUT_S = 2.0  # this process is the worker
+
+        class OnlyRankZero(pl.callbacks.Callback):  # type: ignore[misc]  # one of two packages
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                if trainer.is_global_zero:
+                    trainer.save_checkpoint(tmp_path / "alone.ckpt")
+                train.report({"epoch": trainer.current_epoch})
+
+        return [OnlyRankZero()]
+
+    with pytest.raises(WorkerGroupError, match=r"save_checkpoint\(.*alone.ckpt.*was called"):
+        fit(tmp_path, callbacks, max_epochs=2)
 
 
 class TestModelCheckpoint:

@@ -22,7 +22,6 @@ from drawbar.lightning import (
     RayFSDPStrategy,
     RayModelParallelStrategy,
 )
-from drawbar.lightning._launcher import interleave_predictions
 from drawbar.train import RunConfig, WorkerGroupError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -290,12 +289,3 @@ def test_with_pytorch_lightning_the_other_package_is_not_imported(ended: Ended) 
 def test_launcher_ctrl_c_stops_run_gracefully(ended: Ended) -> None:
     assert ended.code == 1, ended.after  # Lightning's exit code after Ctrl-C
     assert "To resume from the latest checkpoint" in ended.after
-
-
-def test_interleave_predictions_alternates_between_ranks() -> None:
-    assert interleave_predictions([["a0", "a1"], ["b0"]], 1) == ["a0", "b0", "a1"]
-    assert interleave_predictions([[["a0"], ["a1"]], [["b0"], ["b1"]]], 2) == [
-        ["a0", "b0"],
-        ["a1", "b1"],
-    ]
-    assert interleave_predictions([None, None], 1) is None

@@ -10,7 +10,7 @@ import torch
 
 from drawbar import train
 from drawbar.lightning import RayTrainReportCallback
-from drawbar.train import Checkpoint, CheckpointUploadMode, Result, WorkerGroupError, runs
+from drawbar.train import Checkpoint, CheckpointUploadMode, Result, runs
 from tests.lightning.digits import STEPS, fit
 
 pytestmark = [
@@ -144,21 +144,3 @@ def test_model_checkpoint_with_report_callback_saves_own_files(on_two_ranks: Res
     assert on_two_ranks.return_values == [(str(saved), 2)] * 2
     assert len(on_two_ranks.best_checkpoints) == 2
     assert saved.name in {"epoch=0.ckpt", "epoch=1.ckpt"}
-
-
-def test_save_checkpoint_on_one_rank_raises(tmp_path: Path) -> None:
-    def callbacks(pl: Any) -> list[Any]:
-        from drawbar.lightning import _checkpoint
-
-        _checkpoint.SAVE_TIMEOUT_S = 2.0
-
-        class OnlyRankZero(pl.callbacks.Callback):  # type: ignore[misc]  # one of two packages
-            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-                if trainer.is_global_zero:
-                    trainer.save_checkpoint(tmp_path / "alone.ckpt")
-                train.report({"epoch": trainer.current_epoch})
-
-        return [OnlyRankZero()]
-
-    with pytest.raises(WorkerGroupError, match=r"save_checkpoint\(.*alone.ckpt.*was called"):
-        fit(tmp_path, callbacks, max_epochs=2)

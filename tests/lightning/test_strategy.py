@@ -21,7 +21,6 @@ from drawbar.lightning import (
     RayModelParallelStrategy,
     prepare_trainer,
 )
-from drawbar.lightning._strategies.model_parallel import resolve_mesh_shape
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 
@@ -170,23 +169,3 @@ def test_deepspeed_in_reused_process_trains_again(
         assert value["loss"] == pytest.approx(alone, abs=1e-5)
         assert value["left"] == set()
     assert [value["kept"] for value in result.return_values] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("asked", "world", "local", "shape"),
-    [
-        (("auto", "auto"), 8, 4, (2, 4)),
-        ((8, "auto"), 8, 4, (8, 1)),
-        (("auto", 2), 8, 4, (4, 2)),
-        ((2, 4), 8, 8, (2, 4)),
-    ],
-)
-def test_resolve_mesh_shape_with_auto_fills_size(
-    asked: Any, world: int, local: int, shape: tuple[int, int]
-) -> None:
-    assert resolve_mesh_shape(*asked, world_size=world, local_world_size=local) == shape
-
-
-def test_resolve_mesh_shape_with_wrong_product_raises() -> None:
-    with pytest.raises(ValueError, match=r"data_parallel_size=3 .* do not fit 8 workers"):
-        resolve_mesh_shape(3, 2, world_size=8, local_world_size=8)

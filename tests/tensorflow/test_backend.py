@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from drawbar.tensorflow import TensorflowCheckpoint, TensorflowConfig, TensorflowTrainer
-from drawbar.train import RunConfig, TrainingFailedError
+from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 from drawbar.train.testing import BackendContract, run_in_threads
 
 
@@ -33,6 +33,17 @@ def test_trainer_with_other_config_raises() -> None:
 def test_ranks_in_threads_are_refused(run_config: RunConfig) -> None:
     with pytest.raises(TrainingFailedError, match="TensorFlow supports one worker per process"):
         run_in_threads(print, backend_config=TensorflowConfig(), run_config=run_config)
+
+
+def test_error_of_keras_3_under_a_strategy_has_advice(run_config: RunConfig) -> None:
+    """The error has this word; see test_restart.py."""
+
+    def function() -> None:
+        raise ValueError("Invalid dtype: <class 'PerReplica'>")
+
+    here = ScalingConfig(num_workers=0)
+    with pytest.raises(TrainingFailedError, match=r"Use drawbar\.keras\.KerasTrainer"):
+        TensorflowTrainer(function, scaling_config=here, run_config=run_config).fit()
 
 
 def test_models_become_checkpoints_and_back(tmp_path: Path) -> None:

@@ -25,15 +25,27 @@ def group(tmp_path: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def step(model: torch.nn.Module) -> None:
+    model(torch.ones(1, 1)).sum().backward()
+
+
 @pytest.mark.usefixtures("group")
 def test_group_activity_counts_collectives_and_groups() -> None:
-    before: Any = _compat.count_group_activity()
-    dist.all_reduce(torch.ones(1))
-    after: Any = _compat.count_group_activity()
-    assert after[0] > before[0]
-    dist.new_group([0])
-    last: Any = _compat.count_group_activity()
-    assert last[1] == before[1] + 1
+    model = torch.nn.Linear(1, 1)
+    replicated = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    counts: list[Any] = [_compat.count_group_activity()]
+    for function in (
+        lambda: step(model),
+        lambda: step(replicated),
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.new_group([0]),
+    ):
+        function()
+        counts.append(_compat.count_group_activity())
+    (before, local, ddp, all_reduce, new_group) = counts
+    assert before == local
+    assert local[0] < ddp[0] < all_reduce[0]
+    assert before[1] == all_reduce[1] == new_group[1] - 1
 
 
 @pytest.mark.usefixtures("group")

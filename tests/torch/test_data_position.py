@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from drawbar import train
 from drawbar.torch import prepare_data_loader
-from drawbar.torch._sampler import EpochPosition, EpochSampler
 from drawbar.train import FailureConfig, Result, RunConfig, TrainingFailedError, collective
 from drawbar.train.testing import run_in_threads
 from tests.train.rank_data_probe import save, saved
@@ -315,54 +313,3 @@ def test_data_loader_after_worker_kill_yields_each_sample_once(
     result = fit(function, num_workers=2, run_config=config)
     assert result.return_values[0][-1] != result.return_values[1][-1]
     assert everything(result) == list(range(SAMPLES))
-
-
-def samplers(world_size: int, position: EpochPosition, **options: Any) -> list[EpochSampler[int]]:
-    """Return the samplers of all ranks, resumed from a position."""
-    ranks = [
-        EpochSampler(RandomSampler(range(60)), rank=rank, world_size=world_size, seed=0, **options)
-        for rank in range(world_size)
-    ]
-    for each in ranks:
-        each.resume_from(position)
-    return ranks
-
-
-def position_after(items: int) -> tuple[EpochPosition, list[int]]:
-    """A position in epoch 4, through JSON, and the whole order of that epoch."""
-    (sampler,) = samplers(1, EpochPosition(seed=2**64 - 1, epoch=4))
-    order = list(sampler)
-    recorded = json.loads(json.dumps(asdict(sampler.current_position.advance(items))))
-    return EpochPosition(**recorded), order
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("consumed", [0, 1, 24, 59, 60])
-def test_epoch_sampler_resume_on_any_world_size_splits_remainder(
-    world_size: int, consumed: int
-) -> None:
-    position, order = position_after(consumed)
-    shares = [list(each) for each in samplers(world_size, position)]
-    turns = [item for turn in zip(*shares, strict=True) for item in turn]
-    padding = len(turns) - (60 - consumed)
-    assert turns == (order[consumed:] + order)[: len(turns)]
-    assert 0 <= padding < world_size
-
-
-def test_epoch_sampler_resume_with_drop_last_repeats_nothing() -> None:
-    position, order = position_after(25)
-    shares = [list(each) for each in samplers(3, position, drop_last=True)]
-    assert sorted(chain(*shares)) == sorted(order[25:58])
-
-
-def test_epoch_position_advance_stops_at_end_of_epoch() -> None:
-    position, _ = position_after(61)
-    assert position.consumed == 60
-
-
-@pytest.mark.parametrize(("epoch", "left"), [(4, 36), (5, 60), (0, 60)])
-def test_set_epoch_resumes_only_recorded_epoch(epoch: int, left: int) -> None:
-    (sampler,) = samplers(1, position_after(24)[0])
-    sampler.set_epoch(epoch)
-    assert [len(list(sampler)) for _ in range(2)] == [left, 60]
-    assert sampler.next_position == EpochPosition(seed=2**64 - 1, epoch=epoch + 2)

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drawbar import train
 from drawbar.torch import prepare_data_loader
-from drawbar.torch._loader_registry import LoaderIdentity, describe_dataset, match_recorded
 from drawbar.train import RunConfig, TrainingFailedError
 from drawbar.train.testing import run_in_threads
 from tests.torch.test_data_position import Ids, die, restarted
@@ -283,59 +282,3 @@ def test_loader_of_edited_program_resumes_with_a_warning(run_config: RunConfig) 
     with pytest.warns(UserWarning, match=r"another prepare_data_loader\(\) call") as warned:
         assert restarted(function, run_config) == 5
     assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
-
-
-A = LoaderIdentity("a", "Ids[12]")
-B = LoaderIdentity("b", "Ids[12]")
-LATER = LoaderIdentity("a", "Ids[12]", 1)
-LONGER = LoaderIdentity("a", "Ids[13]")
-
-
-def recorded(*identities: LoaderIdentity, consumed: int = 4) -> dict[str, Any]:
-    return {
-        f"number:{number}": {"loader": vars(identity), "state": {"consumed": consumed}}
-        for number, identity in enumerate(identities, 1)
-    }
-
-
-@pytest.mark.parametrize(
-    ("positions", "prepared", "expected"),
-    [
-        ((), {A}, None),
-        ((A,), {A}, 1),
-        ((LONGER, LATER, A), {A}, 3),
-        ((LATER,), {A}, 1),
-        ((LATER,), {A, LATER}, None),  # it belongs to another loader of this attempt
-        ((B,), {A}, 1),  # the program was edited
-        ((B,), {A, B}, None),
-        ((LONGER,), {A}, 1),  # the dataset has changed
-        ((LONGER,), {A, LONGER}, None),
-        ((LoaderIdentity("b", "Ids[13]"),), {A}, None),
-    ],
-)
-def test_match_recorded_prefers_the_most_similar_position(
-    positions: Any, prepared: Any, expected: int | None
-) -> None:
-    key = match_recorded(A, 1, recorded(*positions), prepared)
-    assert key == (None if expected is None else f"number:{expected}")
-
-
-def test_match_recorded_of_edited_program_uses_the_number() -> None:
-    positions = recorded(B, LoaderIdentity("c", "Ids[12]"))
-    assert match_recorded(A, 2, positions, {A}) == "number:2"
-
-
-def test_match_recorded_of_ambiguous_positions_raises() -> None:
-    positions = recorded(LATER, LoaderIdentity("a", "Ids[12]", 2))
-    with pytest.raises(ValueError, match=r"2 positions .* loader of Ids\[12\]. Pass .*name="):
-        match_recorded(A, 1, positions, {A})
-
-
-def test_match_recorded_of_ambiguous_positions_between_epochs_uses_the_first() -> None:
-    positions = recorded(LATER, LoaderIdentity("a", "Ids[12]", 2), consumed=0)
-    assert match_recorded(A, 3, positions, {A}) == "number:1"
-
-
-def test_describe_dataset_has_type_and_length() -> None:
-    assert describe_dataset(Ids(12)) == "Ids[12]"
-    assert describe_dataset(CountingStream()) == "CountingStream"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from drawbar.torch import TorchConfig
-from drawbar.torch._process_group import network_interface_to
 from drawbar.train import Result, WorkerGroupError, checkpoint_dir, report
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "ACCELERATE_TORCH_DEVICE")
@@ -77,14 +75,6 @@ def test_process_group_with_existing_group_raises(fit: Callable[..., Result]) ->
     with pytest.raises(WorkerGroupError, match=r"Call torch.distributed.destroy_process_group\(\)"):
         fit(lambda: None)
     assert dist.is_initialized()
-
-
-def test_network_interface_to_follows_route() -> None:
-    loopback = network_interface_to("127.0.0.1", 1)
-    assert loopback is not None
-    addresses = psutil.net_if_addrs()[loopback]
-    assert "127.0.0.1" in [each.address for each in addresses if each.family == socket.AF_INET]
-    assert network_interface_to("no.such.host.invalid", 1) is None
 
 
 def test_torch_checkpoint_roundtrip(fit: Callable[..., Result]) -> None:

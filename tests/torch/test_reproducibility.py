@@ -1,4 +1,4 @@
-"""Tests of enable_reproducibility and derive_seed."""
+"""Tests of enable_reproducibility."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from drawbar.torch import TorchTrainer, enable_reproducibility, prepare_data_loader
-from drawbar.torch._reproducibility import derive_seed
 from drawbar.train import Result, RunConfig, ScalingConfig
 
 
@@ -62,9 +61,3 @@ def test_enable_reproducibility_settings_end_with_attempt(fit: Callable[..., Res
 def test_enable_reproducibility_with_seed_out_of_range_raises() -> None:
     with pytest.raises(ValueError, match=r"from 0 to 2\*\*32 - 1, found -1"):
         enable_reproducibility(-1)
-
-
-def test_derive_seed_of_different_parts_differs() -> None:
-    seeds = {derive_seed(seed, epoch) for seed in range(20) for epoch in range(20)}
-    assert len(seeds) == 400
-    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ import pytest
 from drawbar.trackers import TensorBoard
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_context, report
 from drawbar.train.runs import find_run
+from tests.trackers.event_files import Points, read_points
 from tests.trackers.killed_runs import LOSS, NAN, ODD, list_losses, run_killed_twice
 from tests.train.runs import fit
-
-Points = dict[str, list[tuple[int, float]]]
 
 
 def read_with_tensorboard(log_dir: Path) -> Points:
@@ -32,31 +30,6 @@ def read_with_tensorboard(log_dir: Path) -> Points:
         tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
         for tag in accumulator.Tags()["scalars"]
     }
-
-
-def read_records(path: Path) -> Iterator[bytes]:
-    data = path.read_bytes()
-    while len(data) >= 12:
-        (length,) = struct.unpack("Q", data[:8])
-        record, data = data[12 : 12 + length], data[16 + length :]
-        if len(record) == length:
-            yield record
-
-
-def read_points(log_dir: Path) -> Points:
-    """Read the scalars with the rules of TensorBoard: a session start deletes later steps."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    points: Points = {}
-    for path in sorted(log_dir.iterdir()):
-        for record in read_records(path):
-            event: Any = Event.FromString(record)
-            if event.HasField("session_log"):
-                for tag in points:
-                    points[tag] = [point for point in points[tag] if point[0] < event.step]
-            for value in event.summary.value:
-                points.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return points
 
 
 @pytest.fixture(scope="module")

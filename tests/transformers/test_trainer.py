@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from drawbar import train
 from drawbar.train import CheckpointConfig, WorkerGroupError
 from drawbar.train.runs import find_run
 from drawbar.transformers import RayTrainReportCallback, prepare_trainer
-from drawbar.transformers._data import is_batch_iterable, is_shard
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -296,11 +295,25 @@ def test_train_on_data_of_unknown_length_needs_max_steps(
         fit(function, datasets={"train": lazy})
 
 
-def test_is_shard_and_is_batch_iterable_detect_ray_data(tiny: Any) -> None:
-    loader: Any = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
-    others: tuple[Any, ...] = (tiny.windows(), {"eval": []}, None)
-    for other in (*others, loader):
-        assert not is_shard(other)
-    for other in others:
-        assert not is_batch_iterable(other)
-    assert is_batch_iterable(batch for batch in tiny.windows())
+class Batches:
+    """Batches that can be iterated several times, like the ones from `iter_torch_batches()`."""
+
+    def __init__(self, windows: list[dict[str, list[int]]]) -> None:
+        self.columns = {name: torch.tensor([row[name] for row in windows]) for name in windows[0]}
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield from [self.columns] * 3
+
+
+def test_train_on_iterable_of_batches_and_evaluate_on_lists(
+    fit: Callable[..., Any], tiny: Any, tmp_path: Path
+) -> None:
+    def function() -> tuple[int, set[str]]:
+        data = {"train_dataset": Batches(tiny.windows(4)), "eval_dataset": {"a": tiny.windows(4)}}
+        trainer = prepare_trainer(tiny.trainer(tmp_path / "output", max_steps=4, **data))
+        trainer.train()
+        return trainer.state.global_step, set(trainer.evaluate())
+
+    steps, metrics = fit(function).return_value
+    assert steps == 4
+    assert "eval_a_loss" in metrics

@@ -1,4 +1,4 @@
-"""Private APIs of Ray Tune: each test fails when Tune changes what `_compat` uses."""
+"""Private APIs and files of Ray Tune: each test fails when Tune changes what Drawbar uses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from ray.tune.logger import JsonLoggerCallback, LoggerCallback
 from ray.tune.trainable import FunctionTrainable
 
 from drawbar.tune import _compat
+from drawbar.tune._result_files import truncate_after
+from drawbar.tune._trainable import TuneCheckpoint
+from tests._ray_compat import make_tune_checkpoint_manager
 
 
 class PlainTrial:
@@ -76,3 +79,27 @@ def test_trainable_has_last_result_and_storage(tmp_path: Path) -> None:
     source = inspect.getsource(tune.Trainable)
     assert "self._last_result = result" in source
     assert "self._storage = storage" in source
+
+
+@pytest.mark.parametrize(("after", "left"), [(0, 0), (1, 1), (2, 2), (9, 2)])
+def test_truncate_after_removes_later_results(tmp_path: Path, after: int, left: int) -> None:
+    """Written as Tune's loggers write; the last line as a killed driver leaves it."""
+    lines = [f'{{"loss": NaN, "training_iteration": {number}}}\n' for number in (1, 2, 3)]
+    (tmp_path / "result.json").write_text("".join(lines)[:-3])
+    rows = ["training_iteration,text\r\n", '1,"two\nlines"\r\n', "2,\r\n", ""]
+    (tmp_path / "progress.csv").write_bytes("".join(rows).encode())
+    for name in ("result.json", "progress.csv"):
+        truncate_after(tmp_path / name, after)
+    assert (tmp_path / "result.json").read_text() == "".join(lines[:left])
+    expected = "".join(rows[: left + 1]) if left else ""  # the logger writes the header again
+    assert (tmp_path / "progress.csv").read_bytes() == expected.encode()
+
+
+def test_tune_checkpoint_registered_twice_is_not_deleted(tmp_path: Path) -> None:
+    """As when a trial is paused: Tune's own results would have `num_to_keep=1` delete it."""
+    manager = make_tune_checkpoint_manager(tune.CheckpointConfig(num_to_keep=1))
+    newest = tmp_path / "checkpoint_1"
+    for name in ("checkpoint_0", "checkpoint_1", "checkpoint_1"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        manager.register_checkpoint(TuneCheckpoint(tune.Checkpoint(str(tmp_path / name)), {}))
+    assert list(tmp_path.iterdir()) == [newest]

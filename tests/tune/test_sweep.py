@@ -20,8 +20,8 @@ from ray.util import placement_group_table
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, FailureConfig, RunConfig, ScalingConfig
-from drawbar.train._ray_compat import list_actors
 from drawbar.tune import TuneReportCallback, as_placement_group_factory
+from tests._ray_compat import list_actors
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers

@@ -11,11 +11,16 @@ import pyarrow as pa
 import pytest
 from xgboost import Booster
 
-from drawbar._boosting import ColumnRoles, load_shards
-from drawbar.train import CheckpointConfig, FailureConfig, Result, RunConfig, get_context
-from drawbar.train.testing import run_in_threads
+from drawbar.train import (
+    CheckpointConfig,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    get_context,
+)
 from drawbar.xgboost import XGBoostConfig, XGBoostTrainer
-from drawbar.xgboost._training_spec import XGBoostTrainingSpec
+from tests.boosting.shards import train_in_threads
 
 Parts = Mapping[str, Sequence[pd.DataFrame]]
 """Each rank's rows of each dataset."""
@@ -25,39 +30,38 @@ class FitInThreads(Protocol):
     """Trains on ranks in threads."""
 
     def __call__(
-        self, parts: Parts, columns: ColumnRoles, params: dict[str, Any], **declared: Any
+        self, parts: Parts, params: dict[str, Any], **arguments: Any
     ) -> tuple[Booster, Result]:
-        """Return the booster and the result."""
+        """Return the booster and the result. `arguments` are passed to `XGBoostTrainer`."""
         ...
+
+
+def _unread() -> Any:
+    raise AssertionError("the ranks read their tables themselves")
 
 
 @pytest.fixture
 def fit_in_threads(tmp_path: Path) -> FitInThreads:
     """Train as `XGBoostTrainer` does, on given parts and in threads: a run takes milliseconds."""
 
-    def train(
-        parts: Parts, columns: ColumnRoles, params: dict[str, Any], **declared: Any
-    ) -> tuple[Booster, Result]:
-        params = {"nthread": 1, **params}
-        fit = XGBoostTrainingSpec(params=params, columns=columns, datasets=tuple(parts), **declared)
-
-        def function() -> None:
-            rank = get_context().get_world_rank()
-            tables = {name: pa.Table.from_pandas(parts[name][rank]) for name in parts}
-            fit.train(
-                load_shards(fit.datasets, columns, source=lambda name: [tables[name]], on_disk=True)
-            )
-
-        result = run_in_threads(
-            function,
-            num_workers=len(parts["train"]),
-            backend_config=XGBoostConfig(),
+    def train(parts: Parts, params: dict[str, Any], **arguments: Any) -> tuple[Booster, Result]:
+        trainer = XGBoostTrainer(
+            params={"nthread": 1, **params},
+            datasets=dict.fromkeys(parts, _unread),
+            scaling_config=ScalingConfig(num_workers=len(parts["train"])),
             run_config=RunConfig(
                 storage_path=tmp_path,
                 checkpoint_config=CheckpointConfig(num_to_keep=1),
                 failure_config=FailureConfig(max_failures=1),
             ),
+            **{"label_column": "target", **arguments},
         )
+
+        def get_tables() -> dict[str, pa.Table]:
+            rank = get_context().get_world_rank()
+            return {name: pa.Table.from_pandas(frames[rank]) for name, frames in parts.items()}
+
+        result = train_in_threads(trainer, XGBoostConfig(), get_tables, on_disk=True)
         assert result.checkpoint is not None
         return XGBoostTrainer.get_model(result.checkpoint), result
 

@@ -11,7 +11,6 @@ from sklearn.datasets import load_diabetes
 from xgboost import DMatrix
 from xgboost.callback import EarlyStopping, LearningRateScheduler, TrainingCallback
 
-from drawbar._boosting import ColumnRoles
 from drawbar.train import Result, get_context
 from drawbar.xgboost import RayTrainReportCallback
 
@@ -86,7 +85,6 @@ def test_forty_rounds_equal_seventeen_and_a_failure_and_the_rest(
     def train(*more: TrainingCallback) -> tuple[Any, Result]:
         return fit_in_threads(
             parts(frame),
-            ColumnRoles(label="target"),
             {"max_depth": 3, **params},
             num_boost_round=40,
             callbacks=[*callbacks, RayTrainReportCallback(frequency=17), *more],

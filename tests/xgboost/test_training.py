@@ -15,14 +15,11 @@ import xgboost
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from xgboost import DMatrix, QuantileDMatrix
 
-from drawbar._boosting import ColumnRoles
 from drawbar.train import runs
 from drawbar.xgboost import allreduce_metric
 
 if TYPE_CHECKING:
     from tests.xgboost.conftest import FitInThreads
-
-LABEL = ColumnRoles(label="target")
 
 
 def coarse(frame: pd.DataFrame) -> pd.DataFrame:
@@ -80,9 +77,7 @@ def test_sharded_validation_stops_all_ranks_on_the_round_of_one_process(
         "train": split(training, *cuts),
         "validation": split(validation, *(c // 4 for c in cuts)),
     }
-    booster, result = fit_in_threads(
-        parts, LABEL, params, num_boost_round=60, early_stopping_rounds=4
-    )
+    booster, result = fit_in_threads(parts, params, num_boost_round=60, early_stopping_rounds=4)
     train = matrix(training)
     valid = matrix(validation, ref=train)
     history: Any = {}
@@ -110,9 +105,7 @@ def test_sharded_validation_stops_all_ranks_on_the_round_of_one_process(
 def test_boosters_equal_those_of_one_process(
     fit_in_threads: FitInThreads, diabetes: pd.DataFrame, params: dict[str, Any]
 ) -> None:
-    booster, result = fit_in_threads(
-        {"train": split(diabetes, 100)}, LABEL, params, num_boost_round=8
-    )
+    booster, result = fit_in_threads({"train": split(diabetes, 100)}, params, num_boost_round=8)
     progress = runs.find_run(result.path).progress
     assert progress is not None
     assert (progress.done, progress.total, progress.unit) == (8, 8, "rounds")
@@ -125,7 +118,7 @@ def test_multi_class_equals_one_process(fit_in_threads: FitInThreads) -> None:
     pixels, target = load_digits(return_X_y=True, as_frame=True)
     digits = pixels.assign(target=target)[:600]
     params = {"objective": "multi:softprob", "num_class": 10, "eval_metric": "mlogloss"}
-    booster, _ = fit_in_threads({"train": split(digits, 250)}, LABEL, params, num_boost_round=5)
+    booster, _ = fit_in_threads({"train": split(digits, 250)}, params, num_boost_round=5)
     train = matrix(digits)
     assert np.abs(booster.predict(train) - plain(params, train, 5).predict(train)).max() < 1e-6
 
@@ -136,9 +129,11 @@ def test_several_outputs_equal_one_process(
 ) -> None:
     frame = diabetes.assign(other=-2 * diabetes.target + diabetes.bmi)
     params = {"objective": "reg:squarederror", "multi_strategy": strategy, "tree_method": "hist"}
-    columns = ColumnRoles(label=["target", "other"])
     booster, result = fit_in_threads(
-        {"train": split(frame, 100, 100)}, columns, params, num_boost_round=5
+        {"train": split(frame, 100, 100)},
+        params,
+        label_column=["target", "other"],
+        num_boost_round=5,
     )
     features = frame.drop(columns=["target", "other"])
     train = QuantileDMatrix(features, frame[["target", "other"]])
@@ -159,8 +154,9 @@ def test_missing_values_weights_and_base_margins(
     params = {"objective": "binary:logistic"}
     booster, _ = fit_in_threads(
         {"train": split(holes.assign(w=weight, m=margin), 300)},
-        ColumnRoles(label="target", weight="w", base_margin="m"),
         params,
+        weight_column="w",
+        base_margin_column="m",
         num_boost_round=6,
     )
     train = matrix(holes, weight=weight, base_margin=margin)
@@ -174,9 +170,10 @@ def test_category_on_one_rank_is_merged(
     place = np.where(np.arange(len(diabetes)) < 100, "sea", "hill")
     place[400:] = "moor"
     frame = diabetes.assign(place=place, kind=np.arange(len(diabetes)) % 5)
-    columns = ColumnRoles(label="target", categorical=["place", "kind"])
     params = {"max_depth": 3, "max_cat_to_onehot": 1}
-    booster, _ = fit_in_threads({"train": split(frame, 100, 400)}, columns, params)
+    booster, _ = fit_in_threads(
+        {"train": split(frame, 100, 400)}, params, categorical_features=["place", "kind"]
+    )
     categories = {"place": "category", "kind": "category"}
     train = matrix(frame.astype(categories))
     np.testing.assert_allclose(
@@ -195,7 +192,7 @@ def test_three_workers_train_on_two_rows(fit_in_threads: FitInThreads) -> None:
     rows = pd.DataFrame({"a": [0.0, 1.0], "c": pd.Categorical(["x", "y"]), "target": [0.0, 1.0]})
     params = {"min_child_weight": 0, "reg_lambda": 0, "eta": 1, "base_score": 0.5}
     parts = {"train": split(rows, 0, 1), "validation": split(rows, 2, 2)}
-    booster, result = fit_in_threads(parts, LABEL, params, num_boost_round=3)
+    booster, result = fit_in_threads(parts, params, num_boost_round=3)
     metrics = result.metrics or {}
     assert booster.predict(matrix(rows)).tolist() == [0.0, 1.0]
     assert metrics["validation-rmse"] == 0.0
@@ -213,8 +210,9 @@ def test_ranking_with_whole_queries(fit_in_threads: FitInThreads) -> None:
         "lambdarank_pair_method": "topk",
         "max_depth": 3,
     }
-    columns = ColumnRoles(label="target", group="query", weight="w")
-    booster, result = fit_in_threads({"train": split(frame, 150)}, columns, params)
+    booster, result = fit_in_threads(
+        {"train": split(frame, 150)}, params, group_column="query", weight_column="w"
+    )
     metrics = result.metrics or {}
     weights = frame.groupby("query").w.first()
     train = matrix(frame, drop=("query", "w"), qid=frame["query"], weight=weights)
@@ -229,8 +227,7 @@ def test_queries_of_several_blocks_equal_one_process(fit_in_threads: FitInThread
     frame = pd.DataFrame({"a": number % 97, "b": number // 7 % 31}).astype("float32")
     frame["query"], frame["target"] = number // 7, number % 3
     params = {"objective": "rank:pairwise", "max_depth": 3}
-    columns = ColumnRoles(label="target", group="query")
-    booster, _ = fit_in_threads({"train": [frame]}, columns, params, num_boost_round=2)
+    booster, _ = fit_in_threads({"train": [frame]}, params, group_column="query", num_boost_round=2)
     train = matrix(frame, drop=("query",), qid=frame["query"])
     expected = plain(params, train, 2).predict(train)
     assert np.abs(booster.predict(train) - expected).max() < 1e-6
@@ -242,8 +239,8 @@ def test_external_memory_gives_the_same_model(
 ) -> None:
     params = {"objective": "binary:logistic"}
     parts = {"train": split(cancer, 200)}
-    booster, _ = fit_in_threads(parts, LABEL, params, external_memory=str(tmp_path))
-    in_memory, _ = fit_in_threads(parts, LABEL, params)
+    booster, _ = fit_in_threads(parts, params, external_memory=str(tmp_path))
+    in_memory, _ = fit_in_threads(parts, params)
     train = matrix(cancer)
     assert (booster.predict(train) == in_memory.predict(train)).all()
     assert [path.name for path in tmp_path.iterdir() if "drawbar-" in path.name] == []
@@ -263,7 +260,6 @@ def test_custom_objective_and_metric_are_of_all_rows(
 ) -> None:
     booster, result = fit_in_threads(
         {"train": split(diabetes, 40)},
-        LABEL,
         {"disable_default_eval_metric": True},
         obj=squared,
         custom_metric=mean_error,
@@ -284,7 +280,7 @@ def test_continuous_features_lose_nothing_on_held_out_rows(fit_in_threads: FitIn
     frame["target"] = (rng.random(6000) < 1 / (1 + np.exp(-odds))).astype(int)
     training, held_out = frame[:4000], frame[4000:]
     params = {"objective": "binary:logistic", "eta": 0.2, "max_depth": 4}
-    booster, _ = fit_in_threads({"train": split(training, 1500)}, LABEL, params, num_boost_round=30)
+    booster, _ = fit_in_threads({"train": split(training, 1500)}, params, num_boost_round=30)
     expected = plain(params, matrix(training), 30)
 
     def loss(model: xgboost.Booster) -> float:

@@ -1,0 +1,281 @@
+"""Pure decisions of the commands: options of torchrun, Ray addresses, signals, checks of doctor."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import ray
+
+from drawbar.cli import _ray_connection
+from drawbar.cli._doctor import checks
+from drawbar.cli._doctor.cluster import NodeProbe, check_node_pairs
+from drawbar.cli._doctor.machine import MachineInfo
+from drawbar.cli._exit_handling import StopSignals
+from drawbar.cli._output import CommandError
+from drawbar.cli._ray_connection import check_reachable, find_local_address, num_local_cpus
+from drawbar.cli._torchrun import IGNORED, UNSUPPORTED, remove_torchrun_options, resolve_num_workers
+from tests._ray_compat import get_ray_address_file
+from tests.cli.conftest import Command
+
+# -- drawbar launch
+
+
+def test_remove_torchrun_options_keeps_script_arguments() -> None:
+    options = [
+        "--rdzv_backend",
+        "c10d",
+        "--nproc_per_node",
+        "2",
+        "-t=3",
+        "--detach",
+        "--master-port=1",
+    ]
+    remaining, ignored = remove_torchrun_options([*options, "a.py", "--tee", "1"], {"--detach"})
+    assert remaining == ["--nproc-per-node", "2", "--detach", "a.py", "--tee", "1"]
+    assert ignored == ["--rdzv-backend", "--tee", "--master-port"]
+
+
+@pytest.mark.parametrize(
+    ("per_node", "nodes", "workers"),
+    [
+        ("4", "1", (4, True)),
+        ("2", "3", (6, False)),
+        ("2", "1:4", ((2, 8), False)),
+        ("gpu", "2", (16, False)),
+        ("auto", "1", (8, True)),
+        ("cpu", "1", (64, True)),
+    ],
+)
+def test_resolve_num_workers_of_torchrun_options(
+    per_node: str, nodes: str, workers: object
+) -> None:
+    assert resolve_num_workers(per_node, nodes, gpus=8, cpus=64) == workers
+
+
+@pytest.mark.parametrize(
+    ("per_node", "nodes", "message"),
+    [
+        ("0", "1", "--nproc-per-node must be N, gpu, cpu, or auto, found '0'"),
+        ("two", "1", "--nproc-per-node must be N, gpu, cpu, or auto, found 'two'"),
+        ("2", "3:1", "--nnodes must be N or MIN:MAX, found '3:1'"),
+        ("2", "x", "--nnodes must be N or MIN:MAX, found 'x'"),
+    ],
+)
+def test_resolve_num_workers_of_invalid_values_raises(
+    per_node: str, nodes: str, message: str
+) -> None:
+    with pytest.raises(CommandError, match=message):
+        resolve_num_workers(per_node, nodes, gpus=0, cpus=1)
+
+
+def test_num_local_cpus_above_pid_max_raises() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert [num_local_cpus(0), num_local_cpus(cores + 1)] == [cores, cores + 1]
+    with pytest.raises(CommandError, match=r"^Cannot start 100000000000 processes: .* fewer than"):
+        num_local_cpus(10**11)
+
+
+def test_torchrun_options_are_all_known() -> None:
+    from torch.distributed.run import get_args_parser
+
+    known = {"--nnodes", "--nproc-per-node", "--max-restarts", "--standalone", "--module", "--help"}
+    named = re.findall(r"(?m)(?:^  |, )(--[\w-]+)", get_args_parser().format_help())
+    options = {option for option in named if "_" not in option}
+    assert options - known - IGNORED.keys() - UNSUPPORTED.keys() == set()
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("restored_signals")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_stop_signals_while_a_run_starts_are_deferred(number: signal.Signals, code: int) -> None:
+    signals = StopSignals()
+    signal.raise_signal(number)
+    with pytest.raises(KeyboardInterrupt):
+        signals.release()
+    assert signals.exit_code == code
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("restored_signals")
+def test_stop_signals_second_ctrl_c_while_a_run_starts_interrupts() -> None:
+    StopSignals()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+# -- addresses of Ray
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"TMPDIR": "{path}"}, {"RAY_TMPDIR": "{path}"}, {"TMPDIR": "/x", "RAY_TMPDIR": "{path}"}],
+    ids=str,
+)
+def test_find_local_address_reads_the_file_that_ray_reads(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(path=tmp_path))
+    path = get_ray_address_file()
+    if variables:
+        assert find_local_address() is None
+        path.parent.mkdir()
+        path.write_text("10.0.0.1:6379\n")
+        assert find_local_address() == "10.0.0.1:6379"
+        path.write_bytes(b"\xff garbage")
+        assert find_local_address() is None
+    else:
+        expected = path.read_text().strip() if path.exists() else None
+        assert find_local_address() == expected
+
+
+@contextmanager
+def serve_http() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=partial(server.serve_forever, 0.01), daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@contextmanager
+def serve(reply: bytes | None) -> Iterator[str]:
+    """Reply to a connection and close it; with None, accept none, so that there is no reply."""
+
+    def accept() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(reply or b"")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if reply is not None:
+            threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+def test_check_reachable_of_http_server_names_the_remedy(prefix: str) -> None:
+    with serve_http() as address:
+        message = f"No Ray cluster at {prefix}{address}: another program uses this port"
+        with pytest.raises(ConnectionError, match=message):
+            check_reachable(prefix + address)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"-ERR unknown command 'PRI'\r\n", b"", b"\x00", None],
+    ids=["redis", "closed", "short", "silent"],
+)
+def test_check_reachable_of_another_program_raises(
+    reply: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ray_connection, "REPLY_TIMEOUT_S", 0.2)
+    with serve(reply) as address, pytest.raises(ConnectionError, match="another program"):
+        check_reachable(address)
+
+
+def test_check_reachable_with_tls_only_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with serve(None) as address:
+        check_reachable(address)
+
+
+def test_check_reachable_accepts_ray(ray_cluster: None) -> None:
+    check_reachable(ray.get_runtime_context().gcs_address)
+
+
+def test_doctor_with_address_of_another_program_prints_one_line(cli: Command) -> None:
+    with serve_http() as address:
+        result = cli("doctor", "--address", address)
+    line = result.err.splitlines()[-1]
+    assert line.startswith(f"drawbar: error: Cannot connect to a Ray cluster at '{address}': ")
+    assert "another program uses this port" in line
+    assert result.code == 2
+
+
+# -- drawbar doctor
+
+GB = 10**9
+MACHINE = MachineInfo(
+    host="a",
+    python="3.11.7",
+    packages={"ray": "2.60.0", "torch": "2.9.0"},
+    gpus=["GPU 0: H100"],
+    torch_cuda="12.8",
+    torch_gpus=1,
+    unsupported_gpus=[],
+    open_files=65536,
+    processes=-1,
+    shared_memory=(8 * GB, 8 * GB),
+    disks={"temporary files": (50 * GB, 100 * GB)},
+)
+
+
+def test_check_machine_without_problems_gives_no_advice() -> None:
+    assert {result.advice for result in checks.check_machine(MACHINE)} == {""}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "subject", "advice"),
+    [
+        ({"torch_cuda": None, "torch_gpus": 0}, "error", "GPUs", "Install torch for"),
+        ({"unsupported_gpus": ["B200 (sm_100)"]}, "error", "GPUs", "Install a torch build"),
+        ({"torch_gpus": 0}, "warning", "GPUs", "CUDA_VISIBLE_DEVICES"),
+        ({"open_files": 1024}, "warning", "open files limit", "ulimit -n 8192"),
+        ({"processes": 512}, "warning", "processes limit", "ulimit -u 4096"),
+        ({"shared_memory": (60 * 10**6, 64 * 10**6)}, "warning", "/dev/shm", "--shm-size"),
+        ({"disks": {"storage path": (GB, 100 * GB)}}, "warning", "disk (storage path)", "Free"),
+    ],
+)
+def test_check_machine_reports_each_problem_with_advice(
+    change: dict[str, object], status: str, subject: str, advice: str
+) -> None:
+    results = checks.check_machine(replace(MACHINE, **change))  # type: ignore[arg-type]
+    (problem,) = [result for result in results if result.status != "ok"]
+    assert (problem.status, problem.subject, problem.node) == (status, subject, "a")
+    assert advice in problem.advice
+
+
+def test_check_consistency_compares_versions_and_clocks() -> None:
+    other = replace(MACHINE, host="b", packages={"ray": "2.59.0", "torch": "2.9.0"})
+    results = checks.check_consistency([MACHINE, other], [0.0, -9.0])
+    problems = [result for result in results if result.status != "ok"]
+    assert [problem.subject for problem in problems] == ["ray", "clock"]
+    assert problems[0].value == "2.60.0 on a, 2.59.0 on b"
+    assert problems[1].value == "9.00 s behind"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_check_node_pairs_of_two_processes() -> None:
+    pair = {name: ray.remote(NodeProbe).options(num_cpus=0).remote() for name in ("a", "b")}
+    (passed,) = check_node_pairs(pair, "gloo")
+    assert (passed.status, passed.node) == ("ok", "a and b")
+    assert float(passed.value.split()[0]) > 0
+    (failed,) = check_node_pairs(pair, "nothing")
+    assert (failed.status, "SOCKET_IFNAME" in failed.advice) == ("error", True)
