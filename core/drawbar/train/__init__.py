@@ -22,15 +22,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train import backend, collective
-from drawbar.train._config.callback_info import AttemptInfo, RunEndInfo
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
-from drawbar.train._config.logging_config import LoggingConfig
+from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._config.packages import find_shadowing_file as _find_shadowing_file
 from drawbar.train._config.run_config import (
+    AttemptInfo,
     CheckpointConfig,
-    FailureConfig,
+    LoggingConfig,
     RunConfig,
     RunContext,
+    RunEndInfo,
     UserCallback,
 )
 from drawbar.train._config.scaling_config import ScalingConfig

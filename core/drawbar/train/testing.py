@@ -18,7 +18,8 @@ from typing import Any
 
 from drawbar.train import collective
 from drawbar.train._api import set_public_module
-from drawbar.train._config.run_config import FailureConfig, RunConfig
+from drawbar.train._config.failure_config import FailureConfig
+from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.train_function import TrainFunction
 from drawbar.train._config.validation_config import ValidationConfig

@@ -1,4 +1,4 @@
-"""Configuration of a run: storage, failures, checkpoints, and callbacks.
+"""Configuration of a run: storage, checkpoints, callbacks, and console output.
 
 All classes are frozen. Their constructors raise `ValueError` or `TypeError` for invalid arguments,
 so that mistakes are reported at the user's line before a process starts.
@@ -6,19 +6,17 @@ so that mistakes are reported at the user's line before a process starts.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
-from datetime import timedelta
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from drawbar.train._config import fields
-from drawbar.train._config.callback_info import AttemptInfo, RunEndInfo
-from drawbar.train._config.logging_config import LoggingConfig
-from drawbar.train._frames import warn_caller
+from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
 
@@ -50,6 +48,49 @@ class RunContext:
     path: str
     scaling_config: ScalingConfig
     run_config: RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptInfo:
+    """Description of an attempt whose workers have started.
+
+    Attributes:
+        attempt: Number of the attempt, from 0. It continues after a resume.
+        num_workers: Number of workers of this attempt.
+        first_report_index: Number of the first report of this attempt. The attempt replaces
+            reports of earlier attempts with this number or a higher one.
+        resume_checkpoint: Path or URI of the checkpoint from which the attempt resumes; None if it
+            starts from the beginning.
+
+    Example:
+        class PrintRestart(UserCallback):
+            def on_attempt_start(self, run_context, attempt):
+                if attempt.attempt > 0:
+                    print("resumed from", attempt.resume_checkpoint)
+    """
+
+    attempt: int
+    num_workers: int
+    first_report_index: int
+    resume_checkpoint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEndInfo:
+    """Outcome of a run, as a callback receives it.
+
+    Attributes:
+        status: "finished", "failed", or "stopped".
+        error: Error message of a failed run, else "".
+
+    Example:
+        class Notify(UserCallback):
+            def on_run_end(self, run_context, info):
+                print(f"{run_context.name}: {info.status} {info.error}")
+    """
+
+    status: str
+    error: str = ""
 
 
 class UserCallback:
@@ -147,91 +188,6 @@ DEFAULT_STORAGE_PATH = "~/drawbar_results"
 
 _MAX_NAME_BYTES = 255  # bytes, in all usual file systems
 
-Limit = Annotated[int, fields.at_least(-1)]
-"""A maximum number. -1 is no limit."""
-
-
-def _to_timedelta(name: str, value: object, *, none_meaning: str) -> timedelta:
-    return timedelta(seconds=fields.parse_duration(name, value, none_meaning=none_meaning))
-
-
-@dataclass(frozen=True, repr=False)
-class FailureConfig(fields.ConfigRepr):
-    """Failure handling: restart limits, hang detection, and reuse of worker processes.
-
-    Configuration errors are never retried.
-
-    Args:
-        max_failures: Maximum number of restarts from the latest committed checkpoint after a worker
-            failed. 0 disables restarts; -1 sets no limit.
-        max_preemption_failures: Maximum number of restarts after workers were lost with their
-            nodes, counted separately. -1 sets no limit.
-        max_startup_failures: Maximum number of failed starts of the worker group that are retried.
-            -1 sets no limit. The delay between starts doubles from 2 s to 60 s.
-        reuse_workers: Whether a restart keeps the processes of workers that did not fail, with
-            their imported modules and `get_context().cache`. This requires a backend that supports
-            it, and a training function that stops within one second when another rank fails.
-        hang_timeout: Time in seconds, or a timedelta. The attempt fails if no rank shows any
-            activity (reports, collectives, output) for this long. Drawbar then writes the stacks of
-            all ranks to `<run>/stacks` and raises a `HangError` that names the outlier rank. Counts
-            as one of `max_failures`. None disables the timeout.
-        stall_warning_after: Time in seconds, or a timedelta. If other ranks wait for a rank that
-            shows no activity for this long, the console warns: it shows the rank, its location, and
-            how to inspect it. `RunHandle.stalled_ranks` then contains the rank. The run continues.
-            None disables the warning.
-        controller_failure_limit: Ray Train's name for `max_startup_failures`.
-        relax_collectives_on_preemption: Accepted for compatibility with Ray Train and ignored with
-            a warning.
-        preemption_grace_s: Accepted for compatibility with Ray Train and ignored with a warning.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: A limit is below -1, or a duration is not positive and finite.
-
-    Example:
-        >>> FailureConfig(max_failures=3, hang_timeout=1800)
-        FailureConfig(max_failures=3, hang_timeout=datetime.timedelta(seconds=1800))
-    """
-
-    _replacements: ClassVar[Mapping[str, str]] = {
-        "fail_fast": "max_failures=0, the default, ends the run with its first failure"
-    }
-
-    max_failures: Limit = 0
-    _: KW_ONLY
-    # No limit: a preempted node is no sign of a fault in the function, which restarts elsewhere.
-    max_preemption_failures: Limit = -1
-    # A node may be lost during startup. A permanent error fails three times.
-    max_startup_failures: Limit = 2
-    reuse_workers: bool = True
-    # None by default: a long epoch looks like a hang, and only the user knows how long one may be.
-    hang_timeout: Annotated[
-        float | timedelta | None, partial(_to_timedelta, none_meaning="waits without limit")
-    ] = None
-    stall_warning_after: Annotated[
-        float | timedelta | None, partial(_to_timedelta, none_meaning="disables the warning")
-    ] = timedelta(seconds=30)
-    controller_failure_limit: InitVar[int | None] = None
-    relax_collectives_on_preemption: InitVar[bool] = False
-    preemption_grace_s: InitVar[float] = 0.0
-
-    def __post_init__(
-        self,
-        controller_failure_limit: int | None,
-        relax_collectives_on_preemption: bool,
-        preemption_grace_s: float,
-    ) -> None:
-        if controller_failure_limit is not None:
-            object.__setattr__(self, "max_startup_failures", controller_failure_limit)
-        if relax_collectives_on_preemption or preemption_grace_s:
-            warn_caller(
-                "FailureConfig(relax_collectives_on_preemption=, preemption_grace_s=) have no "
-                "effect: ranks on preempted nodes run until their nodes stop or a checkpoint is "
-                "committed, and the run then continues on other nodes"
-            )
-        super().__post_init__()
-
-
 _SAVING_ADVICE = (
     "a checkpoint is saved whenever the function calls report(checkpoint=...); the report "
     "callbacks of the integrations have separate options, such as "
@@ -274,6 +230,37 @@ class CheckpointConfig(fields.ConfigRepr):
     checkpoint_score_order: ScoreOrder = "max"
     _: KW_ONLY
     durable: bool = False
+
+
+def _check_log_level(name: str, value: Any) -> str:
+    level: str = fields.require_type(name, value, str)
+    fields.require_choice(name, level.upper(), ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
+    return level
+
+
+@dataclass(frozen=True, repr=False)
+class LoggingConfig(fields.ConfigRepr):
+    """Console output of a run. The files in `<run>/logs` always contain everything.
+
+    Args:
+        log_level: "INFO" shows progress, the output of rank 0, and all errors. "WARNING" omits
+            progress. "ERROR" also omits the output of rank 0.
+
+    Raises:
+        TypeError: `log_level` is not a string.
+        ValueError: `log_level` is not the name of a level of `logging`.
+
+    Example:
+        >>> RunConfig(logging_config=LoggingConfig("WARNING"))
+        RunConfig(logging_config=LoggingConfig(log_level='WARNING'))
+    """
+
+    log_level: Annotated[str, _check_log_level] = "INFO"
+
+    @property
+    def level_number(self) -> int:
+        """Numeric level, as in `logging`."""
+        return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
 def _check_run_name(name: str, value: Any) -> str:

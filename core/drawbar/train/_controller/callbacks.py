@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
 from drawbar.train._config.backend import Backend, BackendConfig
-from drawbar.train._config.callback_info import AttemptInfo, RunEndInfo
-from drawbar.train._config.run_config import RunContext, UserCallback
+from drawbar.train._config.run_config import AttemptInfo, RunContext, RunEndInfo, UserCallback
 from drawbar.train._errors import load_exceptions
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from drawbar.train._config.run_config import FailureConfig
+from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._history.events import AttemptEndCause
 
 STARTUP_DELAY_SECONDS = 2.0

@@ -1,0 +1,96 @@
+"""`FailureConfig`: restart limits, hang detection, and reuse of worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Annotated, ClassVar
+
+from drawbar.train._config import fields
+from drawbar.train._frames import warn_caller
+
+Limit = Annotated[int, fields.at_least(-1)]
+"""A maximum number. -1 is no limit."""
+
+
+def _to_timedelta(name: str, value: object, *, none_meaning: str) -> timedelta:
+    return timedelta(seconds=fields.parse_duration(name, value, none_meaning=none_meaning))
+
+
+@dataclass(frozen=True, repr=False)
+class FailureConfig(fields.ConfigRepr):
+    """Failure handling: restart limits, hang detection, and reuse of worker processes.
+
+    Configuration errors are never retried.
+
+    Args:
+        max_failures: Maximum number of restarts from the latest committed checkpoint after a worker
+            failed. 0 disables restarts; -1 sets no limit.
+        max_preemption_failures: Maximum number of restarts after workers were lost with their
+            nodes, counted separately. -1 sets no limit.
+        max_startup_failures: Maximum number of failed starts of the worker group that are retried.
+            -1 sets no limit. The delay between starts doubles from 2 s to 60 s.
+        reuse_workers: Whether a restart keeps the processes of workers that did not fail, with
+            their imported modules and `get_context().cache`. This requires a backend that supports
+            it, and a training function that stops within one second when another rank fails.
+        hang_timeout: Time in seconds, or a timedelta. The attempt fails if no rank shows any
+            activity (reports, collectives, output) for this long. Drawbar then writes the stacks of
+            all ranks to `<run>/stacks` and raises a `HangError` that names the outlier rank. Counts
+            as one of `max_failures`. None disables the timeout.
+        stall_warning_after: Time in seconds, or a timedelta. If other ranks wait for a rank that
+            shows no activity for this long, the console warns: it shows the rank, its location, and
+            how to inspect it. `RunHandle.stalled_ranks` then contains the rank. The run continues.
+            None disables the warning.
+        controller_failure_limit: Ray Train's name for `max_startup_failures`.
+        relax_collectives_on_preemption: Accepted for compatibility with Ray Train and ignored with
+            a warning.
+        preemption_grace_s: Accepted for compatibility with Ray Train and ignored with a warning.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A limit is below -1, or a duration is not positive and finite.
+
+    Example:
+        >>> FailureConfig(max_failures=3, hang_timeout=1800)
+        FailureConfig(max_failures=3, hang_timeout=datetime.timedelta(seconds=1800))
+    """
+
+    _replacements: ClassVar[Mapping[str, str]] = {
+        "fail_fast": "max_failures=0, the default, ends the run with its first failure"
+    }
+
+    max_failures: Limit = 0
+    _: KW_ONLY
+    # No limit: a preempted node is no sign of a fault in the function, which restarts elsewhere.
+    max_preemption_failures: Limit = -1
+    # A node may be lost during startup. A permanent error fails three times.
+    max_startup_failures: Limit = 2
+    reuse_workers: bool = True
+    # None by default: a long epoch looks like a hang, and only the user knows how long one may be.
+    hang_timeout: Annotated[
+        float | timedelta | None, partial(_to_timedelta, none_meaning="waits without limit")
+    ] = None
+    stall_warning_after: Annotated[
+        float | timedelta | None, partial(_to_timedelta, none_meaning="disables the warning")
+    ] = timedelta(seconds=30)
+    controller_failure_limit: InitVar[int | None] = None
+    relax_collectives_on_preemption: InitVar[bool] = False
+    preemption_grace_s: InitVar[float] = 0.0
+
+    def __post_init__(
+        self,
+        controller_failure_limit: int | None,
+        relax_collectives_on_preemption: bool,
+        preemption_grace_s: float,
+    ) -> None:
+        if controller_failure_limit is not None:
+            object.__setattr__(self, "max_startup_failures", controller_failure_limit)
+        if relax_collectives_on_preemption or preemption_grace_s:
+            warn_caller(
+                "FailureConfig(relax_collectives_on_preemption=, preemption_grace_s=) have no "
+                "effect: ranks on preempted nodes run until their nodes stop or a checkpoint is "
+                "committed, and the run then continues on other nodes"
+            )
+        super().__post_init__()
