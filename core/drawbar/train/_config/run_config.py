@@ -185,7 +185,6 @@ ScoreOrder = Literal["max", "min"]
 # The home directory survives a reboot, and the nodes of a cluster often share it.
 DEFAULT_STORAGE_PATH = "~/drawbar_results"
 
-
 _MAX_NAME_BYTES = 255  # bytes, in all usual file systems
 
 _SAVING_ADVICE = (

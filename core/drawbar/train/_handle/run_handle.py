@@ -16,9 +16,8 @@ from drawbar.train._config.fields import parse_duration
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._errors import UserAbort
 from drawbar.train._frames import without_internal_frames
-from drawbar.train._handle.run_view import EndedRun, RunSource, RunView, SameHostRun
+from drawbar.train._handle.run_view import EndedRun, LiveGoodput, RunSource, RunView, SameHostRun
 from drawbar.train._history.goodput import Goodput
-from drawbar.train._history.live_goodput import LiveGoodput
 from drawbar.train._history.result import Result
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.run_progress import RunProgress
