@@ -16,17 +16,10 @@ from drawbar.train._ray_compat import get_draining_nodes
 from drawbar.train._row_positions import RowPosition
 from drawbar.train._storage.checkpoint import Checkpoint, add_preprocessor
 from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._worker_group import cluster
 from drawbar.train._worker_group.capacity import (
     describe_missing_resources,
     describe_starting_workers,
-)
-from drawbar.train._worker_group.cluster import (
-    check_dataset_cpus,
-    check_unreserved_dataset_cpus,
-    connect_to_ray,
-    get_remaining_resources,
-    is_connected_to_ray,
-    list_node_resources,
 )
 from drawbar.train._worker_group.ranks import format_visible_devices, sort_by_rank
 
@@ -46,7 +39,7 @@ class RunAssignmentPlanner:
         if self._datasets is not None and self._datasets.fitted_preprocessor is not None:
             self.metadata = add_preprocessor(self.metadata, self._datasets.fitted_preprocessor)
         # Without Ray workers, Ray may not be running.
-        self._is_on_ray = is_connected_to_ray()
+        self._is_on_ray = cluster.is_connected_to_ray()
 
     def describe_left_out_rows(self) -> list[str]:
         """Return a console line for each dataset that has rows which no rank receives."""
@@ -128,7 +121,7 @@ class RunAssignmentPlanner:
         if is_placed:
             return describe_starting_workers(num_ready, scaling.max_workers)
         return describe_missing_resources(
-            list_node_resources(), scaling.bundle, scaling.min_workers
+            cluster.list_node_resources(), scaling.bundle, scaling.min_workers
         )
 
     def get_draining_nodes(self) -> dict[str, int]:
@@ -159,7 +152,7 @@ class RunDatasets:
 
     def __init__(self, spec: RunSpec) -> None:
         # With num_workers=0, Ray is possibly not started. Ray Data would start it with defaults.
-        connect_to_ray()
+        cluster.connect_to_ray()
         self._config, self._scaling = spec.dataset_config, spec.scaling_config
         self._datasets = user_datasets.open_datasets(spec.datasets)
         split.check_row_counts(self._datasets, self._config, self._max_workers)
@@ -177,7 +170,7 @@ class RunDatasets:
                 self.fitted_preprocessor, self._datasets
             )
         world_sizes = range(max(self._scaling.min_workers, 1), self._max_workers + 1)
-        check_dataset_cpus(self._scaling, split.list_streamed(self._datasets, self._config))
+        cluster.check_dataset_cpus(self._scaling, split.list_streamed(self._datasets, self._config))
         self._materialized: split.MaterializedDatasets = {}
         materialized = user_datasets.make_datasets(
             split.select_materialized(self._datasets, self._config)
@@ -220,7 +213,7 @@ class RunDatasets:
         is_local = self._scaling.max_workers == 0
         bundle = {} if is_local else self._scaling.bundle
         reserved = {name: amount * len(node_ids) for name, amount in bundle.items()}
-        remaining = get_remaining_resources(reserved) if streamed else {}
+        remaining = cluster.get_remaining_resources(reserved) if streamed else {}
         self._shards = split.make_shards(
             created, self._config, node_ids, positions, self._materialized, remaining
         )
@@ -242,13 +235,13 @@ class RunDatasets:
     def _check_trial_cpus(self, datasets_to_execute: Sequence[str]) -> None:
         """Raise an error if datasets need a CPU, but Tune trials have reserved all CPUs."""
         if self._is_in_trial:
-            check_unreserved_dataset_cpus(datasets_to_execute)
+            cluster.check_unreserved_dataset_cpus(datasets_to_execute)
 
     def _check_cpus(self, streamed: Sequence[str]) -> None:
-        check_dataset_cpus(self._scaling, streamed)
+        cluster.check_dataset_cpus(self._scaling, streamed)
         # A restart is not an error: Ray Data waits until another run releases its CPUs.
         if not self._has_started and (self._is_in_trial or self._scaling.max_workers):
-            check_unreserved_dataset_cpus(streamed)
+            cluster.check_unreserved_dataset_cpus(streamed)
 
     def close(self) -> None:
         """Shut down the streams of the latest attempt's shards."""
