@@ -13,9 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from drawbar.train._controller.divergence import DivergenceDetector
 from drawbar.train._controller.indexed_heap import IndexedHeap
-from drawbar.train._controller.rank_progress import CollectiveCalls, RankActivity, RankProgress
+from drawbar.train._controller.rank_progress import (
+    CollectiveCalls,
+    DivergenceDetector,
+    RankActivity,
+    RankProgress,
+)
 from drawbar.train._protocol.messages import (
     CheckpointListRequest,
     CheckpointOffer,
