@@ -158,10 +158,7 @@ def test_categories_that_are_integers_in_a_ray_dataset(regressor: Any) -> None:
     assert close(predictions(predicted), model.predict(some))
 
 
-@pytest.mark.parametrize(
-    ("classifier", "classes"),
-    [(RayLGBMClassifier, 2), (RayXGBClassifier, 2), (RayXGBClassifier, 3)],
-)
+@pytest.mark.parametrize(("classifier", "classes"), [(RayLGBMClassifier, 2), (RayXGBClassifier, 3)])
 def test_estimator_predict_of_ray_dataset_matches_table(classifier: Any, classes: int) -> None:
     features, _ = load_breast_cancer(return_X_y=True, as_frame=True)  # with spaces in their names
     frame = features.iloc[:, :4]
