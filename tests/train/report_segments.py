@@ -1,14 +1,12 @@
-"""Read and change the segments with reports of a run."""
+"""Read and change the segments with reports of a run, which have one JSON object in each line."""
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from drawbar.train._history.report_blocks import decode_block, encode
-from drawbar.train._storage.report_files import decompress_lines, parse_segments
 
 Line = dict[str, Any]
 
@@ -20,15 +18,29 @@ def list_reports(run: Path) -> list[str]:
 
 def read_reports(run: Path, attempt: int = 0) -> list[bytes]:
     """Return one line for each report of an attempt, sorted by report and rank."""
-    reports = []
-    for segment in parse_segments(list_reports(run)):
-        if segment.attempt == attempt:
-            data = (run / segment.path).read_bytes()
-            lines = data if segment.end is None else decompress_lines(data)
-            blocks = map(decode_block, lines.splitlines())
-            reports += [block.select([row]) for block in blocks for row in range(len(block))]
-    reports.sort(key=lambda block: (block.indices[0], block.rank))
-    return [encode(report) + b"\n" for report in reports]
+    reports: list[Line] = []
+    for path in (run / "reports").glob(f"{attempt}-*"):
+        if path.suffix == ".gz":  # closed, and the first line is a summary
+            lines = gzip.decompress(path.read_bytes()).splitlines()[1:]
+        else:
+            lines = path.read_bytes().splitlines()
+        for line in lines:
+            reports += _split_block(json.loads(line))
+    reports.sort(key=lambda report: (report["index"], report["rank"]))
+    return list(map(_encode, reports))
+
+
+def _split_block(block: Line) -> Iterator[Line]:
+    """Yield the reports in a line, which has reports of one rank in columns."""
+    index, times = block["index"], block["time"]
+    indices = index if isinstance(index, list) else range(index, index + len(times))
+    for row, time in enumerate(times):
+        metrics = {name: [values[row]] for name, values in block["metrics"].items()}
+        yield {"rank": block["rank"], "index": indices[row], "time": [time], "metrics": metrics}
+
+
+def _encode(report: Line) -> bytes:
+    return json.dumps(report, separators=(",", ":")).encode() + b"\n"
 
 
 def write_reports(run: Path, lines: Sequence[bytes], attempt: int = 0) -> Path:
@@ -43,5 +55,4 @@ def write_reports(run: Path, lines: Sequence[bytes], attempt: int = 0) -> Path:
 def edit_reports(run: Path, attempt: int, change: Callable[[list[Line]], list[Line]]) -> None:
     """Change the reports of an attempt, given as the JSON values of one line for each."""
     lines = change([json.loads(line) for line in read_reports(run, attempt)])
-    encoded = [json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines]
-    write_reports(run, encoded, attempt)
+    write_reports(run, list(map(_encode, lines)), attempt)
