@@ -41,12 +41,18 @@ pytestmark = [
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 
-def fit(function: Callable[..., Any], storage: Path, config: Any = None, **options: Any) -> Result:
+def fit(
+    function: Callable[..., Any],
+    storage: Path,
+    config: Any = None,
+    num_workers: int = 1,
+    **options: Any,
+) -> Result:
     run_config = {key: options.pop(key) for key in ("detached", "callbacks") if key in options}
     return DataParallelTrainer(
         function,
         train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(
             name="run",
             storage_path=storage,
@@ -68,7 +74,7 @@ def test_object_references_are_available_in_every_attempt(tmp_path: Path) -> Non
         train.collective.barrier()
         return values
 
-    result = fit(function, tmp_path, {"nested": [ray.put("configured")]})
+    result = fit(function, tmp_path, {"nested": [ray.put("configured")]}, num_workers=2)
     assert result.return_values == [["captured", "configured"]] * 2
     assert died.exists()
 
@@ -76,7 +82,7 @@ def test_object_references_are_available_in_every_attempt(tmp_path: Path) -> Non
 def test_captured_dataset_can_be_read_by_workers(tmp_path: Path) -> None:
     dataset = ray.data.range(8).materialize()
     result = fit(lambda: dataset.to_pandas()["id"].sum(), tmp_path)
-    assert result.return_values == [28, 28]
+    assert result.return_value == 28
 
 
 class Process:
@@ -97,8 +103,8 @@ def test_actors_queues_and_placement_groups_work_and_are_released(
     pid = ray.get(process.pid.remote())
     config = {"queue": queue, "group": group, "process": process}
     result = fit(function, tmp_path, config)
-    assert result.return_values == [pid, pid]
-    assert queue.get_nowait_batch(2) == [1, 1]
+    assert result.return_value == pid
+    assert queue.get_nowait() == 1
     ray.util.remove_placement_group(group)
     queue.shutdown()
     del process, config["process"]
@@ -113,7 +119,7 @@ def test_large_arrays_are_shared_and_small_ones_are_writeable(tmp_path: Path) ->
         return [bool(each.all()) and each.flags.writeable for each in arrays]
 
     result = fit(function, tmp_path, {"large": large, "small": small})
-    assert result.return_values == [[False, False, True, True]] * 2
+    assert result.return_value == [False, False, True, True]
 
 
 def test_collective_with_object_reference_keeps_its_owner(tmp_path: Path) -> None:
@@ -126,13 +132,13 @@ def test_collective_with_object_reference_keeps_its_owner(tmp_path: Path) -> Non
         train.collective.barrier()
         return values
 
-    assert fit(function, tmp_path).return_values == [[0, 0, 1]] * 2
+    assert fit(function, tmp_path, num_workers=2).return_values == [[0, 0, 1]] * 2
 
 
 def test_return_values_with_object_references_outlive_workers(tmp_path: Path) -> None:
     ours = ray.put("driver's")
     result = fit(lambda: {"made": [ray.put([ray.put("worker's")])], "given": ours}, tmp_path)
-    first = result.return_values[0]
+    first = result.return_value
     assert ray.get(ray.get(first["made"][0])[0]) == "worker's"
     assert first["given"] == ours
 
@@ -187,11 +193,11 @@ def test_detached_run_and_callbacks_receive_object_references(tmp_path: Path) ->
     with pytest.warns(
         UserWarning, match="rank . is lost, .*ObjectRef.* was lost when its Ray session ended"
     ):
-        assert train.attach(str(tmp_path / "run")).wait().return_values == [None, None]
+        assert train.attach(str(tmp_path / "run")).wait().return_values == [None]
 
 
 def test_restore_with_lost_reference_raises_and_names_the_argument(tmp_path: Path) -> None:
-    fit(lambda config: None, tmp_path, {"x": ray.put(1)})
+    fit(lambda config: None, tmp_path, {"x": ray.put(1)}, num_workers=0)
     with pytest.raises(
         ValueError, match=r"config referred .*ObjectRef.* restore\(path, train_loop_"
     ):

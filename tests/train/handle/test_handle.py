@@ -125,10 +125,11 @@ def test_stop_saves_checkpoint_and_run_resumes(run_config: RunConfig, pipe: Pipe
     assert result.error is None
     assert result.checkpoint is not None
     assert result.metrics == {"step": 41}
-    assert trainer(train_until_requested(pipe), run_config).fit().return_values == [41, 41]
+    resumed = trainer(train_until_requested(pipe), run_config, num_workers=0).fit()
+    assert resumed.return_value == 41
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_stop_without_saving_interrupts_functions(
     run_config: RunConfig, pipe: Pipe, num_workers: int
 ) -> None:
@@ -140,10 +141,9 @@ def test_stop_without_saving_interrupts_functions(
             pipe.send("finally")
 
     run = trainer(function, run_config, num_workers).start()
-    pids = {int(pipe.receive()[1]) for _ in range(max(num_workers, 1))}
-    assert (os.getpid() in pids) == (num_workers == 0)
+    assert (os.getpid() == int(pipe.receive()[1])) == (num_workers == 0)
     run.stop(save=False)
-    assert [pipe.receive() for _ in range(max(num_workers, 1))] == [["finally"]] * len(pids)
+    assert pipe.receive() == ["finally"]
     assert run.wait(timeout=300).checkpoint is None
     assert run.status == "stopped"
 
@@ -188,7 +188,7 @@ def test_start_raises_at_once_and_wait_raises_later_errors(
 
     with pytest.raises(TrainingFailedError, match="999 workers"):
         trainer(function, run_config, num_workers=999).start()
-    run = trainer(function, run_config, num_workers=1).start()
+    run = trainer(function, run_config, num_workers=0).start()
     for _ in range(2):
         with pytest.raises(WorkerGroupError, match="rank 0: ValueError: boom"):
             run.wait()
@@ -214,7 +214,7 @@ def test_program_exit_stops_run(
         wait_forever()
 
     def main() -> None:
-        trainer(function, run_config).start()
+        trainer(function, run_config, num_workers=1).start()
         pipe.send("started")
         (tmp_path / "go").read_text()
         if ending:
@@ -222,7 +222,7 @@ def test_program_exit_stops_run(
 
     os.mkfifo(tmp_path / "go")
     with drivers(main) as driver:
-        received = {pipe.receive()[0] for _ in range(3)}
+        received = {pipe.receive()[0] for _ in range(2)}
         (tmp_path / "go").write_text("on")
         _, err = driver.communicate(timeout=300)
         wait_until_gone(int(pid) for pid in received - {"started"})

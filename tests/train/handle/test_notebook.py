@@ -1,4 +1,4 @@
-"""A notebook that trains on two workers, executed by nbclient in a kernel of this interpreter."""
+"""A notebook whose cells train on workers, executed by nbclient in a kernel of this interpreter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import nbformat
 import pytest
 import ray
 from nbclient import NotebookClient
-
-pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 DEFINE = """
 from drawbar import train
@@ -30,38 +28,6 @@ train.DataParallelTrainer(
 ).fit()
 """
 
-
-def run_cells(folder: Path, *sources: str) -> list[dict[str, Any]]:
-    """Run the cells of a new notebook in order and return the outputs of the last one."""
-    make: Any = nbformat.v4  # it has no types
-    notebook = make.new_notebook(cells=[make.new_code_cell(source) for source in sources])
-    where = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, kernel_name="python3", resources=where).execute()
-    outputs: list[dict[str, Any]] = notebook.cells[-1].outputs
-    return outputs
-
-
-def test_notebook_cell_shows_result_of_two_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    outputs = run_cells(tmp_path, DEFINE, FIT)
-    assert outputs[-1]["output_type"] == "execute_result"
-    assert outputs[-1]["data"]["text/plain"].startswith(f"Result(\n  path='{tmp_path}/run',")
-    card = outputs[-1]["data"]["text/html"]
-    assert "<b>run</b> finished" in card
-    assert "reports 0 to 2</title>" in card
-    printed = [output["text"] for output in outputs if output.get("name") == "stdout"]
-    assert printed == ["from rank 0\n"]
-    live = [
-        output["data"]["text/plain"]
-        for output in outputs
-        if output["output_type"] == "display_data"
-    ]
-    assert len(live) == 1
-    assert "finished | report 2: step 2" in live[0]
-
-
 FAIL = """
 def fails(config):
     raise ValueError("wrong " + config["how"])
@@ -77,8 +43,39 @@ except train.WorkerGroupError as error:
 """
 
 
-def test_notebook_traceback_has_cell_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    outputs = run_cells(tmp_path, "from drawbar import train", FAIL)
+@pytest.fixture(scope="module")
+def notebook(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Folder of a notebook that has run, and the outputs of each of its cells."""
+    folder = tmp_path_factory.mktemp("notebook")
+    make: Any = nbformat.v4  # it has no types
+    cells = [make.new_code_cell(source) for source in (DEFINE, FIT, FAIL)]
+    where = {"metadata": {"path": str(folder)}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        notebook = make.new_notebook(cells=cells)
+        NotebookClient(notebook, kernel_name="python3", resources=where).execute()
+    return folder, [cell.outputs for cell in notebook.cells]
+
+
+def test_notebook_cell_shows_result_of_two_workers(notebook: tuple[Path, list[Any]]) -> None:
+    folder, (_, outputs, _) = notebook
+    assert outputs[-1]["output_type"] == "execute_result"
+    assert outputs[-1]["data"]["text/plain"].startswith(f"Result(\n  path='{folder}/run',")
+    card = outputs[-1]["data"]["text/html"]
+    assert "<b>run</b> finished" in card
+    assert "reports 0 to 2</title>" in card
+    printed = [output["text"] for output in outputs if output.get("name") == "stdout"]
+    assert printed == ["from rank 0\n"]
+    live = [
+        output["data"]["text/plain"]
+        for output in outputs
+        if output["output_type"] == "display_data"
+    ]
+    assert len(live) == 1
+    assert "finished | report 2: step 2" in live[0]
+
+
+def test_notebook_traceback_has_cell_lines(notebook: tuple[Path, list[Any]]) -> None:
+    _, (*_, outputs) = notebook
     (printed,) = (output["text"] for output in outputs if output.get("name") == "stdout")
     assert 'raise ValueError("wrong " + config["how"])' in printed

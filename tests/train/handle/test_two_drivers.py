@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import shutil
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,20 +72,28 @@ def test_concurrent_fits_start_exactly_one_run(
         journal = tmp_path / "run" / "journal.jsonl"
         journal.write_bytes(b"garbage\n" * 1000 + journal.read_bytes())
 
-    def main() -> None:
+    def drive() -> None:
         try:
             fit(tmp_path, pipe, others_failed, **where)
         except RunInProgressError:
             pipe.send("rejected")
 
-    with ExitStack() as stack:
-        started = [stack.enter_context(drivers(main)) for _ in range(DRIVERS)]
-        messages = sorted(" ".join(pipe.receive()) for _ in started)
+    def main() -> None:  # forks, because importing Drawbar in each driver takes most of the time
+        started = [
+            multiprocessing.get_context("fork").Process(target=drive) for _ in range(DRIVERS)
+        ]
+        for driver in started:
+            driver.start()
+        for driver in started:
+            driver.join()
+        assert [driver.exitcode for driver in started] == [0] * DRIVERS
+
+    with drivers(main) as parent:
+        messages = sorted(" ".join(pipe.receive()) for _ in range(DRIVERS))
         assert messages == ["rejected"] * (DRIVERS - 1) + ["started"]
         others_failed.write_text("")
-        for driver in started:
-            _, err = driver.communicate()
-            assert driver.returncode == 0, err
+        _, err = parent.communicate()
+        assert parent.returncode == 0, err
     check_run(tmp_path / "run", **where)
     runs = 1 if before == "nothing" else 2
     assert len(Result.from_path(tmp_path / "run", **where).timeline.attempts) == runs

@@ -17,6 +17,7 @@ import ray
 from drawbar import train
 from drawbar.train import (
     Checkpoint,
+    Result,
     ValidationConfig,
 )
 from drawbar.train.backend import DriverContext
@@ -33,7 +34,7 @@ pytestmark = [
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def configured_logging() -> Iterator[None]:
     """Configure logging like `logging.basicConfig(level=INFO, format=...)`."""
     root, handler = logging.getLogger(), logging.StreamHandler()
@@ -54,33 +55,49 @@ def parse_arguments() -> float:
     return float(parser.parse_args().lr)
 
 
-def test_command_line_arguments_are_available_in_workers_and_validation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["script.py", "--lr", "0.5"])
+def get_block_size() -> int | None:
+    return ray.data.DataContext.get_current().target_max_block_size
 
-    def function() -> float:
+
+@pytest.fixture(scope="module")
+def result(
+    ray_cluster: None, configured_logging: None, tmp_path_factory: pytest.TempPathFactory
+) -> Result:
+    """Result of a run whose driver has arguments, a logging setup, and a data context."""
+
+    def function() -> tuple[float, int | None]:
+        logging.getLogger("mine").info("shown")
+        logging.getLogger("loud").info("not shown")
+        logging.getLogger("mine").debug("not shown")
         with train.checkpoint_dir() as path:
             train.report({}, checkpoint=path, validation=True)
-        return parse_arguments()
+        return parse_arguments(), get_block_size()
 
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
         return {"lr": parse_arguments()}
 
-    result = fit(function, tmp_path, num_workers=2, validation_config=ValidationConfig(fn=validate))
-    assert result.return_values == [0.5, 0.5]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script.py", "--lr", "0.5"])
+        patch.setattr(ray.data.DataContext.get_current(), "target_max_block_size", 12345)
+        return fit(
+            function,
+            tmp_path_factory.mktemp("run"),
+            num_workers=1,
+            validation_config=ValidationConfig(fn=validate),
+        )
+
+
+def test_command_line_arguments_are_available_in_workers_and_validation(result: Result) -> None:
+    assert result.return_value[0] == 0.5
     assert result.best_checkpoints[0][1]["lr"] == 0.5
 
 
-@pytest.mark.usefixtures("configured_logging")
-def test_logging_setup_of_driver_applies_in_workers(tmp_path: Path) -> None:
-    def function() -> None:
-        logging.getLogger("mine").info("shown")
-        logging.getLogger("loud").info("not shown")
-        logging.getLogger("mine").debug("not shown")
+def test_logging_setup_of_driver_applies_in_workers(result: Result) -> None:
+    assert Path(result.path, "logs/rank_0.log").read_text() == "INFO of mine: shown\n"
 
-    fit(function, tmp_path, num_workers=2)
-    assert (tmp_path / "run/logs/rank_1.log").read_text() == "INFO of mine: shown\n"
+
+def test_data_context_of_driver_applies_in_workers(result: Result) -> None:
+    assert result.return_value[1] == 12345
 
 
 @pytest.mark.usefixtures("configured_logging")
@@ -94,17 +111,6 @@ def test_driver_context_apply_restores_logging_and_arguments(
         assert len(root.handlers) == 1
         assert sys.argv != ["worker"]
     assert (root.handlers, sys.argv) == ([], ["worker"])
-
-
-def test_data_context_of_driver_applies_in_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = ray.data.DataContext.get_current()
-    monkeypatch.setattr(context, "target_max_block_size", 12345)
-    result = fit(
-        lambda: ray.data.DataContext.get_current().target_max_block_size, tmp_path, num_workers=2
-    )
-    assert result.return_values == [12345, 12345]
 
 
 class Greeter:
@@ -135,9 +141,9 @@ def test_ray_init_settings_of_driver_apply_in_workers(
             logging_config=ray.LoggingConfig(log_level="INFO"),
         )
         named = ray.remote(Greeter).options(name="named", num_cpus=0).remote()
-        print(fit(function, tmp_path, num_workers=2, detached=detached).return_values)
+        print(fit(function, tmp_path, num_workers=1, detached=detached).return_values)
         del named
 
     out, err = drivers.run(main, HF_HOME="shell's", HF_TOKEN="shell's")
-    assert str([["hello", "job's", "3", "shell's"]] * 2) in out
+    assert str([["hello", "job's", "3", "shell's"]]) in out
     assert "by Ray's logging config" in out + err
