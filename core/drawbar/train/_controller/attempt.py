@@ -8,9 +8,8 @@ messages on its queue, until `has_ended` is true.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -30,10 +29,12 @@ from drawbar.train._controller.failures import (
     get_end_cause,
 )
 from drawbar.train._controller.progress import AttemptProgress
-from drawbar.train._controller.rank_progress import RankActivity, collect_payloads
+from drawbar.train._controller.rank_progress import ActivityClock, RankActivity, collect_payloads
+from drawbar.train._controller.run import OpenRun
 from drawbar.train._errors import PreemptionInfo
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import (
+    AttemptStarted,
     DatasetEpochEnded,
     PreemptionAnnounced,
     UserFunctionStarted,
@@ -46,7 +47,7 @@ from drawbar.train._history.live_events import (
     RoundCompleted,
 )
 from drawbar.train._protocol.assignment import WorkerInfo
-from drawbar.train._protocol.commands import CollectiveResult, Command, CommitCompleted
+from drawbar.train._protocol.commands import CollectiveResult, CommitCompleted
 from drawbar.train._protocol.messages import (
     CheckpointDiscarded,
     CheckpointListRequest,
@@ -75,22 +76,19 @@ from drawbar.train._protocol.messages import (
 from drawbar.train._protocol.resources import ResourceSample
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import Manifest
+from drawbar.train._worker_group.worker_group import WorkerGroup
 
 
 class Attempt:
     """State of one attempt.
 
     Args:
-        number: Number of the attempt in its run.
-        run_id: ID of the run.
-        first_index: Index of the first report.
+        start: Event of the start.
         workers: Process of each rank, in rank order.
-        send_command: Sends a command to one rank.
-        broadcast_command: Sends a command to several ranks.
-        emit: Callback that publishes events.
-        should_emit_rounds: Whether to emit `RoundCompleted` events.
+        run: Open run.
+        group: Workers.
         checkpoints: Checkpoints of the run.
-        directory: Run directory on this node.
+        emit: Callback that publishes events.
         on_diagnosis_request: Collects the stacks of all ranks and replies to the rank that requests
             them.
 
@@ -101,41 +99,38 @@ class Attempt:
 
     def __init__(
         self,
-        *,
-        number: int,
-        run_id: str,
-        first_index: int,
+        start: AttemptStarted,
         workers: Sequence[WorkerInfo],
-        send_command: Callable[[int, Command], None],
-        broadcast_command: Callable[[Collection[int], Command], None],
-        emit: Emit,
-        should_emit_rounds: bool,
+        *,
+        run: OpenRun,
+        group: WorkerGroup,
         checkpoints: CheckpointCoordinator,
-        directory: Path,
+        emit: Emit,
         on_diagnosis_request: Callable[[int, DiagnosisRequest], None],
     ) -> None:
-        self.number = number
+        self.number = start.attempt
         self.workers = list(workers)
         self.finished: dict[int, RankFinished] = {}
         self.requests = ControllerRequests()
-        self.reports = ReportEmitter(number, emit, send_command, broadcast_command)
+        self.reports = ReportEmitter(self.number, emit, group.send_command, group.broadcast_command)
         self._emit = self.reports.emit_after_reports
-        self.progress_recorder = ProgressRecorder(number, self._emit)
+        self.progress_recorder = ProgressRecorder(self.number, self._emit)
         self._send_command = self.reports.send_after_reports
         self._broadcast_command = self.reports.broadcast_after_reports
-        self.rank_times = RankTimesRecorder(number, directory, self._emit)
-        self._should_emit_rounds = should_emit_rounds
+        self.rank_times = RankTimesRecorder(self.number, run.directory.local_path, self._emit)
+        # Only callbacks receive rounds.
+        self._should_emit_rounds = bool(run.spec.run_config.callbacks)
         self._checkpoints = checkpoints
         self._on_diagnosis_request = on_diagnosis_request
         self._progress = AttemptProgress(
-            len(workers), first_index, should_keep_all_rounds=should_emit_rounds
+            len(workers), start.first_report_index, should_keep_all_rounds=self._should_emit_rounds
         )
         checkpoints.start_attempt(
-            self._progress, CommitContext(run_id, number, len(workers), self._send_command)
+            self._progress, CommitContext(run.run_id, self.number, len(workers), self._send_command)
         )
         self._round_metrics: dict[int, list[dict[str, object]]] = {}
         # The hang timeout starts here and does not include the start of the workers.
-        self._last_activity = dict.fromkeys(range(len(workers)), time.monotonic())
+        self.activity_clock = ActivityClock(len(workers))
         # By rank: line of the last report or collective.
         self._last_locations: dict[int, str] = {}
         self.batch_counts = BatchCountCheck(len(workers))
@@ -192,7 +187,7 @@ class Attempt:
 
         A rank that waits for validations suspends the timeout: validations have their own.
         """
-        remaining = max(self._last_activity.values()) + timeout - time.monotonic()
+        remaining = timeout - self.activity_clock.get_idle_seconds()
         if remaining <= 0 and self._checkpoints.is_rank_waiting_for_validation:
             return timeout  # check again after another timeout
         return max(remaining, 0.0)
@@ -220,8 +215,7 @@ class Attempt:
             # Not an activity of the rank: a thread sends it, even if the function hangs.
             self._emit(ResourcesSampled(message))
             return
-        # Use the clock of this process: the clocks of the nodes may differ.
-        self._last_activity[rank] = time.monotonic()
+        self.activity_clock.record(rank)
         match message:
             case Report():
                 self._on_report(rank, message)
@@ -252,25 +246,13 @@ class Attempt:
             case FunctionStarted():
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case RankFinished():
-                self.finished[rank] = message
-                # A return value that cannot be pickled is not a failure: training has succeeded.
-                if message.serialization_error:
-                    self._emit(Notice(f"rank {rank}: {message.serialization_error}"))
-                self._progress.on_finished(rank)
-                self._checkpoints.send_ready_replies()
-                self._check_divergence()
-                self.has_ended |= self.is_finished
+                self._on_finished(rank, message)
             case RankFailed():
                 self.fail(AttemptFailure(get_end_cause(message.failure), [message.failure]))
             case WorkerDied():
                 self.fail(AttemptFailure("worker", deaths={rank: message}))
             case RankInterrupted():
                 self.fail(AttemptFailure("worker", [describe_interruption(rank)]))
-
-    @property
-    def last_activity_time(self) -> float:
-        """Time of the last message of a rank, in seconds since the epoch."""
-        return time.time() - (time.monotonic() - max(self._last_activity.values()))
 
     @property
     def is_finished(self) -> bool:
@@ -300,16 +282,8 @@ class Attempt:
 
     def get_activity(self) -> dict[int, RankActivity]:
         """Return the last activity of each rank that has not finished."""
-        now = time.monotonic()
-        idle_seconds = {rank: now - active_at for rank, active_at in self._last_activity.items()}
+        idle_seconds = self.activity_clock.get_idle_seconds_by_rank()
         return self._progress.get_activity(idle_seconds, self._last_locations)
-
-    def get_final_notices(self) -> list[str]:
-        """Return the distinct notices that ranks sent when their functions returned."""
-        notices = (
-            notice for _, value in sorted(self.finished.items()) for notice in value.final_notices
-        )
-        return list(dict.fromkeys(notices))
 
     def count_reports(self, rank: int) -> int:
         """Return the number of reports of a rank in this attempt."""
@@ -377,6 +351,16 @@ class Attempt:
         if call.kind == "requests":
             payloads = (serialize(self.requests),)
         self._broadcast_command(calls, CollectiveResult(sequence=call.sequence, payloads=payloads))
+
+    def _on_finished(self, rank: int, message: RankFinished) -> None:
+        self.finished[rank] = message
+        # A return value that cannot be pickled is not a failure: training has succeeded.
+        if message.serialization_error:
+            self._emit(Notice(f"rank {rank}: {message.serialization_error}"))
+        self._progress.on_finished(rank)
+        self._checkpoints.send_ready_replies()
+        self._check_divergence()
+        self.has_ended |= self.is_finished
 
     def _check_divergence(self) -> None:
         reason = self._progress.find_divergence()

@@ -185,10 +185,11 @@ class Controller:
             await self._call(validations.wait_for_all())
             if self._is_stopping:
                 return None
-        for notice in attempt.get_final_notices():
+        outcome = ControllerOutcome(finished=attempt.finished)
+        for notice in outcome.get_final_notices():
             self._emit(Notice(notice))
         self._emit_run_ended("finished")
-        return ControllerOutcome(finished=attempt.finished)
+        return outcome
 
     async def _stop_workers(self) -> None:
         if self._attempt is not None:
@@ -240,16 +241,12 @@ class Controller:
         for text in self._planner.notices:
             self._emit(Notice(text))
         attempt = self._attempt = Attempt(
-            number=self._attempt_number,
-            run_id=self._run.run_id,
-            first_index=start.first_report_index,
-            workers=sort_by_rank(workers, ranks),
-            send_command=self._group.send_command,
-            broadcast_command=self._group.broadcast_command,
-            emit=self._emit,
-            should_emit_rounds=bool(self._run.spec.run_config.callbacks),
+            start,
+            sort_by_rank(workers, ranks),
+            run=self._run,
+            group=self._group,
             checkpoints=self._checkpoints,
-            directory=self._run.directory.local_path,
+            emit=self._emit,
             on_diagnosis_request=self._diagnosis.reply,
         )
         # Emit before the functions start, so that the journal has the workers before their reports.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,6 +33,29 @@ class RankActivity:
     waiting_in: str = ""
     waiters: tuple[int, ...] = ()
     last_location: str = ""
+
+
+class ActivityClock:
+    """Times of the last messages of the ranks, by the clock of this process.
+
+    The clocks of the nodes may differ.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._times = dict.fromkeys(range(world_size), time.monotonic())
+
+    def record(self, rank: int) -> None:
+        """Record a message of a rank."""
+        self._times[rank] = time.monotonic()
+
+    def get_idle_seconds(self) -> float:
+        """Return the time since the last message of any rank."""
+        return time.monotonic() - max(self._times.values())
+
+    def get_idle_seconds_by_rank(self) -> dict[int, float]:
+        """Return the time since the last message of each rank."""
+        now = time.monotonic()
+        return {rank: now - message_time for rank, message_time in self._times.items()}
 
 
 @dataclass

@@ -202,7 +202,7 @@ class Recovery:
 def _get_failure_time(attempt: Attempt | None, failure: AttemptFailure) -> float | None:
     """Return the time of the root cause, or of the last message of a rank after a hang."""
     if failure.cause == "hang" and attempt is not None:
-        return attempt.last_activity_time
+        return time.time() - attempt.activity_clock.get_idle_seconds()
     return failure.failures[0].time if failure.failures else None
 
 

@@ -150,6 +150,13 @@ class ControllerOutcome:
     finished: dict[int, RankFinished] = field(default_factory=dict)
     error: TrainingFailedError | None = None
 
+    def get_final_notices(self) -> list[str]:
+        """Return the distinct notices that ranks sent when their functions returned."""
+        notices = (
+            notice for _, value in sorted(self.finished.items()) for notice in value.final_notices
+        )
+        return list(dict.fromkeys(notices))
+
 
 SerializedT = TypeVar("SerializedT", Serialized, bytes)
 

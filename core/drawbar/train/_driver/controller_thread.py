@@ -154,19 +154,24 @@ class ControllerThread:
         except BaseException:
             self._close()
             raise
-        self._callbacks.on_run_start()
-        # A daemon thread: Python waits for other threads before it calls exit handlers, so the run
-        # would block the exit of the program until it ends.
-        self._thread = threading.Thread(target=self._run, name="drawbar-controller", daemon=True)
-        if use_caller_thread:
-            self._executor.submit(self._thread.start)
-        else:
-            self._thread.start()
+        self._thread = self._start(use_caller_thread=use_caller_thread)
 
     @property
     def path(self) -> str:
         """Run directory, as a path or URI."""
         return self.directory.uri
+
+    def _start(self, *, use_caller_thread: bool) -> threading.Thread:
+        """Notify the callbacks, and start the thread of the controller."""
+        self._callbacks.on_run_start()
+        # A daemon thread: Python waits for other threads before it calls exit handlers, so the run
+        # would block the exit of the program until it ends.
+        thread = threading.Thread(target=self._run, name="drawbar-controller", daemon=True)
+        if use_caller_thread:
+            self._executor.submit(thread.start)
+        else:
+            thread.start()
+        return thread
 
     # -- in the controller thread
 

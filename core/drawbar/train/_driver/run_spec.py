@@ -71,9 +71,7 @@ def make_run_spec(
         num_cpus=(scaling_config.resources_per_worker or {}).get("CPU"),
         default_validation=validation_config.default_validation if validation_config else None,
     )
-    trainer_arguments = {
-        # Serialized separately, so that an argument that can no longer be unpickled can be passed
-        # to `restore()` instead.
+    trainer_arguments: dict[str, object] = {
         "train_loop_per_worker": payload.function,
         "train_loop_config": payload.config,
         "backend_config": payload.backend_config,
@@ -86,9 +84,7 @@ def make_run_spec(
         train_loop=serialize(payload, should_share_buffers=True),
         function=function,
         worker_spec=worker,
-        trainer_state=serialize_without_references(
-            {name: serialize(value) for name, value in trainer_arguments.items()}
-        ),
+        trainer_state=_serialize_trainer_state(trainer_arguments),
         config_record=_make_config_record(
             payload, function, scaling_config, run_config, validation_config
         ),
@@ -131,6 +127,14 @@ def _make_config_record(
         "checkpoint_config": to_journal_dict(run_config.checkpoint_config),
         "validation_config": validation_config and validation_config.to_settings(),
     }
+
+
+def _serialize_trainer_state(arguments: Mapping[str, object]) -> bytes:
+    # Serialize each argument separately, so that one that can no longer be unpickled can be passed
+    # to `restore()` instead.
+    return serialize_without_references(
+        {name: serialize(value) for name, value in arguments.items()}
+    )
 
 
 def load_trainer_state(

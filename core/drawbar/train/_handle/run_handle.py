@@ -25,7 +25,7 @@ from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
 from drawbar.train._storage.journal_file import is_locked
-from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
+from drawbar.train._storage.run_directory import RunDirectory, describe_resume, open_run_directory
 from drawbar.train._worker_group.cluster import try_connect_to_ray
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
@@ -234,7 +234,7 @@ class RunHandle:
         if interrupts:
             raise UserAbort(
                 f"stopped by Ctrl-C; the run is in {self.path}. "
-                + self._source.directory.describe_resume()
+                + describe_resume(self._source.directory)
             )
         return self._run.get_outcome().get_result()
 

@@ -30,69 +30,24 @@ from drawbar.train._storage.external_checkpoints import INDEX_FILE
 from drawbar.train._storage.journal_file import is_locked
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY
+from drawbar.train._storage.run_directory import describe_resume
 
 INTERRUPTED = "interrupted"
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
-class RunRecord(RunOutput):
-    """A run as its directory describes it, also if it is in progress, interrupted, or damaged.
-
-    Returned by `find_run` and `list_runs`. Reading a run neither unpickles nor writes anything, and
-    does not need Ray.
-
-    Attributes:
-        damage: Description of the parts that could not be read; "" if there are none. The other
-            attributes use the readable parts.
-
-    Example:
-        Print the state and the newest checkpoint of a run::
-
-            run = runs.find_run("/shared/runs/experiment")
-            print(run.status, run.metrics)
-            print([manifest.name for manifest in run.list_checkpoints()][-1:])
-    """
+class RunEvents(RunOutput):
+    """Events and reports of a run, which do not depend on whether it is in progress."""
 
     _history: RunHistory
-    damage: str = ""
-    _listed_name: str = ""
 
-    # -- properties of the run
-
-    @property
-    def name(self) -> str:
-        """Name of the run, with the directories between it and the storage path that lists it."""
-        return self._listed_name or self._directory.name
-
-    @property
-    def path(self) -> str:
-        """Path or URI of the run's directory."""
-        return self._directory.uri
-
-    @property
-    def status(self) -> str:
-        """Status of the run.
-
-        In progress: "starting", "running", or "restarting". Ended: "finished", "failed", or
-        "stopped". "interrupted" means that the process that controlled the run is dead. "unknown"
-        means that the journal is lost, or that a run in an object store has not ended and is not
-        controlled by a process of this machine.
-        """
-        if not self._history.events:
-            return UNKNOWN
-        status = self._history.state.status
-        if status in FINAL_STATUSES or is_locked(self._directory.journal_path):
-            return status
-        # The lock is held on the driver's machine. There are no locks in an object store.
-        return INTERRUPTED if self._directory.remote_path is None else UNKNOWN
+    # -- starts and attempts
 
     @property
     def config(self) -> dict[str, object]:
         """Configuration of the last start, as JSON values and reprs."""
         return self._history.state.config
-
-    # -- events
 
     @property
     def start_time(self) -> float | None:
@@ -133,12 +88,6 @@ class RunRecord(RunOutput):
         return self._history.state.timeline
 
     @property
-    def goodput(self) -> Goodput:
-        """Productive share of the time of the run; until now if it is in progress."""
-        is_active = self.status not in (*FINAL_STATUSES, INTERRUPTED, UNKNOWN)
-        return self._history.compute_goodput(is_active=is_active)
-
-    @property
     def stragglers(self) -> list[Straggler]:
         """Ranks that were slower than the others, in the order in which they were found."""
         return [
@@ -157,23 +106,7 @@ class RunRecord(RunOutput):
         """Last metrics of the lowest rank that reported, usually rank 0; None without reports."""
         return self._history.last_metrics
 
-    @property
-    def resume_hint(self) -> str:
-        """Arguments of `RunConfig` that resume the run; "" unless it failed or was interrupted."""
-        can_resume = self.status in ("failed", "stopped", INTERRUPTED)
-        return self._directory.describe_resume() if can_resume else ""
-
-    @property
-    def progress(self) -> RunProgress | None:
-        """Progress that the training function has set last; None if it has set none.
-
-        The journal has it as of the last commit, the end of the run, or at most 30 s ago. After the
-        end of the run, it has no rate and no ETA.
-        """
-        progress = self._history.state.progress
-        if progress is None or self.status in (*FINAL_STATUSES, INTERRUPTED):
-            return progress and replace(progress, rate=None)
-        return progress
+    # -- events and reports
 
     def list_events(self) -> list[dict[str, object]]:
         """Return the readable events of the journal as JSON values, in order.
@@ -244,6 +177,80 @@ class RunRecord(RunOutput):
             For each metric, its value by report number.
         """
         return extract_curves(self._history, is_sampled=is_sampled)
+
+
+@dataclass(frozen=True)
+class RunRecord(RunEvents):
+    """A run as its directory describes it, also if it is in progress, interrupted, or damaged.
+
+    Returned by `find_run` and `list_runs`. Reading a run neither unpickles nor writes anything, and
+    does not need Ray.
+
+    Attributes:
+        damage: Description of the parts that could not be read; "" if there are none. The other
+            attributes use the readable parts.
+
+    Example:
+        Print the state and the newest checkpoint of a run::
+
+            run = runs.find_run("/shared/runs/experiment")
+            print(run.status, run.metrics)
+            print([manifest.name for manifest in run.list_checkpoints()][-1:])
+    """
+
+    damage: str = ""
+    _listed_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the run, with the directories between it and the storage path that lists it."""
+        return self._listed_name or self._directory.name
+
+    @property
+    def path(self) -> str:
+        """Path or URI of the run's directory."""
+        return self._directory.uri
+
+    @property
+    def status(self) -> str:
+        """Status of the run.
+
+        In progress: "starting", "running", or "restarting". Ended: "finished", "failed", or
+        "stopped". "interrupted" means that the process that controlled the run is dead. "unknown"
+        means that the journal is lost, or that a run in an object store has not ended and is not
+        controlled by a process of this machine.
+        """
+        if not self._history.events:
+            return UNKNOWN
+        status = self._history.state.status
+        if status in FINAL_STATUSES or is_locked(self._directory.journal_path):
+            return status
+        # The lock is held on the driver's machine. There are no locks in an object store.
+        return INTERRUPTED if self._directory.remote_path is None else UNKNOWN
+
+    @property
+    def goodput(self) -> Goodput:
+        """Productive share of the time of the run; until now if it is in progress."""
+        is_active = self.status not in (*FINAL_STATUSES, INTERRUPTED, UNKNOWN)
+        return self._history.compute_goodput(is_active=is_active)
+
+    @property
+    def resume_hint(self) -> str:
+        """Arguments of `RunConfig` that resume the run; "" unless it failed or was interrupted."""
+        can_resume = self.status in ("failed", "stopped", INTERRUPTED)
+        return describe_resume(self._directory) if can_resume else ""
+
+    @property
+    def progress(self) -> RunProgress | None:
+        """Progress that the training function has set last; None if it has set none.
+
+        The journal has it as of the last commit, the end of the run, or at most 30 s ago. After the
+        end of the run, it has no rate and no ETA.
+        """
+        progress = self._history.state.progress
+        if progress is None or self.status in (*FINAL_STATUSES, INTERRUPTED):
+            return progress and replace(progress, rate=None)
+        return progress
 
     # -- files
 

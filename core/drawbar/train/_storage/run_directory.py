@@ -93,14 +93,6 @@ class RunDirectory:
         """Path or URI of the run, for messages and `Result.from_path`."""
         return str(self.root)
 
-    def describe_resume(self) -> str:
-        """Return how to resume this run: the arguments of `RunConfig` to set."""
-        storage = self.uri.removesuffix(f"/{self.name}")
-        return (
-            "To resume from the latest checkpoint, if there is one, call fit() again with these "
-            f"arguments of your RunConfig: name={self.name!r}, storage_path={storage!r}"
-        )
-
     @property
     def filesystem(self) -> FileSystem | None:
         """`pyarrow.fs.FileSystem` of a remote run; None for a local one."""
@@ -220,6 +212,16 @@ class RunDirectory:
             remove_tree(self.staging.path)
         if self.remote_path is not None and not self.staging.preserved_path.exists():
             remove_tree(self.local_path)
+
+
+def describe_resume(directory: RunDirectory) -> str:
+    """Return how to resume a run: the arguments of `RunConfig` to set."""
+    name = directory.name
+    storage = directory.uri.removesuffix(f"/{name}")
+    return (
+        "To resume from the latest checkpoint, if there is one, call fit() again with these "
+        f"arguments of your RunConfig: name={name!r}, storage_path={storage!r}"
+    )
 
 
 def finish_on_node(directory: RunDirectory, rank: int) -> None:

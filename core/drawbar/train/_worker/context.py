@@ -21,9 +21,12 @@ from drawbar.train._metrics import Metrics
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._worker.active_session import current_session, find_session
-from drawbar.train._worker.report_checks import CheckpointUploadMode
+from drawbar.train._worker.report_checks import (
+    CheckpointUploadFn,
+    CheckpointUploadMode,
+    UploadOptions,
+)
 from drawbar.train._worker.train_context import TrainContext
-from drawbar.train._worker.uploads import CheckpointUploadFn
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -108,15 +111,17 @@ def report(
         ...     torch.save(model.state_dict(), path / "model.pt")
         ...     train.report({"loss": loss}, checkpoint=path)
     """
-    current_session("report").report(
-        metrics,
-        checkpoint,
+    session = current_session("report")
+    if checkpoint is None and validation is False:
+        session.report_metrics(metrics)
+        return
+    options = UploadOptions(
         name=checkpoint_dir_name,
         mode=checkpoint_upload_mode,
         delete_local=delete_local_checkpoint_after_upload,
         upload_fn=checkpoint_upload_fn,
-        validation=validation,
     )
+    session.report_checkpoint(metrics, checkpoint, options, validation)
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -1,4 +1,4 @@
-"""Check the checkpoint directory, name, upload mode, and upload function passed to report().
+"""Options of report() for a checkpoint, and checks of them and of the checkpoint directory.
 
 All checks run on the reporting rank before any file is changed and before any message is sent.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import MANIFEST_FILE, DirectoryContents, FileEntry
 from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.manifest import read_manifest
@@ -61,12 +62,51 @@ class CheckpointUploadMode(Enum):
         return self is CheckpointUploadMode.ASYNC
 
 
-def check_upload_mode(mode: object) -> None:
-    """Check the upload mode passed to `report()`.
+CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
+"""User function that uploads a checkpoint under a name and returns the uploaded checkpoint.
 
-    Raises:
-        TypeError: `mode` is not a `CheckpointUploadMode`.
+It may upload to the run's storage or elsewhere. If it returns its argument unchanged, and that is a
+local directory outside the run, Drawbar copies the directory.
+"""
+
+
+@dataclass(frozen=True)
+class UploadOptions:
+    """Options of `report()` that determine how and where the checkpoint is stored.
+
+    Attributes:
+        name: Name of the checkpoint; None for the default name.
+        mode: Upload mode.
+        delete_local: Whether to move the directory; None for the default of the mode.
+        upload_fn: Function that replaces Drawbar's upload.
     """
+
+    name: str | None
+    mode: CheckpointUploadMode
+    delete_local: bool | None
+    upload_fn: CheckpointUploadFn | None
+
+    @property
+    def is_blocking(self) -> bool:
+        """True if `report()` waits for the commit."""
+        return self.mode is not CheckpointUploadMode.ASYNC
+
+    def check(self) -> None:
+        """Check the options.
+
+        Raises:
+            TypeError: The mode is not a `CheckpointUploadMode`, or the upload function cannot be
+                called with a checkpoint and a name.
+            ValueError: The name is not a valid directory name, or is reserved for files of the run.
+        """
+        _check_upload_mode(self.mode)
+        if self.upload_fn is not None:
+            _check_upload_fn(self.upload_fn)
+        if self.name is not None:
+            _check_name(self.name)
+
+
+def _check_upload_mode(mode: object) -> None:
     if not isinstance(mode, CheckpointUploadMode):
         raise TypeError(
             f"checkpoint_upload_mode must be a CheckpointUploadMode, found {mode!r}. "
@@ -74,12 +114,7 @@ def check_upload_mode(mode: object) -> None:
         )
 
 
-def check_name(name: str) -> None:
-    """Check the checkpoint name passed to `report()`.
-
-    Raises:
-        ValueError: The name is not a valid directory name, or is reserved for files of the run.
-    """
+def _check_name(name: str) -> None:
     plain = name == Path(name).name and name[:1] not in (".", "") and name not in RUN_FILE_NAMES
     if not plain or "\0" in name or not _is_utf8(name) or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(
@@ -89,12 +124,7 @@ def check_name(name: str) -> None:
         )
 
 
-def check_upload_fn(function: object) -> None:
-    """Check that `checkpoint_upload_fn` can be called with a checkpoint and a name.
-
-    Raises:
-        TypeError: It is not callable, or has other parameters.
-    """
+def _check_upload_fn(function: object) -> None:
     if not callable(function):
         raise TypeError(f"checkpoint_upload_fn must be a function, found {function!r}")
     try:

@@ -40,25 +40,19 @@ from drawbar.train._protocol.messages import (
     ShardEpochEnded,
 )
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.checkpoint_store import UploadTarget, make_default_name
+from drawbar.train._storage.checkpoint_store import UploadTarget
 from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.node_local_storage import NodeLocalStorage
 from drawbar.train._worker.progress_sender import ProgressSender
 from drawbar.train._worker.rank_timer import RankTimer
-from drawbar.train._worker.report_checks import (
-    CheckpointUploadMode,
-    check_name,
-    check_upload_fn,
-    check_upload_mode,
-)
+from drawbar.train._worker.report_checks import UploadOptions
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.training_thread import InterruptScope, ThreadGuard
-from drawbar.train._worker.uploads import CheckpointUploadFn, Uploads
+from drawbar.train._worker.uploads import Uploads
 
 FAILURE_FLUSH_S = 2.0
 """Time limit for completing checkpoints in flight before a failure is reported."""
@@ -191,46 +185,26 @@ class Session:
         # is interrupted here.
         self._command_queue.raise_if_interrupted()
 
-    def report(
+    def report_checkpoint(
         self,
         metrics: Mapping[str, object],
         checkpoint: Checkpoint | str | os.PathLike[str] | None,
-        *,
-        name: str | None,
-        mode: CheckpointUploadMode,
-        delete_local: bool | None,
-        upload_fn: CheckpointUploadFn | None = None,
-        validation: object = False,
+        options: UploadOptions,
+        validation: object,
     ) -> None:
-        """Report metrics and, optionally, a checkpoint. See `drawbar.train.report`."""
-        if checkpoint is None and validation is False:
-            self.report_metrics(metrics)
-            return
+        """Report metrics and a checkpoint. See `drawbar.train.report`."""
         default = self.assignment.spec.default_validation
         to_validate = resolve_validation(validation, default, has_checkpoint=checkpoint is not None)
         assert checkpoint is not None  # resolve_validation rejects a validation without one
         values = normalize(metrics)
-        check_upload_mode(mode)
-        if upload_fn is not None:
-            check_upload_fn(upload_fn)
-        if name is not None:
-            check_name(name)
+        options.check()
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint)
-        if delete_local is None:
-            delete_local = _should_move(self.directory, checkpoint, mode)
-        is_blocking = mode is not CheckpointUploadMode.ASYNC
         location = format_caller_location()
         with self._send_lock:
             self.thread_guard.check_reporting_thread("report()")
             index = self._next_report
-            offer = self.uploads.make_offer(
-                checkpoint,
-                name=make_default_name(index) if name is None else name,
-                mode=mode,
-                upload_fn=upload_fn,
-                should_move=delete_local,
-            )
+            offer = self.uploads.make_offer(checkpoint, options, index)
             # After the offer: if it raises, nothing was reported and the user may report again.
             self._next_report += 1
             self._offers[index] = offer
@@ -243,7 +217,7 @@ class Session:
                     time=time.time(),
                     location=location,
                     offer=offer,
-                    is_blocking=is_blocking,
+                    is_blocking=options.is_blocking,
                     data_positions=self.data_sources.get_positions(),
                     validation=to_validate,
                     times=self.timer.get_times(),
@@ -251,7 +225,7 @@ class Session:
             )
         # Without the lock: other threads may report while this one waits for its commit.
         with self.timer.measure("checkpoint_blocked"):
-            if is_blocking:
+            if options.is_blocking:
                 self.uploads.persist_and_wait(index, offer)
             else:
                 self.uploads.async_commits.submit(index, offer)
@@ -369,11 +343,3 @@ class Session:
                     self._command_queue.put(command)
             case _:
                 self._command_queue.put(command)
-
-
-def _should_move(
-    directory: RunDirectory, checkpoint: Checkpoint, mode: CheckpointUploadMode
-) -> bool:
-    """Return whether to move the directory if the user does not specify it."""
-    should_move = mode.default_delete_local_checkpoint_after_upload()
-    return should_move and directory.checkpoints.get_child_name(checkpoint) is None

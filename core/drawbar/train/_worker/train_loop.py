@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from drawbar.train._config.backend import BackendConfig
 from drawbar.train._protocol.messages import (
     FunctionFailed,
@@ -101,12 +99,8 @@ def run_train_loop(
                 session.uploads.async_commits.flush()
                 _send_times(session)
         session.interrupt_scope.end()
-        # The owner of objects in the return value is a worker process that ends before they are
-        # read, so transfer the ownership.
-        finished = _make_finished(
-            value, should_transfer_ownership=not isinstance(train_loop, TrainLoop)
-        )
-        return msgspec.structs.replace(finished, final_notices=tuple(session.final_notices))
+        is_in_worker_process = not isinstance(train_loop, TrainLoop)
+        return _make_finished(session, value, should_transfer_ownership=is_in_worker_process)
     except AttemptInterrupted:
         session.interrupt_scope.end()
         # Do not wait for checkpoints in flight: the controller drops files not yet persisted.
@@ -119,10 +113,7 @@ def run_train_loop(
             pass  # too late: the function has already failed
         if isinstance(error, KeyboardInterrupt) and is_main_thread():
             raise  # Ctrl-C in the user's process, with num_workers=0
-        num_reports = session.report_count
-        failure = describe_exception(error, session.assignment, num_reports, raised_at)
-        session.close(FAILURE_FLUSH_S)
-        return RankFailed(failure=failure)
+        return _make_failed(session, error, raised_at)
 
 
 def _send_times(session: Session) -> None:
@@ -146,10 +137,25 @@ def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _make_finished(value: object, *, should_transfer_ownership: bool) -> RankFinished:
+def _make_failed(session: Session, error: BaseException, raised_at: float | None) -> RankFailed:
+    """Return the message about an exception, after the checkpoints in flight were completed."""
+    failure = describe_exception(error, session.assignment, session.report_count, raised_at)
+    session.close(FAILURE_FLUSH_S)
+    return RankFailed(failure=failure)
+
+
+def _make_finished(
+    session: Session, value: object, *, should_transfer_ownership: bool
+) -> RankFinished:
+    """Return the message with the return value.
+
+    A worker process owns the objects in the value and ends before they are read, so their
+    ownership is transferred.
+    """
+    notices = tuple(session.final_notices)
     try:
         serialized = serialize(value, should_transfer_ownership=should_transfer_ownership)
-        return RankFinished(time=time.time(), return_value=serialized)
+        return RankFinished(time=time.time(), return_value=serialized, final_notices=notices)
     except Exception as error:
         reason = f"Cannot pickle the return value ({type(value).__qualname__}): {error}"
-        return RankFinished(time=time.time(), serialization_error=reason)
+        return RankFinished(time=time.time(), serialization_error=reason, final_notices=notices)

@@ -21,7 +21,7 @@ from drawbar.train._errors import StorageError
 from drawbar.train._protocol.commands import Command, CommitCompleted, PersistFiles
 from drawbar.train._protocol.messages import CheckpointOffer, FilesPersisted, Message
 from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.checkpoint_store import UploadTarget
+from drawbar.train._storage.checkpoint_store import UploadTarget, make_default_name
 from drawbar.train._storage.contents import FileEntry, is_external, list_files, scan_directory
 from drawbar.train._storage.files import FileIdentities, copy_files, remove_tree
 from drawbar.train._storage.manifest import list_user_files
@@ -31,20 +31,15 @@ from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import AssignedFiles, make_shared_name
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.report_checks import (
+    CheckpointUploadFn,
     CheckpointUploadMode,
     ReservedPaths,
+    UploadOptions,
     can_move,
     check_directory,
     check_files,
     check_remote_directory,
 )
-
-CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
-"""User function that uploads a checkpoint under a name and returns the uploaded checkpoint.
-
-It may upload to the run's storage or elsewhere. If it returns its argument unchanged, and that is a
-local directory outside the run, Drawbar copies the directory.
-"""
 
 
 @contextmanager
@@ -113,13 +108,7 @@ class Uploads:
     # -- offers
 
     def make_offer(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        name: str,
-        mode: CheckpointUploadMode,
-        upload_fn: CheckpointUploadFn | None,
-        should_move: bool,
+        self, checkpoint: Checkpoint, options: UploadOptions, report_index: int
     ) -> CheckpointOffer:
         """List the files of a checkpoint; in mode ASYNC, stage them.
 
@@ -127,7 +116,9 @@ class Uploads:
             FileNotFoundError: The checkpoint is not a directory on this node.
             ValueError: The mode does not support the location of the checkpoint.
         """
-        if mode is CheckpointUploadMode.NO_UPLOAD:
+        name = make_default_name(report_index) if options.name is None else options.name
+        should_move = self._should_move(checkpoint, options)
+        if options.mode is CheckpointUploadMode.NO_UPLOAD:
             if should_move:
                 raise ValueError(
                     "report() with NO_UPLOAD commits the directory in place, but "
@@ -135,14 +126,16 @@ class Uploads:
                     "Remove one of the two arguments."
                 )
             return self._offer_in_place(checkpoint, "report() with NO_UPLOAD")
-        if upload_fn is not None:
+        if options.upload_fn is not None:
             return self._record_identities(
-                self._offer_for_upload_fn(checkpoint, name, upload_fn, should_move)
+                self._offer_for_upload_fn(checkpoint, name, options.upload_fn, should_move)
             )
         if not checkpoint.is_local and self._checkpoints.get_child_name(checkpoint) is None:
             checkpoint = self._download(checkpoint)
         try:
-            return self._record_identities(self._offer_files(checkpoint, name, mode, should_move))
+            return self._record_identities(
+                self._offer_files(checkpoint, name, options.mode, should_move)
+            )
         except FileNotFoundError:
             # Another rank of this node may just have moved the same directory. Its source path and
             # the checkpoint name are the only information left to find it in the staging area.
@@ -151,6 +144,12 @@ class Uploads:
             if stage is None:
                 raise
             return self._offer_staged(stage, name)
+
+    def _should_move(self, checkpoint: Checkpoint, options: UploadOptions) -> bool:
+        if options.delete_local is not None:
+            return options.delete_local
+        should_move = options.mode.default_delete_local_checkpoint_after_upload()
+        return should_move and self._checkpoints.get_child_name(checkpoint) is None
 
     def _record_identities(self, offer: CheckpointOffer) -> CheckpointOffer:
         """Record which files to delete after the commit, so that newer files are not deleted."""
