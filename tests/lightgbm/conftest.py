@@ -41,15 +41,17 @@ def no_rank_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def fit(tmp_path: Path) -> Callable[..., Result]:
-    """`fit(function, num_workers=2, max_failures=0)`, in threads; a run takes milliseconds."""
+    """`fit(function, num_workers=2, max_failures=0, name="fit")`, in threads, in milliseconds."""
 
-    def fit(function: Any, num_workers: int = 2, max_failures: int = 0) -> Result:
+    def fit(
+        function: Any, num_workers: int = 2, max_failures: int = 0, name: str = "fit"
+    ) -> Result:
         return run_in_threads(
             function,
             num_workers=num_workers,
             backend_config=LightGBMConfig(),
             run_config=RunConfig(
-                name="fit",
+                name=name,
                 storage_path=tmp_path,
                 failure_config=FailureConfig(max_failures=max_failures),
             ),

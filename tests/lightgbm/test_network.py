@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from drawbar.lightgbm import LightGBMConfig, get_network_params, train
-from drawbar.train import Result, ScalingConfig, WorkerGroupError, get_context
+from drawbar.train import Result, WorkerGroupError, get_context
 from drawbar.train.testing import BackendContract
 
 
@@ -21,22 +21,16 @@ class TestLightGBM(BackendContract):
     backend_config = LightGBMConfig()
 
 
-def train_shard(x: Any, y: Any, rounds: int = 5) -> str:
+def train_shard(x: Any, y: Any, rounds: int = 5, **options: Any) -> str:
     context = get_context()
     mine = slice(context.get_world_rank(), None, context.get_world_size())
     params = {"objective": "binary", "verbosity": -1, **get_network_params()}
     data = lightgbm.Dataset(np.ascontiguousarray(x[mine]), y[mine])
-    return trees(lightgbm.train(params, data, rounds))
+    return trees(lightgbm.train(params, data, rounds, **options))
 
 
 def trees(booster: lightgbm.Booster) -> str:
     return booster.model_to_string().partition("\nparameters")[0]
-
-
-def test_all_ranks_train_one_model(fit_on_ray: Callable[..., Result], binary: Any) -> None:
-    found = fit_on_ray(lambda: train_shard(*binary)).return_values
-    assert found[0] == found[1]
-    assert found[0].count("\nTree=") == 5
 
 
 def test_network_in_reused_process_trains_again(
@@ -44,7 +38,7 @@ def test_network_in_reused_process_trains_again(
 ) -> None:
     """A peer dies in the middle of training; the other gets an error from C, and is kept."""
 
-    def function() -> tuple[int, bool]:
+    def function() -> tuple[int, bool, dict[str, Any], str]:
         context = get_context()
         kept = context.cache.get("pid") == os.getpid()
         context.cache["pid"] = os.getpid()
@@ -54,19 +48,15 @@ def test_network_in_reused_process_trains_again(
             if doomed and env.iteration == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        params = {"verbosity": -1, **get_network_params()}
-        lightgbm.train(params, lightgbm.Dataset(*binary), 10, callbacks=[die])
-        return context.get_attempt(), kept
+        network = get_network_params()
+        return context.get_attempt(), kept, network, train_shard(*binary, callbacks=[die])
 
-    assert fit_on_ray(function, max_failures=1).return_values == [(1, True), (1, False)]
-
-
-def test_threads_are_the_workers_share(fit_on_ray: Callable[..., Result]) -> None:
-    workers = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
-    (first, second) = fit_on_ray(get_network_params, scaling_config=workers).return_values
-    assert first == second
-    assert first == {
-        "num_threads": 1,
+    first, second = fit_on_ray(function, max_failures=1).return_values
+    assert (first[:2], second[:2]) == ((1, True), (1, False))
+    assert first[2:] == second[2:]  # the ranks train one model
+    assert first[3].count("\nTree=") == 5
+    assert first[2] == {
+        "num_threads": 1,  # the worker's CPU
         "num_machines": 2,
         "tree_learner": "data",
         "pre_partition": True,

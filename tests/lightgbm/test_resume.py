@@ -143,18 +143,18 @@ def test_resume_with_learning_rates_and_margins_continues(
 
 
 def test_training_function_resumes_from_checkpoint(
-    fit_on_ray: Callable[..., Result], tmp_path: Path
+    fit: Callable[..., Result], tmp_path: Path
 ) -> None:
     rows, unseen = declared()["train"], declared()["validation"]
 
-    def function(config: dict[str, Any]) -> Any:
+    def function(*, fails: bool) -> Any:
         rank = get_context().get_world_rank()
         mine = rows[rank * 400 : rank * 400 + 400]
         data = lightgbm.Dataset(mine.drop(columns="y"), mine["y"])
         valid = data.create_valid(unseen.drop(columns="y")[rank::2], unseen["y"][rank::2])
         history: dict[str, Any] = {}
         booster = train(
-            {**declared()["params"], "early_stopping_round": 20, "verbosity": -1},
+            {**declared()["params"], "early_stopping_round": 20, "verbosity": -1, "num_threads": 1},
             data,
             40,
             valid_sets=[valid, data],
@@ -163,25 +163,15 @@ def test_training_function_resumes_from_checkpoint(
                 RayTrainReportCallback(frequency=17),
                 lightgbm.record_evaluation(history),
                 lightgbm.reset_parameter(learning_rate=lambda number: 0.3 * 0.9**number),
-                *([Watch(tmp_path, die)] if config["dies"] else []),
+                *([Watch(tmp_path, fail)] if fails else []),
             ],
         )
         return booster.predict(rows.drop(columns="y")), booster.best_iteration, history
 
-    whole, killed = (
-        fit_on_ray(
-            function,
-            train_loop_config={"dies": dies},
-            run_config=RunConfig(
-                name=f"dies-{dies}",
-                storage_path=tmp_path,
-                failure_config=FailureConfig(max_failures=1),
-            ),
-        ).return_values
-        for dies in (False, True)
-    )
+    whole = fit(lambda: function(fails=False), name="whole").return_values
+    failed = fit(lambda: function(fails=True), name="failed", max_failures=1).return_values
     assert (tmp_path / "1-0").read_text().endswith(" 17")
-    for one, other in zip(whole, killed, strict=True):
+    for one, other in zip(whole, failed, strict=True):
         assert np.array_equal(one[0], other[0])
         assert one[1:] == other[1:]
 

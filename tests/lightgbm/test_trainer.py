@@ -88,13 +88,13 @@ def test_parameter_none_is_not_set(declare: Callable[..., Result], binary: Any) 
     assert "[num_threads: 0]" not in model  # which is all of the machine's
 
 
-def test_held_out_loss_is_that_of_one_process(declare_on_ray: Callable[..., Result]) -> None:
+def test_held_out_loss_is_that_of_one_process(declare: Callable[..., Result]) -> None:
     x, y = load_breast_cancer(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
     data = frame(x[order], y[order])
     train, test = data[:400], data[400:]
     params = {"objective": "binary", "metric": "binary_logloss", "num_leaves": 8}
-    result = declare_on_ray(params, train, test, num_boost_round=30)
+    result = declare(params, train, test, num_boost_round=30)
     expected = alone(params, train, 30).predict(test.drop(columns="y"))
     assert metrics_of(result)["valid-binary_logloss"] == pytest.approx(
         log_loss(test["y"], expected), abs=0.02
@@ -213,7 +213,7 @@ def test_ranking_keeps_groups_whole(declare_on_ray: Callable[..., Result], ndcg_
     data = frame(x, random.integers(0, 4, 600), query=query)
     params = {"objective": "lambdarank", "metric": "ndcg", "ndcg_eval_at": [3]}
     shuffled = data.sample(frac=1, random_state=0)
-    result = declare_on_ray(params, shuffled, data, num_workers=3, group_column="query")
+    result = declare_on_ray(params, shuffled, data, group_column="query")
     _, sizes = np.unique(query, return_counts=True)
     scores = booster_of(result).predict(x, raw_score=True)
     assert metrics_of(result)["valid-ndcg@3"] == pytest.approx(
