@@ -1,4 +1,4 @@
-"""Tests of _errors: pickling, class hierarchy, and descriptions of worker failures."""
+"""Tests of errors: pickling, class hierarchy, and descriptions of worker failures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from drawbar import train
 from drawbar.train import (
     CheckpointError,
     ControllerError,
@@ -29,9 +30,7 @@ from drawbar.train import (
     WorkerError,
     WorkerFailure,
     WorkerGroupError,
-    _errors,
 )
-from drawbar.train._worker_failure import FailureKind, sort_root_cause_first
 from tests.train.runs import fit
 
 FAILURE = WorkerFailure(
@@ -79,7 +78,7 @@ def test_errors_survive_pickling_and_copying(error: BaseException, module: Any) 
 
 
 def test_errors_are_all_covered_by_these_tests() -> None:
-    classes = {kind for kind in vars(_errors).values() if isinstance(kind, type)}
+    classes = {kind for kind in vars(train).values() if isinstance(kind, type)}
     raised = {kind for kind in classes if issubclass(kind, BaseException)}
     assert raised == {type(error) for error in ERRORS}
 
@@ -157,26 +156,6 @@ def test_worker_error_message_is_the_failure_description() -> None:
     error = WorkerError(FAILURE)
     assert str(error) == FAILURE.describe()
     assert error.failure is FAILURE
-
-
-def at(time: float, rank: int, kind: FailureKind = "exception") -> WorkerFailure:
-    return WorkerFailure(rank=rank, kind=kind, type_name="E", message="", time=time)
-
-
-@pytest.mark.parametrize(
-    ("failures", "ranks"),
-    [
-        ([at(2, 0), at(1, 1)], [1, 0]),
-        ([at(1, 3), at(1, 2)], [2, 3]),
-        ([at(1.0, 0), at(1.05, 1, "died")], [1, 0]),  # the broken connection was seen first
-        ([at(1.0, 0), at(1.2, 1, "died")], [0, 1]),
-        ([], []),
-    ],
-)
-def test_sort_root_cause_first_prefers_deaths(
-    failures: list[WorkerFailure], ranks: list[int]
-) -> None:
-    assert [failure.rank for failure in sort_root_cause_first(failures)] == ranks
 
 
 def test_worker_failure_with_very_long_message_omits_its_middle(

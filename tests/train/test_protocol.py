@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import pickle
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import cloudpickle
 import pytest
 
 from benchmarks._random_messages import describe, draw
+from drawbar import train
 from drawbar.train._protocol.codec import Codec, ProtocolError
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import (
@@ -32,6 +36,8 @@ from drawbar.train._worker_group.torchrun_messages import (
     PeerMessage,
 )
 from tests.train.test_unpickling_safety import Bomb
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 DRAWS = 100
 CODECS: dict[Any, Codec[Any]] = {
@@ -141,3 +147,36 @@ def test_codec_pickle_bomb_is_rejected_and_not_executed(tmp_path: Path) -> None:
         with pytest.raises(ProtocolError):
             MESSAGES.decode(pickle.dumps(Bomb(marker), protocol))
     assert not marker.exists()
+
+
+def forbid_pickling(struct: type, patch: Callable[..., object] = setattr) -> None:
+    """Let an instance of a struct raise when this process pickles it."""
+
+    def fail(self: object) -> None:
+        raise AssertionError(f"{type(self).__name__} is pickled")
+
+    patch(struct, "__reduce__", fail)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_messages_and_commands_of_ray_workers_are_not_pickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function() -> list[str]:
+        for struct in get_args(Message):
+            forbid_pickling(struct)
+        with train.checkpoint_dir() as path:
+            (path / "model").touch()
+            train.report({"loss": 1.0}, checkpoint=path)
+        values: list[str] = train.collective.all_gather("value")
+        return values
+
+    for struct in get_args(Command):
+        forbid_pickling(struct, monkeypatch.setattr)
+    result = train.DataParallelTrainer(
+        function,
+        scaling_config=train.ScalingConfig(num_workers=2),
+        run_config=train.RunConfig(storage_path=tmp_path),
+    ).fit()
+    assert result.return_values == [["value"] * 2] * 2
+    assert result.checkpoint is not None

@@ -26,11 +26,6 @@ from drawbar.train import (
     ValidationConfig,
     WorkerGroupError,
 )
-from drawbar.train._serialization import (
-    MissingReferenceError,
-    serialize,
-    serialize_without_references,
-)
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
@@ -204,14 +199,3 @@ def test_restore_with_lost_reference_raises_and_names_the_argument(tmp_path: Pat
         DataParallelTrainer.restore(tmp_path / "run")
     trainer = DataParallelTrainer.restore(tmp_path / "run", train_loop_config={"x": 2})
     assert trainer.train_loop_config == {"x": 2}
-
-
-def test_reference_in_file_raises_only_when_deserialized() -> None:
-    kept = cloudpickle.loads(
-        serialize_without_references(
-            {"plain": serialize([1]), "reference": serialize([ray.put(1)])}
-        )
-    )
-    assert kept["plain"].deserialize() == [1]
-    with pytest.raises(MissingReferenceError, match="ObjectRef"):
-        kept["reference"].deserialize()

@@ -11,7 +11,6 @@ import pytest
 
 from drawbar import train
 from drawbar.train import testing
-from drawbar.train._frames import is_drawbar_file
 from tests.train.runs import fit
 
 MAKE_CONFIG: Any = train.RunConfig
@@ -33,7 +32,8 @@ def count_internal_frames(function: Callable[[], object]) -> int:
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     assert files[0] == __file__
-    return sum(map(is_drawbar_file, files))
+    package = Path(train.__file__).parent
+    return sum(Path(file).is_relative_to(package) for file in files)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from drawbar.train._frames import find_user_frames
 from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._protocol.messages import ShardEpochEnded, WorkerDied
 from drawbar.train._worker.stack import Frame, Stack
+from drawbar.train._worker_failure import sort_root_cause_first
 from drawbar.train.backend import BackendWorkerGroup
 
 NONE, UNFINISHED, FINISHED, DAMAGED = RunDirectoryState
@@ -231,6 +232,27 @@ def test_list_config_changes_names_changed_keys(before: Any, now: Any, changes: 
 
 
 # -- root cause of a failed attempt
+
+
+def at(time: float, rank: int, kind: Any = "exception") -> WorkerFailure:
+    return WorkerFailure(rank=rank, kind=kind, type_name="E", message="", time=time)
+
+
+@pytest.mark.parametrize(
+    ("failures", "ranks"),
+    [
+        ([at(2, 0), at(1, 1)], [1, 0]),
+        ([at(1, 3), at(1, 2)], [2, 3]),
+        ([at(1.0, 0), at(1.05, 1, "died")], [1, 0]),  # the broken connection was seen first
+        ([at(1.0, 0), at(1.2, 1, "died")], [0, 1]),
+        ([], []),
+    ],
+)
+def test_sort_root_cause_first_prefers_deaths(
+    failures: list[WorkerFailure], ranks: list[int]
+) -> None:
+    assert [failure.rank for failure in sort_root_cause_first(failures)] == ranks
+
 
 TIMEOUT_S = 60.0
 

@@ -6,49 +6,40 @@ import os
 import pickle
 import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
 import pytest
 
+from drawbar import train
 from drawbar.train import Checkpoint, CheckpointError
-from drawbar.train._storage.checkpoint_store import CheckpointDraft
-from drawbar.train._storage.contents import list_files
-from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import StagedFiles
+from tests.train.runs import fit
+from tests.train.storage.user_directories import content as files_in
+
+
+def save_second_report() -> None:
+    train.report({"loss": 1.0})
+    with train.checkpoint_dir() as path:
+        (path / "deep").mkdir()
+        (path / "model.pt").write_text("weights")
+        (path / "deep" / "state").write_text("state")
+        train.report({"loss": 0.5}, checkpoint=path)
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Return a committed checkpoint with checksums."""
+    checkpoint = fit(save_second_report, tmp_path_factory.mktemp("storage")).checkpoint
+    assert checkpoint is not None
+    assert ".drawbar-checksums.json" in os.listdir(checkpoint)
+    return checkpoint
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
-    """Return a committed checkpoint with checksums."""
-    run = RunDirectory(tmp_path / "run")
-    run.create_directories()
-    staged = run.staging.make_directory("rank_0")
-    (staged / "deep").mkdir()
-    (staged / "model.pt").write_text("weights")
-    (staged / "deep" / "state").write_text("state")
-    staged_files = [StagedFiles(staged, list_files(staged))]
-    manifest = Manifest(
-        name="c",
-        index=4,
-        attempt=1,
-        run_id="ab",
-        world_size=2,
-        time=time.time(),
-        metrics={"loss": 0.5},
-    ).with_files(staged_files[0].files)
-    run.checkpoints.commit(
-        CheckpointDraft(manifest=manifest, staged_files=staged_files, durable=False)
-    )
-    run.checkpoints.write_checksums("c")
-    return run.checkpoints.get_checkpoint("c")
-
-
-def files_in(path: str | os.PathLike[str]) -> dict[str, str]:
-    return {file.path: (Path(path) / file.path).read_text() for file in list_files(Path(path))}
+def checkpoint(committed: Checkpoint, tmp_path: Path) -> Checkpoint:
+    """Return a copy of the committed checkpoint, which the test may change."""
+    return Checkpoint(shutil.copytree(committed, tmp_path / "run" / "checkpoint"))
 
 
 CONTENT = {"model.pt": "weights", "deep/state": "state"}
@@ -189,7 +180,7 @@ def test_manifest_lists_committed_files_and_metrics(checkpoint: Checkpoint, tmp_
         ("deep/state", 5),
         ("model.pt", 7),
     ]
-    assert (manifest.nbytes, manifest.index, manifest.metrics) == (12, 4, {"loss": 0.5})
+    assert (manifest.nbytes, manifest.index, manifest.metrics) == (12, 1, {"loss": 0.5})
     assert Checkpoint(tmp_path).manifest is None
 
 

@@ -32,7 +32,6 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._worker.node_local_storage import MAX_TRANSFER_BYTES
 
 if TYPE_CHECKING:
     from tests.train.conftest import Drivers
@@ -105,7 +104,7 @@ def function() -> list[str]:
 def report_too_large() -> None:
     with train.checkpoint_dir() as path:
         with open(path / f"part_{train.get_context().get_world_rank()}", "wb") as sparse:
-            sparse.truncate(MAX_TRANSFER_BYTES + 1)
+            sparse.truncate(1_000_000_001)
         train.report({}, checkpoint=path)
 
 
@@ -183,10 +182,7 @@ def output(unshared_path: Path, drivers: Drivers) -> Output:
 
 def test_node_local_checkpoint_over_size_limit_raises(unshared_path: Path, output: Output) -> None:
     assert "StorageError: rank_" in output.out, output.err
-    assert (
-        f"saved 1 GB ({MAX_TRANSFER_BYTES + 1} bytes) for checkpoint checkpoint_000000"
-        in output.out
-    )
+    assert "saved 1 GB (1000000001 bytes) for checkpoint checkpoint_000000" in output.out
     assert f"does not share {unshared_path}/large with the driver's node" in output.out
     assert "The run ends: it would fail again in the same way" in output.out
     assert Result.from_path(unshared_path / "large").checkpoint is None

@@ -26,7 +26,6 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._storage.run_directory import open_run_directory
 from drawbar.train.testing import run_in_threads
 
 
@@ -116,11 +115,27 @@ def get_result_arguments(storage: dict[str, Any]) -> dict[str, Any]:
     return {"path": path, "storage_filesystem": storage.get("storage_filesystem")}
 
 
-def read_journal(storage: dict[str, Any]) -> bytes:
+def get_run_path(result: Result) -> str:
+    """Return the path of the run on its filesystem."""
+    assert result.checkpoint is not None
+    return result.checkpoint.path.rpartition("/")[0]
+
+
+def read_journal(result: Result) -> bytes:
     """Return the journal in the storage."""
-    journal = open_run_directory(*get_result_arguments(storage).values()).run_files.read_journal()
-    assert journal is not None
-    return journal
+    with result.filesystem.open_input_stream(f"{get_run_path(result)}/journal.jsonl") as stream:
+        return bytes(stream.read())
+
+
+def write_journal(result: Result, journal: bytes) -> None:
+    """Replace the journal in the storage."""
+    with result.filesystem.open_output_stream(f"{get_run_path(result)}/journal.jsonl") as stream:
+        stream.write(journal)
+
+
+def get_work_directory() -> Path:
+    """Training function that returns the work directory of its run on this machine."""
+    return Path(train.get_context().get_storage())
 
 
 def test_remote_run_stores_checkpoints_metrics_and_logs(storage: dict[str, Any]) -> None:
@@ -160,25 +175,22 @@ def test_remote_trainer_is_restored_on_another_machine(
 def test_local_journal_that_continues_the_remote_one_is_used(
     storage: dict[str, Any],
 ) -> None:
-    result = fit(three_steps(), storage)
-    newest = read_journal(storage)
-    directory = open_run_directory(*get_result_arguments(storage).values())
-    directory.create_directories()
-    directory.journal_path.write_bytes(newest)  # as a killed driver leaves it
-    assert result.checkpoint is not None
-    run_path = result.checkpoint.path.rpartition("/")[0]
-    with result.filesystem.open_output_stream(f"{run_path}/journal.jsonl") as stream:
-        stream.write(b"".join(newest.splitlines(keepends=True)[:3]))
+    def function() -> Path:
+        three_steps()()
+        return get_work_directory()
+
+    result = fit(function, storage)
+    newest = read_journal(result)
+    work_directory: Path = result.return_value
+    work_directory.mkdir(parents=True)
+    (work_directory / "journal.jsonl").write_bytes(newest)  # as a killed driver leaves it
+    write_journal(result, b"".join(newest.splitlines(keepends=True)[:3]))
     assert Result.from_path(**get_result_arguments(storage)).metrics == {"step": 2}
 
 
 def test_resume_with_truncated_remote_journal_continues_it(storage: dict[str, Any]) -> None:
     result = fit(three_steps(), storage)
-    assert result.checkpoint is not None
-    run_path = result.checkpoint.path.rpartition("/")[0]
-    truncated = read_journal(storage)[:-20]
-    with result.filesystem.open_output_stream(f"{run_path}/journal.jsonl") as stream:
-        stream.write(truncated)
+    write_journal(result, read_journal(result)[:-20])
     fit(lambda: None, storage)
     outcomes = [
         attempt.outcome
@@ -206,31 +218,37 @@ def test_runs_with_same_path_on_two_filesystems_are_separate(tmp_path: Path) -> 
     assert Result.from_path(**get_result_arguments(first)).metrics == {"step": 1}
 
 
-def test_work_directory_depends_on_endpoint_but_not_credentials(work_directories: Path) -> None:
-    def get_work_directory(port: int, key: str) -> Path:
+@pytest.mark.usefixtures("s3")
+def test_work_directory_depends_on_endpoint_but_not_credentials(s3_port: int) -> None:
+    storage_path = f"bucket/{uuid.uuid4().hex}"
+
+    def run(host: str, key: str) -> Path:
         filesystem = S3FileSystem(
-            access_key=key, secret_key=key, endpoint_override=f"127.0.0.1:{port}", region="r"
+            access_key=key,
+            secret_key=key,
+            endpoint_override=f"{host}:{s3_port}",
+            scheme="http",
+            region="us-east-1",
         )
-        return open_run_directory("bucket/run", filesystem).local_path
+        storage = {"storage_path": storage_path, "storage_filesystem": filesystem}
+        directory: Path = fit(get_work_directory, storage).return_value
+        return directory
 
-    assert (
-        get_work_directory(1, "key")
-        == get_work_directory(1, "other")
-        != get_work_directory(2, "key")
-    )
-    assert not work_directories.exists()
+    assert run("127.0.0.1", "key") == run("127.0.0.1", "other") != run("localhost", "key")
 
 
-def test_work_directory_with_empty_client_kwargs_is_the_default(work_directories: Path) -> None:
-    def get_work_directory(**settings: Any) -> Path:
-        return open_run_directory("bucket/run", fsspec.filesystem("memory", **settings)).local_path
+def test_work_directory_with_empty_client_kwargs_is_the_default() -> None:
+    storage_path = uuid.uuid4().hex
 
-    assert (
-        get_work_directory(client_kwargs=None)
-        == get_work_directory(client_kwargs={})
-        == get_work_directory()
-    )
-    assert get_work_directory(client_kwargs={"endpoint_url": "http://here"}) != get_work_directory()
+    def run(**settings: Any) -> Path:
+        filesystem = fsspec.filesystem("memory", **settings)
+        storage = {"storage_path": storage_path, "storage_filesystem": filesystem}
+        directory: Path = fit(get_work_directory, storage).return_value
+        return directory
+
+    default = run()
+    assert run(client_kwargs=None) == run(client_kwargs={}) == default
+    assert run(client_kwargs={"endpoint_url": "http://here"}) != default
 
 
 def test_retention_deletes_remote_checkpoints(storage: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import select
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,12 +31,7 @@ from drawbar.train import (
     UserCallback,
     WorkerGroupError,
 )
-from drawbar.train._history import report_log
-from drawbar.train._storage import journal_file
-from drawbar.train._storage import retries as retry
-from drawbar.train._storage.contents import FileEntry
-from drawbar.train._storage.filesystem import to_pyarrow
-from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train.runs import find_run
 from drawbar.train.testing import FAULT_POINTS, check_run, kill_at, run_in_threads
 from tests.train.storage.faulty_storage import (
     ASYNC,
@@ -137,14 +131,22 @@ def test_resume_with_unavailable_store_raises_instead_of_starting_again(tmp_path
     assert content(result.checkpoint) == "1"
 
 
-def test_list_files_of_unavailable_store_is_retried_and_raises() -> None:
+def test_checkpoint_in_unavailable_store_is_retried_and_raises(tmp_path: Path) -> None:
     storage = Unavailable()
-    directory = RemotePath(tempfile.mkdtemp(), to_pyarrow(storage))
-    directory.write("a/b", b"1")
+    saved = fit(two_steps, tmp_path, storage).checkpoint
+    assert saved is not None
+    checkpoint, run = Checkpoint(saved.path, storage), find_run(tmp_path / "far" / "run", storage)
     storage.num_failures = 1
-    assert directory.list_files() == (FileEntry("a/b", 1),)
+    checkpoint.verify()
+    storage.num_failures = 1
+    assert content(checkpoint) == "1"
     storage.num_failures = 1_000_000
-    for call in (directory.list_files, directory.list_directories, partial(directory.read, "a/b")):
+    for call in (
+        partial(checkpoint.to_directory, tmp_path / "copy"),
+        checkpoint.get_metadata,
+        partial(Result.from_path, tmp_path / "far" / "run", storage),
+        run.list_checkpoints,
+    ):
         with pytest.raises(OSError, match="503"):
             call()
 
@@ -170,12 +172,6 @@ def test_failed_manifest_write_fails_the_run(tmp_path: Path) -> None:
     with pytest.raises(ControllerError, match=r"checkpoint_000001/\.drawbar\.json failed: full"):
         fit(two_steps, tmp_path, Faulty(fault))
     assert content(Result.from_path(tmp_path / "far" / "run").checkpoint) == "0"
-
-
-@pytest.fixture
-def early_slow_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log the warning about a slow operation after a few milliseconds."""
-    monkeypatch.setattr(retry, "SLOW_WARNING_PERIOD_S", 0.01)
 
 
 @contextlib.contextmanager
@@ -402,16 +398,14 @@ def test_driver_killed_at_any_step_keeps_committed_checkpoints(
     assert len(list(run.glob("checkpoint_*"))) == (2 if is_committed else 1)
 
 
-def test_closed_segments_of_reports_are_uploaded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("small_files")
+def test_closed_segments_of_reports_are_uploaded_once(tmp_path: Path) -> None:
     def function() -> None:
         for step in range(12):
             for _ in range(20):
                 train.report({"step": step})
             save(str(step))
 
-    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 1000)
     written: list[str] = []
     result = fit(function, tmp_path, Faulty(lambda path: written.append(Path(path).name)))
     closed = [name for name in written if name.endswith(".jsonl.gz")]
@@ -423,9 +417,8 @@ def test_closed_segments_of_reports_are_uploaded_once(
     check_run(run)
 
 
-def test_upload_after_commit_does_not_grow_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("small_files")
+def test_upload_after_commit_does_not_grow_with_the_run(tmp_path: Path) -> None:
     sizes: list[int] = []
 
     def record_size(path: str) -> None:
@@ -437,7 +430,6 @@ def test_upload_after_commit_does_not_grow_with_the_run(
         for step in range(40):
             save(str(step))
 
-    monkeypatch.setattr(journal_file, "PART_BYTES", 1000)
     result = fit(function, tmp_path, Faulty(record_size))
     run = tmp_path / "far" / "run"
     assert len(sizes) > 20

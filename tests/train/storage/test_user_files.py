@@ -23,9 +23,6 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
-from drawbar.train._storage.contents import list_files
-from drawbar.train._storage.files import FileIdentities
-from drawbar.train._storage.staging import AssignedFiles, StagingArea
 from drawbar.train.testing import run_in_threads
 from tests.train.runs import fit
 from tests.train.storage.user_directories import content, write
@@ -307,21 +304,6 @@ def test_shared_directory_refilled_during_deletion_keeps_new_files(tmp_path: Pat
     assert not source.exists()
 
 
-def test_remove_unchanged_keeps_replaced_files(tmp_path: Path) -> None:
-    source = write(tmp_path / "source", model="1", optimizer="1")
-    write(source / "deep", weights="1")
-    (source / "link").symlink_to("deep")
-    identities = FileIdentities.capture(source, list_files(source))
-    shutil.rmtree(source)
-    write(source, model="2")
-    (source / "deep").mkdir()
-    identities.remove_unchanged(was_moved=False)
-    assert content(source) == {"model": "2"}
-    assert (source / "deep").is_dir()
-    FileIdentities.capture(source, list_files(source)).remove_unchanged(was_moved=False)
-    assert not source.exists()
-
-
 def test_moved_directory_gets_permissions_of_run(tmp_path: Path) -> None:
     def function() -> None:
         source = tempfile.mkdtemp(dir=tmp_path)
@@ -331,22 +313,6 @@ def test_moved_directory_gets_permissions_of_run(tmp_path: Path) -> None:
     checkpoint = fit(function, tmp_path).checkpoint
     assert checkpoint is not None
     assert Path(checkpoint.path).stat().st_mode == (tmp_path / "run" / "logs").stat().st_mode
-
-
-@pytest.mark.parametrize("links", [False, True])
-def test_files_added_while_directory_is_moved_are_kept(tmp_path: Path, links: bool) -> None:
-    source, staging = write(tmp_path / "source", model="m"), StagingArea(tmp_path / ".staging")
-    staging.path.mkdir()
-    if links:
-        (source / "link").symlink_to(write(tmp_path / "far", x="x") / "x")
-    assigned = AssignedFiles(source, list_files(source), "rank_0", "c", should_move=True)
-    write(source / "deep", late="l")
-    staging_directory = staging.stage_moved(assigned, attempt=0)
-    assert staging.find_moved(source, "c", attempt=0) == staging_directory
-    assert staging.find_moved(source, "c", attempt=1) is None
-    late = {"deep/late": "l"}
-    assert content(staging_directory) == {"model": "m", **({"link": "x"} if links else late)}
-    assert (content(source) if source.exists() else {}) == (late if links else {})
 
 
 def test_files_added_while_directory_is_uploaded_are_kept(tmp_path: Path) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from drawbar.train._storage.contents import METADATA_FILE, list_files
+ADDED_FILES = {
+    ".drawbar.json",
+    ".drawbar-checksums.json",
+    ".drawbar-validation.json",
+    ".metadata.json",
+}
+"""Files that Drawbar adds to a checkpoint."""
 
 
 def write(directory: Path, **files: str) -> Path:
@@ -16,5 +23,10 @@ def write(directory: Path, **files: str) -> Path:
 
 
 def content(path: Any) -> dict[str, str]:
-    files = [file.path for file in list_files(Path(path)) if file.path != METADATA_FILE]
-    return {file: (Path(path) / file).read_text(errors="replace") for file in files}
+    """Return the text of each file of the user, also of those below links to directories."""
+    files = {
+        str(Path(parent, name).relative_to(path)): Path(parent, name).read_text(errors="replace")
+        for parent, _, names in os.walk(path, followlinks=True)
+        for name in names
+    }
+    return {name: text for name, text in files.items() if name not in ADDED_FILES}

@@ -1,17 +1,20 @@
-"""Tests of directory listings: links, unsupported entries, and files of other ranks."""
+"""Tests of directories: listings, sizes, moves into the staging area, and deletions."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drawbar.train._storage.contents import list_files
+from drawbar.train._storage.contents import format_exact_size, format_size, list_files
+from drawbar.train._storage.files import FileIdentities
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import hold_file_lock
+from drawbar.train._storage.staging import AssignedFiles, StagingArea, hold_file_lock
+from tests.train.storage.user_directories import content, write
 
 
 @pytest.fixture
@@ -91,3 +94,56 @@ def has_waiters(lock: Path) -> bool:
     inode = f":{lock.stat().st_ino} "
     lines = Path("/proc/locks").read_text().splitlines()
     return any("->" in line and inode in line for line in lines)
+
+
+def test_remove_unchanged_keeps_replaced_files(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", model="1", optimizer="1")
+    write(source / "deep", weights="1")
+    (source / "link").symlink_to("deep")
+    identities = FileIdentities.capture(source, list_files(source))
+    shutil.rmtree(source)
+    write(source, model="2")
+    (source / "deep").mkdir()
+    identities.remove_unchanged(was_moved=False)
+    assert content(source) == {"model": "2"}
+    assert (source / "deep").is_dir()
+    FileIdentities.capture(source, list_files(source)).remove_unchanged(was_moved=False)
+    assert not source.exists()
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_files_added_while_directory_is_moved_are_kept(tmp_path: Path, links: bool) -> None:
+    source, staging = write(tmp_path / "source", model="m"), StagingArea(tmp_path / ".staging")
+    staging.path.mkdir()
+    if links:
+        (source / "link").symlink_to(write(tmp_path / "far", x="x") / "x")
+    assigned = AssignedFiles(source, list_files(source), "rank_0", "c", should_move=True)
+    write(source / "deep", late="l")
+    staging_directory = staging.stage_moved(assigned, attempt=0)
+    assert staging.find_moved(source, "c", attempt=0) == staging_directory
+    assert staging.find_moved(source, "c", attempt=1) is None
+    late = {"deep/late": "l"}
+    assert content(staging_directory) == {"model": "m", **({"link": "x"} if links else late)}
+    assert (content(source) if source.exists() else {}) == (late if links else {})
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_400, "999 kB"),
+        (999_900, "1 MB"),
+        (1_234_567, "1.23 MB"),
+        (3_100_000_000, "3.1 GB"),
+        (5 * 10**12, "5 TB"),
+        (5 * 10**15, "5e+03 TB"),
+    ],
+)
+def test_format_size_uses_suitable_unit(nbytes: int, expected: str) -> None:
+    assert format_size(nbytes) == expected
+
+
+def test_format_exact_size_includes_byte_count() -> None:
+    assert (format_exact_size(5), format_exact_size(90_000)) == ("5 bytes", "90 kB (90000 bytes)")
