@@ -200,7 +200,9 @@ def test_worker_that_cannot_handle_a_command_is_restarted(run_config: RunConfig)
             train.report({}, checkpoint=path)
         return context.get_attempt()
 
-    assert fit(function, run_config, num_workers=2, max_failures=1).return_values == [1, 1]
+    result = fit(function, run_config, num_workers=2, max_failures=1)
+    assert result.return_values == [1, 1]
+    assert "from_storage_path" in result.timeline.attempts[0].outcome
 
 
 def test_reports_without_checkpoints_do_not_wait_for_other_ranks(run_config: RunConfig) -> None:
