@@ -138,7 +138,10 @@ class _BrokenConfig(BackendConfig):
 
 def test_backend_on_start_that_raises_fails_the_start(run_config: RunConfig) -> None:
     trainer = DataParallelTrainer(
-        lambda: None, backend_config=_BrokenConfig(), run_config=run_config
+        lambda: None,
+        backend_config=_BrokenConfig(),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
     )
     with pytest.raises(ControllerError, match="the tracker has no address"):
         trainer.fit()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,16 +34,11 @@ class DyingConfig(BackendConfig):
         return self.end
 
 
-def kill_with(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("end", "cause"),
     [
         (partial(os._exit, 3), "exited with code 3"),
-        (partial(kill_with, signal.SIGKILL), "killed by SIGKILL"),
         (partial(ctypes.string_at, 0), "killed by SIGSEGV"),
     ],
 )

@@ -190,15 +190,13 @@ def test_stop_with_function_returning_without_checkpoint_ends_the_run(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("num_workers", [0, 1])
 def test_validation_of_killed_driver_is_rerun_on_resume(
     tmp_path: Path,
     drivers: Drivers,
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
-    num_workers: int,
 ) -> None:
-    with drivers(make_waiting_program(tmp_path, pipe, num_workers)) as driver:
+    with drivers(make_waiting_program(tmp_path, pipe, num_workers=1)) as driver:
         pid = int(*pipe.receive())
         driver.kill()
         driver.wait()

@@ -142,7 +142,7 @@ def test_console_shows_cleanup_output_of_rank_0_after_failure_or_stop(
 
     run = DataParallelTrainer(
         function,
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=1 if should_stop else 2),
         run_config=RunConfig(name="run", storage_path=tmp_path),
     ).start()
     assert pipe.receive() == ["here"]
