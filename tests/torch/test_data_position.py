@@ -302,14 +302,3 @@ def test_data_loader_resume_keeps_length_of_complete_epoch(run_config: RunConfig
         return len(loader)
 
     assert restarted(function, run_config) == 4
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_data_loader_after_worker_kill_yields_each_sample_once(
-    fit: Callable[..., Result], run_config: RunConfig
-) -> None:
-    config = replace(run_config, failure_config=FailureConfig(max_failures=1))
-    function = walk(lambda: shuffled(num_workers=1), 16, 23, kill)
-    result = fit(function, num_workers=2, run_config=config)
-    assert result.return_values[0][-1] != result.return_values[1][-1]
-    assert everything(result) == list(range(SAMPLES))

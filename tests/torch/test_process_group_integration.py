@@ -81,42 +81,21 @@ def test_process_group_can_be_recreated_by_script(fit: Callable[..., Result]) ->
     assert fit(function, num_workers=2).return_values == [[2, 2], [2, 2]]
 
 
-def test_collective_after_failure_of_other_rank_raises(fit: Callable[..., Result]) -> None:
-    with pytest.raises(WorkerGroupError) as raised:
-        fit(lambda: train_until(boom), num_workers=2)
-    assert raised.value.failures[0].headline().startswith("rank 1: ValueError: boom")
-
-
-def test_collective_after_return_of_other_rank_raises(fit: Callable[..., Result]) -> None:
-    with pytest.raises(WorkerGroupError) as raised:
-        fit(lambda: train_until(lambda: None), num_workers=2)
-    assert raised.value.failures[0].rank == 0
-    assert "another rank failed or left its training function" in str(raised.value)
-
-
-def test_collective_with_group_in_default_arguments_raises(fit: Callable[..., Result]) -> None:
-    """These modules use the group as a default argument if it exists when they are imported."""
-
-    def function() -> None:
-        collective.barrier()
-        importlib.import_module("torch.distributed.nn.functional")
-        importlib.import_module("torch.distributed.fsdp.sharded_grad_scaler")
-        train_until(boom)
-
-    with pytest.raises(WorkerGroupError) as raised:
-        fit(function, num_workers=2)
-    assert raised.value.failures[0].headline().startswith("rank 1: ValueError: boom")
-
-
 @pytest.mark.usefixtures("patient_restarts")
-@pytest.mark.parametrize("leave", [boom, kill])
+@pytest.mark.parametrize(
+    ("leave", "reason"), [(boom, "rank 1: ValueError: boom"), (kill, "rank 1: worker process died")]
+)
 def test_surviving_worker_joins_new_process_group(
-    fit: Callable[..., Result], run_config: RunConfig, leave: Callable[[], None]
+    fit: Callable[..., Result], run_config: RunConfig, leave: Callable[[], None], reason: str
 ) -> None:
+    """Some modules of PyTorch use the group as a default argument if it exists at their import."""
+
     def function() -> tuple[bool, float]:
         context = get_context()
         if context.get_attempt() == 0:
             context.cache["kept"] = True
+            importlib.import_module("torch.distributed.nn.functional")
+            importlib.import_module("torch.distributed.fsdp.sharded_grad_scaler")
             train_until(leave)
         ones = torch.ones(1)
         dist.all_reduce(ones)
@@ -127,9 +106,18 @@ def test_surviving_worker_joins_new_process_group(
         storage_path=run_config.storage_path,
         failure_config=FailureConfig(max_failures=1),
     )
-    (kept, total), (_, total_1) = fit(function, num_workers=2, run_config=config).return_values
+    result = fit(function, num_workers=2, run_config=config)
+    (kept, total), (_, total_1) = result.return_values
     assert kept
     assert total == total_1 == 2.0
+    assert reason in result.timeline.attempts[0].outcome
+
+
+def test_collective_after_return_of_other_rank_raises(fit: Callable[..., Result]) -> None:
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(lambda: train_until(lambda: None), num_workers=2)
+    assert raised.value.failures[0].rank == 0
+    assert "another rank failed or left its training function" in str(raised.value)
 
 
 def load_alone() -> None:
