@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from drawbar.train._history.events import (
-    AttemptStarted,
-    CheckpointCommitted,
-    RunEnded,
-    WorkersStarted,
-)
-from drawbar.train._history.live_events import LinePrinted, Notice, ReportsReceived, WorkersFailed
+from drawbar.train._history.events import AttemptStarted, CheckpointCommitted, WorkersStarted
+from drawbar.train._history.live_events import ReportsReceived
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
-
-__all__ = [
-    "LinePrinted",
-    "Notice",
-    "RunEnded",
-    "WorkersFailed",
-    "attempt_started",
-    "committed",
-    "reported",
-    "workers_started",
-]
 
 
 def attempt_started(number: int, checkpoint: str | None = None) -> AttemptStarted:

@@ -16,12 +16,12 @@ import nbclient
 import nbformat
 import pytest
 
+from drawbar.train import WorkerFailure
 from drawbar.train._console.console import Console
 from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
 from drawbar.train._history.events import RunEnded
 from drawbar.train._history.live_events import BytesWritten, LinePrinted, Notice, WorkersFailed
 from drawbar.train._protocol.messages import OutputLine
-from drawbar.train._worker_failure import WorkerFailure
 from tests.train.event_factories import attempt_started, committed, reported, workers_started
 
 FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")
@@ -30,8 +30,10 @@ RUN_SCRIPT = """
 import logging
 from drawbar.train._console.console import Console
 from drawbar.train._console.displays import DisplayStatus
+from drawbar.train._history.events import RunEnded
+from drawbar.train._history.live_events import LinePrinted
 from drawbar.train._protocol.messages import OutputLine
-from tests.train.event_factories import *
+from tests.train.event_factories import committed, reported, workers_started
 
 console = Console(logging.INFO, "/runs/mnist")
 console.on_event(workers_started(2))
@@ -302,7 +304,8 @@ def test_terminal_display_keeps_live_line_below_user_lines() -> None:
 NARROWED = """
 import os, termios, threading
 from drawbar.train._console.console import Console
-from tests.train.event_factories import *
+from drawbar.train._history.events import RunEnded
+from tests.train.event_factories import reported, workers_started
 
 drawn = threading.Semaphore(0)
 
