@@ -13,21 +13,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import os, sys
 import drawbar.train
-from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_context
+from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 
 def train_func():
-    return drawbar.train.__file__, get_context().get_world_rank()
+    return drawbar.train.__file__
 
 if __name__ == "__main__":
-    result = DataParallelTrainer(
-        train_func,
-        scaling_config=ScalingConfig(num_workers=int(sys.argv[1])),
-        run_config=RunConfig(name="run" + sys.argv[1], storage_path="runs"),
-    ).fit()
-    for value in result.return_values:
-        print(*value)
+    for num_workers in (0, 1):
+        result = DataParallelTrainer(
+            train_func,
+            scaling_config=ScalingConfig(num_workers=num_workers),
+            run_config=RunConfig(name=f"run{num_workers}", storage_path="runs"),
+        ).fit()
+        print(result.return_value)
 """
 
 
@@ -77,14 +76,12 @@ def test_wheel_contains_all_packages_with_types_and_no_tests(wheel: Path) -> Non
     assert sum(name.endswith(".py") for name in names) == len(sources)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_wheel_runs_training_from_another_directory(
-    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "train.py").write_text(SCRIPT)
-    lines = run(python, "train.py", str(num_workers), cwd=tmp_path).splitlines()
-    installed = python.parents[1]
-    assert [line.split()[1] for line in lines] == [str(rank) for rank in range(max(num_workers, 1))]
-    assert all(line.startswith(str(installed)) for line in lines)
+    lines = run(python, "train.py", cwd=tmp_path).splitlines()
+    assert len(lines) == 2  # of a run in this process, and of one on a worker
+    assert all(line.startswith(str(python.parents[1])) for line in lines)

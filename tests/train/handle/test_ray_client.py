@@ -76,7 +76,7 @@ class SendsHostPid(UserCallback):
 
 
 def trainer(
-    function: Callable[[], Any], storage: Path, name: str, *, num_workers: int = 2, **options: Any
+    function: Callable[[], Any], storage: Path, name: str, *, num_workers: int = 1, **options: Any
 ) -> DataParallelTrainer:
     return DataParallelTrainer(
         function,
@@ -110,7 +110,7 @@ def check_objects_and_actors(storage: Path) -> None:
         values = ray.get([captured, named.hello.remote(), by_name.hello.remote()])
         return [*values, ray.put("created")]
 
-    *values, reference = trainer(function, storage, "objects").fit().return_values[1]
+    *values, reference = trainer(function, storage, "objects").fit().return_value
     assert values == ["captured", "hello", "hello"]
     assert ray.get(reference) == "created"
 
@@ -132,7 +132,7 @@ def test_ray_client_fit_returns_results_and_objects(
     def main() -> None:
         ray.init(server, namespace="mine")
         check_objects_and_actors(tmp_path)
-        result = trainer(function, tmp_path, "run").fit()
+        result = trainer(function, tmp_path, "run", num_workers=2).fit()
         assert result.return_values == [0, 10]
         assert result.metrics == {"step": 1}
         assert result.checkpoint is not None
@@ -164,9 +164,9 @@ def test_ray_client_ctrl_c_stops_run_but_not_detached_run(
 
     def main() -> None:
         ray.init(server)
-        trainer(function, tmp_path, "detached", num_workers=1, detached=True).start()
+        trainer(function, tmp_path, "detached", detached=True).start()
         try:
-            trainer(function, tmp_path, "run", num_workers=1).fit()
+            trainer(function, tmp_path, "run").fit()
         except UserAbort as abort:
             print(abort)
 
@@ -202,6 +202,6 @@ def test_ray_client_sigkill_ends_run(
         trainer(function, tmp_path, "run", callbacks=[callback]).fit()
 
     with drivers(main, **NO_TOKEN) as driver:
-        pids = [int(pipe.receive()[1]) for _ in range(3)]
+        pids = [int(pipe.receive()[1]) for _ in range(2)]
         driver.kill()
         wait_until_gone(pids, seconds=15)  # Ray itself waits 30 s for a client
