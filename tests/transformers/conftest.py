@@ -99,12 +99,19 @@ def on_ray(trainer: Any, die_at: int | None = None) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             context = train.get_context()
             now = context.get_attempt(), context.get_world_rank(), state.global_step
-            if now == (0, 1, die_at):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if now == (0, context.get_world_size() - 1, die_at):
+                die()
 
     trainer.add_callback(RayTrainReportCallback())
     trainer.add_callback(Kill())
     return prepare_trainer(trainer)
+
+
+def die() -> None:
+    """Kill this worker, or raise an error in local mode."""
+    if train.get_context().get_world_size() == 1:
+        raise RuntimeError("killed")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def losses(trainer: Any) -> dict[int, float]:
