@@ -110,7 +110,12 @@ class Chaos:
         make_link_targets(folder)
         self._cluster: Any = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 0, "_system_config": QUICK_TO_GIVE_UP},
+            head_node_args={
+                "num_cpus": 0,
+                "include_dashboard": False,
+                "no_monitor": True,  # of an autoscaler
+                "_system_config": QUICK_TO_GIVE_UP,
+            },
         )
         self._nodes = [self._cluster.add_node(num_cpus=CPUS_PER_NODE) for _ in range(NODES)]
         ray.init(address=self._cluster.address, logging_level=logging.ERROR, log_to_driver=False)

@@ -30,6 +30,7 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
 )
+from drawbar.train.backend import get_node_address, get_worker_address
 from tests import _ray_compat
 from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
@@ -157,6 +158,7 @@ def environments(
             "ranks": {name: getattr(context, get)() for name, get in RANK_VARIABLES.items()},
             "module": beside.VALUE,
             "file": Path("table.csv").read_text(),
+            "addresses": [get_worker_address(), get_node_address()],
         }
 
     def main() -> None:
@@ -166,7 +168,9 @@ def environments(
         config = RunConfig(name="run", storage_path=project, forward_env=["MY_*"])
         result = fit(get_environment, config, scaling_config=scaling)
         assert ray.get_runtime_context().gcs_address == bare_cluster
-        (project / "seen.json").write_text(json.dumps(result.return_values))
+        (node,) = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
+        seen = [values | {"node": node["NodeManagerAddress"]} for values in result.return_values]
+        (project / "seen.json").write_text(json.dumps(seen))
 
     drivers.run(
         main,
@@ -209,6 +213,15 @@ def test_worker_env_limits_threads_to_cpus(worker: dict[str, Any]) -> None:
 
 def test_worker_env_has_torchrun_variables(worker: dict[str, Any]) -> None:
     assert {name: int(worker["environ"][name]) for name in RANK_VARIABLES} == worker["ranks"]
+
+
+def test_worker_address_on_one_node_is_loopback(worker: dict[str, Any]) -> None:
+    assert worker["addresses"] == ["127.0.0.1", worker["node"]]
+
+
+def test_worker_address_outside_training_function_raises() -> None:
+    with pytest.raises(RuntimeError):
+        get_worker_address()
 
 
 class SharingBackend(Backend):

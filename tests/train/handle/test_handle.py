@@ -200,7 +200,7 @@ def test_attach_with_empty_name_raises() -> None:
         train.attach("")
 
 
-@pytest.mark.parametrize("ending", [0, 1])
+@pytest.mark.parametrize(("ending", "num_workers"), [(0, 1), (1, 0)])
 def test_program_exit_stops_run(
     run_config: RunConfig,
     tmp_path: Path,
@@ -208,13 +208,14 @@ def test_program_exit_stops_run(
     pipe: Pipe,
     wait_until_gone: Callable[..., None],
     ending: int,
+    num_workers: int,
 ) -> None:
     def function() -> None:
         pipe.send(os.getpid())
         wait_forever()
 
     def main() -> None:
-        trainer(function, run_config, num_workers=1).start()
+        trainer(function, run_config, num_workers).start()
         pipe.send("started")
         (tmp_path / "go").read_text()
         if ending:
