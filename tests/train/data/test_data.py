@@ -31,11 +31,8 @@ from drawbar.train import (
     TrainingFailedError,
     collective,
 )
-from drawbar.train._data import split
-from drawbar.train._data.shard import DatasetShard
-from drawbar.train._row_positions import UnevenRows
-from drawbar.train._worker_group import cluster
 from drawbar.train.backend import set_tune_trial
+from tests.train.data.shards import make_shards, wait_briefly_for_cpus
 from tests.train.rank_data_probe import save
 
 if TYPE_CHECKING:
@@ -197,27 +194,27 @@ def test_data_config_subclass_splits_with_configure(run_config: RunConfig) -> No
 
 
 def test_data_config_subclass_with_uneven_shards_raises_without_keep() -> None:
-    def shards(uneven_rows: UnevenRows) -> list[dict[str, DatasetShard]]:
-        config, nodes = OddAndEven(uneven_rows=uneven_rows), ["node"] * 2
-        return split.make_shards({"train": in_memory(5)}, config, nodes, {}, {})
-
     with pytest.raises(ValueError, match=r"OddAndEven.configure\(\) gives .*'train'\]: \[3, 2\]"):
-        shards("drop")
-    uneven = shards("keep")
-    assert [each["train"].materialize().count() for each in uneven] == [3, 2]
-    assert split.list_streamed_shards(uneven) == []
-    computed_while_read = DatasetShard(lazy(1).iterator(), uneven[0]["train"].spec)
-    assert split.list_streamed_shards([{"train": computed_while_read}]) == ["train"]
+        make_shards(in_memory(5), 2, config=OddAndEven(uneven_rows="drop"))
+    uneven = make_shards(in_memory(5), 2, config=OddAndEven(uneven_rows="keep"))
+    assert [shard.materialize().count() for shard in uneven] == [3, 2]
+
+
+class Streamed(DataConfig):
+    """Replace every dataset by one that is computed when it is read."""
+
+    def configure(self, datasets: Any, world_size: int, *_: Any, **__: Any) -> Any:
+        return [{name: lazy(10).iterator() for name in datasets} for _ in range(world_size)]
 
 
 def test_stream_without_rows_for_any_rank_raises(run_config: RunConfig) -> None:
     """That it would is not known before; a rank that is given nothing would wait for the others."""
     nobodys = lazy(3).filter(expr=col("id") == 0)
-    shards = split.make_shards({"train": nobodys}, DataConfig(), ["node"] * 2, {}, {})
+    shards = make_shards(nobodys, 2)
 
-    def read(by_name: dict[str, DatasetShard]) -> None:
+    def read(shard: Any) -> None:
         with pytest.raises(ValueError, match=r"fewer rows than there are workers \(2\)"):
-            list(by_name["train"].iter_rows())
+            list(shard.iter_rows())
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(read, shards))
@@ -299,16 +296,23 @@ def test_workers_without_cpu_left_for_streamed_data_raise(
         )
         values = fit(rest_of_ids, restarts, {"train": in_memory(10)}).return_values
         assert [len(each) for each in values] == [3, 3]
-        cluster._PLACEMENT_RELEASE_S = 0.1
+        wait_briefly_for_cpus()
         busy = dataclasses.replace(run_config, name="busy cluster")
         hold_cpu()
         with pytest.raises(InsufficientResourcesError, match="hold CPU=2 of the cluster's CPU=2"):
             fit(ids, busy, {"train": lazy(10)}, num_workers=1)
         hold_cpu()
         set_tune_trial(name="trial", id="1", directory="", resources=None)
-        for config in (DataConfig(), DataConfig(uneven_rows="keep"), scaled):
+        for dataset, config in (
+            (lazy(10), DataConfig()),
+            (lazy(10), DataConfig(uneven_rows="keep")),
+            (lazy(10), scaled),
+            (in_memory(10), Streamed()),
+        ):
             with pytest.raises(InsufficientResourcesError, match="max_concurrent_trials"):
-                fit(ids, busy, {"train": lazy(10)}, num_workers=0, dataset_config=config)
+                fit(ids, busy, {"train": dataset}, num_workers=0, dataset_config=config)
+        even = fit(ids, busy, {"train": in_memory(10)}, 0, OddAndEven()).return_value
+        assert sorted(even) == list(range(10))
 
     drivers.run(main)
 

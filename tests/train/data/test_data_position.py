@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -30,11 +29,9 @@ from drawbar.train import (
     TrainingFailedError,
     collective,
 )
-from drawbar.train._data import split
-from drawbar.train._data.streams import shut_down_streams
-from drawbar.train._row_positions import RowPosition, RowsRead
 from drawbar.train.backend import register_data_position
 from drawbar.train.testing import run_in_threads
+from tests.train.data.shards import make_shards, shut_down, take
 from tests.train.rank_data_probe import save, saved
 
 ROWS = 1000
@@ -113,16 +110,6 @@ def restarted(function: Callable[[], Any], config: RunConfig, times: int = 1) ->
     return run_in_threads(function, num_workers=1, run_config=config).return_value
 
 
-def take(shard: Any, rows: int) -> tuple[list[int], dict[str, Any]]:
-    """Read so many rows, or all that there are; give them and the shard's position then."""
-    ids: list[int] = []
-    for batch in shard.iter_batches(batch_size=10):
-        ids += [int(each) for each in batch["id"]]
-        if len(ids) == rows:
-            return ids, shard.encode_position()
-    return ids, shard.encode_position()
-
-
 def everything(result: Result) -> list[int]:
     """Return the ids that all ranks have read up to the checkpoint and after it."""
     ranks = result.return_values
@@ -175,26 +162,26 @@ class TestShards:
     def test_resume_over_several_world_sizes_reads_each_row_once(
         self, in_memory: bool, wait_until_gone: Callable[..., None]
     ) -> None:
-        data = {"train": lazy().materialize() if in_memory else lazy()}
-        positions: dict[str, Any] = {}
+        data = lazy().materialize() if in_memory else lazy()
+        position: Any = None
+        node_id = ray.get_runtime_context().get_node_id()
         seen: list[int] = []
         handing_out: list[int] = []
         for workers, rows in ((2, 10), (3, 20), (3, 10), (2, ROWS)):
-            nodes = [ray.get_runtime_context().get_node_id()] * workers
-            shards = split.make_shards(data, DataConfig(), nodes, positions, {})
+            shards = make_shards(data, workers, position, node_id=node_id)
             with ThreadPoolExecutor(workers) as pool:  # one thread for each rank
-                ranks = list(pool.map(lambda each, n=rows: take(each["train"], n), shards))
-            positions = {"dataset:train": ranks[0][1]}
+                ranks = list(pool.map(lambda each, n=rows: take(each, n), shards))
+            position = ranks[0][1]
             seen += chain(*(ids for ids, _ in ranks))
             handing_out += map(
-                pid_of, {each for rank in shards for each in rank["train"].split_coordinators}
+                pid_of, {each for shard in shards for each in shard.split_coordinators}
             )
-            shut_down_streams(shards)  # with rows left, but for the last ones
+            shut_down(shards)  # with rows left, but for the last ones
         assert len(handing_out) >= 4
         wait_until_gone(handing_out)
         assert not any(map(has_aborted, handing_out))
         assert len(set(seen)) == len(seen) == ROWS - 2  # 980 rows leave two over for 3 workers
-        assert positions == {"dataset:train": {"epoch": 1, "read": []}}
+        assert position == {"epoch": 1, "read": []}
 
     def test_resume_of_unsplit_dataset_on_all_workers(self, run_config: RunConfig) -> None:
         result = interrupted(run_config, 0, 2, datasets={"valid": lazy()}, name="valid")
@@ -206,18 +193,13 @@ class TestShards:
             (tmp_path / f"{file}.csv").write_text("\n".join(lines))
         shuffle = ray.data.FileShuffleConfig(seed=1)
         files = ray.data.read_csv(str(tmp_path), shuffle=shuffle, override_num_blocks=2)
-
-        def shard(positions: Any) -> Any:
-            (found,) = split.make_shards({"train": files}, DataConfig(), ["node"], positions, {})
-            return found["train"]
-
-        whole = shard({})
+        (whole,) = make_shards(files, 1)
         first, second, third = (take(whole, ROWS)[0] for _ in range(3))
         assert sorted(first) == sorted(second) == list(range(80))
         assert first != second != third
-        begun = shard({"dataset:train": {"epoch": 1, "read": []}})
+        (begun,) = make_shards(files, 1, {"epoch": 1, "read": []})
         some, position = take(begun, 30)
-        gone_on = shard({"dataset:train": position})
+        (gone_on,) = make_shards(files, 1, position)
         assert some + take(gone_on, ROWS)[0] == second
         assert take(gone_on, ROWS)[0] == third
 
@@ -251,21 +233,6 @@ class TestShards:
         assert [each["read"] for each in positions] == [
             *([[1, 10]], [[1, 200]], [[1, 10]], [], [], [[1, 1]])
         ]
-
-
-class TestRowPosition:
-    """The record itself."""
-
-    def test_advance_adds_rows_over_restarts_and_world_sizes(self) -> None:
-        position = (
-            RowPosition(3).advance(2, 100).advance(2, 50).advance(3, 7).advance(3, 0).advance(2, 1)
-        )
-        assert position == RowPosition(3, (RowsRead(2, 150), RowsRead(3, 7), RowsRead(2, 1)))
-
-    def test_row_position_survives_json(self) -> None:
-        position = RowPosition(3, (RowsRead(2, 150), RowsRead(3, 7)))
-        assert RowPosition.decode(json.loads(json.dumps(position.encode()))) == position
-        assert RowPosition.decode(None) == RowPosition()
 
 
 class TestSources:

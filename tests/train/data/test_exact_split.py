@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
@@ -25,27 +24,11 @@ from drawbar.train import (
     ScalingConfig,
     collective,
 )
-from drawbar.train._data import split
-from drawbar.train._data.indexed import compute_split_indices
+from tests.train.data.shards import make_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-
-
-def test_compute_split_indices_yields_parts_that_differ_by_one_row() -> None:
-    assert compute_split_indices(10, 3) == [3, 6]
-    assert compute_split_indices(2, 3) == [0, 1]
-    assert compute_split_indices(10, 1) == []
-
-
-def test_compute_split_indices_moves_to_nearest_group_start() -> None:
-    assert compute_split_indices(10, 2, np.array([0, 4, 7])) == [4]
-    assert compute_split_indices(10, 2, np.array([0, 1])) == [1]
-    assert compute_split_indices(10, 3, np.array([0])) == [
-        0,
-        10,
-    ]  # one group: it goes to one worker
 
 
 def test_data_config_group_column_requires_keep() -> None:
@@ -56,27 +39,21 @@ def test_data_config_group_column_requires_keep() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_materialized_split_restart_resumes_within_epoch() -> None:
     numbers = ray.data.range(23, override_num_blocks=4)
-    exact: split.MaterializedDatasets = {}
+    materialized: dict[str, Any] = {}
 
-    def shards(workers: int, position: Any = None, **options: Any) -> list[Any]:
-        positions = {"dataset:train": position} if position else {}
-        config = DataConfig(**options)
-        found = split.make_shards({"train": numbers}, config, ["node"] * workers, positions, exact)
-        return [each["train"] for each in found]
+    def shards(workers: int, position: Any = None) -> list[Any]:
+        config = DataConfig(uneven_rows="keep")
+        return make_shards(numbers, workers, position, config=config, materialized=materialized)
 
-    ranks = shards(2, uneven_rows="keep")
+    ranks = shards(2)
     begun = [iter(each.iter_rows()) for each in ranks]
     seen = [next(rows)["id"] for rows in begun for _ in range(3)]
     position = ranks[0].encode_position()
     for workers in (2, 3):  # each on its own
-        rest = shards(workers, position, uneven_rows="keep")
+        rest = shards(workers, position)
         ids = [row["id"] for shard in rest for row in shard.iter_rows()]
         assert sorted(ids + seen) == list(range(23))
-        tables = [
-            t
-            for each in shards(workers, position, uneven_rows="keep")
-            for t in each.iter_arrow_tables()
-        ]
+        tables = [t for each in shards(workers, position) for t in each.iter_arrow_tables()]
         assert [row for table in tables for row in table["id"].to_pylist()] == ids
 
 
@@ -84,9 +61,9 @@ def test_materialized_split_restart_resumes_within_epoch() -> None:
 @pytest.mark.parametrize("make", [ray.data.range, lambda rows: one(rows)])
 def test_materialized_split_with_pad_fills_shorter_shards(make: Any) -> None:
     config = DataConfig(uneven_rows="pad")
-    shards = split.make_shards({"train": make(7)}, config, ["node"] * 3, {}, {})
-    counts = [len(list(each["train"].iter_rows())) for each in shards]
-    assert counts == [len(each["train"]) for each in shards] == [3, 3, 3]
+    shards = make_shards(make(7), 3, config=config)
+    counts = [len(list(shard.iter_rows())) for shard in shards]
+    assert counts == [len(shard) for shard in shards] == [3, 3, 3]
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -94,16 +71,10 @@ def test_materialized_split_with_pad_fills_shorter_shards(make: Any) -> None:
 def test_grouped_shards_have_length_and_restart_epoch(make: Any) -> None:
     dataset = make(pd.DataFrame({"row": range(7), "group": list("babcacb")}))
     config = DataConfig(uneven_rows="keep", group_column="group")
-
-    def shards(position: Any = None) -> list[Any]:
-        positions = {"dataset:train": position} if position else {}
-        made = split.make_shards({"train": dataset}, config, ["node"] * 2, positions, {})
-        return [by_name["train"] for by_name in made]
-
-    ranks = shards()
+    ranks = make_shards(dataset, 2, config=config)
     assert [len(shard) for shard in ranks] == [2, 5]
     next(iter(ranks[1].iter_rows()))
-    restarted = shards(ranks[1].encode_position())
+    restarted = make_shards(dataset, 2, ranks[1].encode_position(), config=config)
     assert [len(list(shard.iter_rows())) for shard in restarted] == [2, 5]
 
 

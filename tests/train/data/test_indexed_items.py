@@ -11,8 +11,7 @@ from torch.utils.data import TensorDataset
 
 from drawbar import train
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
-from drawbar.train._data import split, user_datasets
-from drawbar.train._data.shard import DatasetShard
+from tests.train.data.shards import make_shards, take
 
 
 class Squares(torch.utils.data.Dataset[dict[str, Any]]):
@@ -28,27 +27,6 @@ class Squares(torch.utils.data.Dataset[dict[str, Any]]):
         return {"id": number, "square": torch.tensor(float(number**2))}
 
 
-def shards(world_size: int, position: Any = None, rows: int = 1000) -> list[DatasetShard]:
-    positions = {"dataset:train": position} if position else {}
-    of_ranks = split.make_shards(
-        user_datasets.open_datasets({"train": Squares(rows)}),
-        DataConfig(),
-        ["node"] * world_size,
-        positions,
-        {},
-    )
-    return [each["train"] for each in of_ranks]
-
-
-def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
-    seen: list[int] = []
-    for batch in shard.iter_batches(batch_size=10, **options):
-        seen += batch["id"].tolist()
-        if len(seen) == rows:
-            return seen, shard.encode_position()
-    return seen, shard.encode_position()
-
-
 @pytest.mark.parametrize(
     "shuffle", [{}, {"local_shuffle_buffer_size": 30, "local_shuffle_seed": 7}]
 )
@@ -57,7 +35,9 @@ def test_map_style_resume_resized_creates_items_once(
 ) -> None:
     position, seen = None, list[int]()
     for workers, rows in ((2, 10), (3, 20), (3, 10), (2, 1000)):
-        ranks = [take(each, rows, **shuffle) for each in shards(workers, position)]
+        ranks = [
+            take(each, rows, **shuffle) for each in make_shards(Squares(1000), workers, position)
+        ]
         position = ranks[0][1]
         seen += [each for ids, _ in ranks for each in ids]
     assert sorted(seen) == list(range(1000))
@@ -66,17 +46,14 @@ def test_map_style_resume_resized_creates_items_once(
 
 
 def test_map_style_batches_match_data_loader() -> None:
-    (shard,) = shards(1, rows=5)
+    (shard,) = make_shards(Squares(5), 1)
     batches = list(shard.iter_torch_batches(batch_size=2, drop_last=True))
     assert [batch["square"].tolist() for batch in batches] == [[0, 1], [4, 9]]
     assert [row["id"] for row in shard.iter_rows()] == [0, 1, 2, 3, 4]
-    assert len(shard.iter_torch_batches(batch_size=2)) == 3  # type: ignore[arg-type]
+    assert len(shard.iter_torch_batches(batch_size=2)) == 3
     assert shard.count() == len(shard) == 5
     pairs = TensorDataset(torch.arange(4), torch.arange(4) * 2)
-    (shard,) = (
-        each["train"]
-        for each in split.make_shards({"train": pairs}, DataConfig(), ["node"], {}, {})
-    )
+    (shard,) = make_shards(pairs, 1)
     assert [(x.tolist(), y.tolist()) for x, y in shard.iter_torch_batches(batch_size=3)] == [
         ([0, 1, 2], [0, 2, 4]),
         ([3], [6]),
@@ -124,12 +101,12 @@ def test_map_style_worker_without_torch_import_creates_batches(run_config: RunCo
 def test_map_style_with_columns_option_raises() -> None:
     config = DataConfig(uneven_rows="keep", group_column="id")
     with pytest.raises(ValueError, match=r"with columns, but .* is a PyTorch dataset \(Squares\)"):
-        split.make_shards({"train": Squares(3)}, config, ["node"], {}, {})
+        make_shards(Squares(3), 1, config=config)
 
 
 def test_map_style_shuffle_gives_each_worker_a_random_sample() -> None:
     config = DataConfig(uneven_rows="keep", datasets_to_shuffle=["train"])
-    of_ranks = split.make_shards({"train": Squares(1000)}, config, ["node"] * 2, {}, {})
-    parts = [[row["id"] for row in each["train"].iter_rows()] for each in of_ranks]
+    shards = make_shards(Squares(1000), 2, config=config)
+    parts = [[row["id"] for row in shard.iter_rows()] for shard in shards]
     assert sorted(parts[0] + parts[1]) == list(range(1000))
     assert sum(parts[0]) / 500 == pytest.approx(500, rel=0.1)

@@ -18,9 +18,7 @@ from ray.data.preprocessors import MaxAbsScaler
 
 from drawbar import train
 from drawbar.train import DataConfig, DataParallelTrainer, RunConfig, ScalingConfig
-from drawbar.train._data import split, user_datasets
-from drawbar.train._data.shard import DatasetShard
-from drawbar.train._row_positions import UnevenRows, split_rows
+from tests.train.data.shards import make_shards, take
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
@@ -68,33 +66,15 @@ def test_all_table_types_are_split_equally_without_free_cpus(
         assert found == dict.fromkeys(NAMES, halves[rank]) | {"valid": list(range(5))}
 
 
-def shards(table: Any, world_size: int, position: Any = None, **options: Any) -> list[DatasetShard]:
-    """Every rank's shard of one table."""
-    positions = {"dataset:train": position} if position else {}
-    opened = user_datasets.open_datasets({"train": table})
-    of_ranks = split.make_shards(
-        opened, DataConfig(**options), ["node"] * world_size, positions, {}
-    )
-    return [each["train"] for each in of_ranks]
-
-
-def take(shard: Any, rows: int, **options: Any) -> tuple[list[int], Any]:
-    """Read so many rows, or all that there are; give them and the shard's position then."""
-    seen: list[int] = []
-    for batch in shard.iter_batches(batch_size=10, **options):
-        seen += [int(each) for each in batch["id"]]
-        if len(seen) == rows:
-            return seen, shard.encode_position()
-    return seen, shard.encode_position()
-
-
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("to_split", "lengths"), [("all", (50, 5)), (["valid"], (100, 5))])
 def test_table_split_follows_datasets_to_split(to_split: Any, lengths: tuple[int, int]) -> None:
-    tables = user_datasets.open_datasets({"train": frame(100), "valid": frame(10)})
     config = DataConfig(datasets_to_split=to_split)
-    of_ranks = split.make_shards(tables, config, ["node"] * 2, {}, {})
-    assert [(len(each["train"]), len(each["valid"])) for each in of_ranks] == [lengths] * 2
+    trains = make_shards(frame(100), 2, config=config)
+    valids = make_shards(frame(10), 2, config=config, name="valid")
+    assert [(len(train), len(valid)) for train, valid in zip(trains, valids, strict=True)] == (
+        [lengths] * 2
+    )
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -102,7 +82,9 @@ def test_table_split_follows_datasets_to_split(to_split: Any, lengths: tuple[int
 def test_table_resumed_with_other_world_sizes_reads_each_row_once(shuffle: dict[str, int]) -> None:
     position, seen = None, list[int]()
     for workers, rows in ((2, 10), (3, 20), (3, 10), (2, 1000)):
-        ranks = [take(each, rows, **shuffle) for each in shards(frame(1000), workers, position)]
+        ranks = [
+            take(each, rows, **shuffle) for each in make_shards(frame(1000), workers, position)
+        ]
         position = ranks[0][1]
         seen += chain(*(ids for ids, _ in ranks))
     # For 3 workers, 2 of 980 rows were left out. The resize to 2 workers includes them again.
@@ -112,15 +94,15 @@ def test_table_resumed_with_other_world_sizes_reads_each_row_once(shuffle: dict[
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_seeded_shuffle_resumes_and_differs_by_epoch_and_rank() -> None:
-    whole = shards(frame(200), 2)
+    whole = make_shards(frame(200), 2)
     first, second = ([take(each, 1000, **SHUFFLE)[0] for each in whole] for _ in range(2))
     assert all(
         sorted(one) == sorted(other) and one != other
         for one, other in zip(first, second, strict=True)
     )
     assert [each - 100 for each in first[1]] != first[0]
-    begun = [take(each, 40, **SHUFFLE) for each in shards(frame(200), 2)]
-    rest = [take(each, 1000, **SHUFFLE) for each in shards(frame(200), 2, begun[0][1])]
+    begun = [take(each, 40, **SHUFFLE) for each in make_shards(frame(200), 2)]
+    rest = [take(each, 1000, **SHUFFLE) for each in make_shards(frame(200), 2, begun[0][1])]
     assert [one[0] + other[0] for one, other in zip(begun, rest, strict=True)] == first
 
 
@@ -128,7 +110,7 @@ def test_seeded_shuffle_resumes_and_differs_by_epoch_and_rank() -> None:
 def test_small_shuffle_buffer_yields_equal_batch_counts() -> None:
     """Ray Data alone makes 15 instead of 13 batches of these blocks (ray-project/ray#66085)."""
     sizes = [175, 20, 37, 28, 9, 10, 1, 1]
-    (shard,) = shards(pa.table({"id": range(sum(sizes))}), 1)
+    (shard,) = make_shards(pa.table({"id": range(sum(sizes))}), 1)
     blocks = [pa.table({"id": range(size)}) for size in sizes]
     shard._source = ray.data.from_blocks(blocks).iterator()
     sizes_of = [
@@ -142,7 +124,7 @@ def test_small_shuffle_buffer_yields_equal_batch_counts() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_table_shard_has_all_iterator_methods() -> None:
-    (shard,) = shards(frame(6), 1)
+    (shard,) = make_shards(frame(6), 1)
     assert shard.count() == len(shard) == 6
     assert shard.schema().names == ["id", "half"]
     assert shard.materialize().count() == 6
@@ -161,10 +143,8 @@ def test_table_shard_has_all_iterator_methods() -> None:
         ("keep", [[0, 1], [2, 3], [4, 5, 6]]),
     ],
 )
-def test_uneven_rows_sets_rows_of_each_rank(
-    uneven_rows: UnevenRows, parts: list[list[int]]
-) -> None:
-    found = shards(frame(7), 3, uneven_rows=uneven_rows)
+def test_uneven_rows_sets_rows_of_each_rank(uneven_rows: Any, parts: list[list[int]]) -> None:
+    found = make_shards(frame(7), 3, config=DataConfig(uneven_rows=uneven_rows))
     assert [ids(each.iter_batches()) for each in found] == parts
 
 
@@ -209,14 +189,6 @@ def test_dataset_without_rows_for_workers_raises_before_start(
                 scaling_config=ScalingConfig(num_workers=2),
                 run_config=run_config,
             ).fit()
-    whole = {"train": frame(1), "valid": frame(1)}
-    split.check_row_counts(whole, DataConfig(datasets_to_split=["valid"], uneven_rows="pad"), 2)
-
-
-def test_split_rows_of_few_rows() -> None:
-    assert split_rows(2, 3, "pad") == ((0, 1), (0, 1), (1, 2))
-    assert split_rows(0, 2, "pad") == ((0, 0), (0, 0))
-    assert split_rows(2, 3, "drop") == ((0, 0), (0, 0), (0, 0))
 
 
 def scaled() -> tuple[list[float], list[float]]:
@@ -264,10 +236,10 @@ def test_shuffled_dataset_gives_each_worker_a_random_sample(kind: str) -> None:
     names = pd.Categorical(["low"] * 500 + ["high"] * 500)
     table = frame(1000).assign(name=names)
     dataset = table if kind == "table" else ray.data.from_pandas([table[:400], table[400:]])
-    config: dict[str, Any] = {"uneven_rows": "keep", "datasets_to_shuffle": ["train"]}
+    config = DataConfig(uneven_rows="keep", datasets_to_shuffle=["train"])
 
     def read() -> list[pd.DataFrame]:
-        parts = (each.iter_arrow_tables() for each in shards(dataset, 3, **config))
+        parts = (each.iter_arrow_tables() for each in make_shards(dataset, 3, config=config))
         return [pd.concat(each.to_pandas() for each in tables) for tables in parts]
 
     parts = read()
@@ -283,9 +255,9 @@ def test_shuffled_dataset_gives_each_worker_a_random_sample(kind: str) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_shuffled_table_resumes_inside_an_epoch() -> None:
-    config: dict[str, Any] = {"uneven_rows": "keep", "datasets_to_shuffle": ["train"]}
-    first = [take(each, 10) for each in shards(frame(100), 2, **config)]
-    rest = [take(each, 1000) for each in shards(frame(100), 3, first[0][1], **config)]
+    config = DataConfig(uneven_rows="keep", datasets_to_shuffle=["train"])
+    first = [take(each, 10) for each in make_shards(frame(100), 2, config=config)]
+    rest = [take(each, 1000) for each in make_shards(frame(100), 3, first[0][1], config=config)]
     assert sorted(chain(*(ids for ids, _ in first + rest))) == list(range(100))
 
 

@@ -1,7 +1,8 @@
-"""Tests of row positions: unread rows after shuffles and changes of the world size."""
+"""Tests of row positions: parts of ranks, and unread rows after shuffles and resizes."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -23,14 +24,58 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
-from drawbar.train._data.split import max_left_out_rows
-from drawbar.train._row_positions import NumberedRows, RowsRead, UnevenRows
+from drawbar.train._data.indexed import compute_split_indices
+from drawbar.train._data.split import check_row_counts, max_left_out_rows
+from drawbar.train._row_positions import (
+    NumberedRows,
+    RowPosition,
+    RowsRead,
+    UnevenRows,
+    split_rows,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 SHUFFLE: dict[str, Any] = {"local_shuffle_buffer_size": 8, "local_shuffle_seed": 3}
+
+
+def test_compute_split_indices_yields_parts_that_differ_by_one_row() -> None:
+    assert compute_split_indices(10, 3) == [3, 6]
+    assert compute_split_indices(2, 3) == [0, 1]
+    assert compute_split_indices(10, 1) == []
+
+
+def test_compute_split_indices_moves_to_nearest_group_start() -> None:
+    assert compute_split_indices(10, 2, np.array([0, 4, 7])) == [4]
+    assert compute_split_indices(10, 2, np.array([0, 1])) == [1]
+    one_group = np.array([0])  # it belongs to one worker
+    assert compute_split_indices(10, 3, one_group) == [0, 10]
+
+
+def test_split_rows_of_few_rows() -> None:
+    assert split_rows(2, 3, "pad") == ((0, 1), (0, 1), (1, 2))
+    assert split_rows(0, 2, "pad") == ((0, 0), (0, 0))
+    assert split_rows(2, 3, "drop") == ((0, 0), (0, 0), (0, 0))
+
+
+def test_check_row_counts_accepts_one_row_that_ranks_share() -> None:
+    datasets = {"train": pd.DataFrame({"id": [0]}), "valid": pd.DataFrame({"id": [0]})}
+    check_row_counts(datasets, DataConfig(datasets_to_split=["valid"], uneven_rows="pad"), 2)
+
+
+def test_advance_adds_rows_over_restarts_and_world_sizes() -> None:
+    position = (
+        RowPosition(3).advance(2, 100).advance(2, 50).advance(3, 7).advance(3, 0).advance(2, 1)
+    )
+    assert position == RowPosition(3, (RowsRead(2, 150), RowsRead(3, 7), RowsRead(2, 1)))
+
+
+def test_row_position_survives_json() -> None:
+    position = RowPosition(3, (RowsRead(2, 150), RowsRead(3, 7)))
+    assert RowPosition.decode(json.loads(json.dumps(position.encode()))) == position
+    assert RowPosition.decode(None) == RowPosition()
 
 
 def rest(
