@@ -1,4 +1,8 @@
-"""Bookkeeping of many ranks: the same results as the oracle, with few operations per message."""
+"""Bookkeeping of many ranks: the same results as the oracle, with few operations per message.
+
+`python -m tests.train.controller.test_progress_scale NUMBER [SEED]` runs more random histories, and
+prints how often each kind of message and result occurred.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +51,20 @@ COVERED = {
 """Kinds of messages and results, and how often they must occur in all histories."""
 
 
-def test_progress_agrees_with_oracle_on_random_histories() -> None:
+def run_histories(seeds: range) -> Counter[str]:
+    """Run a history for each seed. Return the number of messages and results, by kind."""
     counts: Counter[str] = Counter()
-    for seed in range(NUM_HISTORIES):
-        counts += History(seed).run()
+    for seed in seeds:
+        try:
+            counts += History(seed).run()
+        except AssertionError:
+            print(f"history {seed} differs")
+            raise
+    return counts
+
+
+def test_progress_agrees_with_oracle_on_random_histories() -> None:
+    counts = run_histories(range(NUM_HISTORIES))
     assert {kind for kind, minimum in COVERED.items() if counts[kind] < minimum} == set()
 
 
@@ -255,3 +269,16 @@ def test_indexed_heap_drops_outdated_entries() -> None:
         heap.set(1, value)
     assert heap.smallest == 0
     assert len(heap._entries) < 20
+
+
+def main() -> None:
+    """Run the number of histories that the command line requests."""
+    number, first_seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    counts = run_histories(range(first_seed, first_seed + number))
+    print(f"{number} histories agree:")
+    for kind, count in sorted(counts.items()):
+        print(f"  {kind:40} {count:,}")
+
+
+if __name__ == "__main__":
+    main()
