@@ -74,12 +74,6 @@ def test_object_references_are_available_in_every_attempt(tmp_path: Path) -> Non
     assert died.exists()
 
 
-def test_captured_dataset_can_be_read_by_workers(tmp_path: Path) -> None:
-    dataset = ray.data.range(8).materialize()
-    result = fit(lambda: dataset.to_pandas()["id"].sum(), tmp_path)
-    assert result.return_value == 28
-
-
 class Process:
     def pid(self) -> int:
         return os.getpid()
@@ -106,17 +100,6 @@ def test_actors_queues_and_placement_groups_work_and_are_released(
     wait_until_gone([pid])
 
 
-def test_large_arrays_are_shared_and_small_ones_are_writeable(tmp_path: Path) -> None:
-    large, small = np.ones(1 << 18), np.ones(1 << 10)
-
-    def function(config: dict[str, Any]) -> list[bool]:
-        arrays = [large, config["large"], small, config["small"]]
-        return [bool(each.all()) and each.flags.writeable for each in arrays]
-
-    result = fit(function, tmp_path, {"large": large, "small": small})
-    assert result.return_value == [False, False, True, True]
-
-
 def test_collective_with_object_reference_keeps_its_owner(tmp_path: Path) -> None:
     def function() -> list[int]:
         rank = train.get_context().get_world_rank()
@@ -130,12 +113,37 @@ def test_collective_with_object_reference_keeps_its_owner(tmp_path: Path) -> Non
     assert fit(function, tmp_path, num_workers=2).return_values == [[0, 0, 1]] * 2
 
 
-def test_return_values_with_object_references_outlive_workers(tmp_path: Path) -> None:
-    ours = ray.put("driver's")
-    result = fit(lambda: {"made": [ray.put([ray.put("worker's")])], "given": ours}, tmp_path)
-    first = result.return_value
-    assert ray.get(ray.get(first["made"][0])[0]) == "worker's"
-    assert first["given"] == ours
+@pytest.fixture(scope="module")
+def returned(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return value of a function that captures a dataset, arrays, and an object reference."""
+    dataset, reference = ray.data.range(8).materialize(), ray.put("driver's")
+    large, small = np.ones(1 << 18), np.ones(1 << 10)
+
+    def function(config: dict[str, Any]) -> dict[str, Any]:
+        arrays = [large, config["large"], small, config["small"]]
+        return {
+            "rows": dataset.to_pandas()["id"].sum(),
+            "is_writeable": [bool(array.all()) and array.flags.writeable for array in arrays],
+            "created": [ray.put([ray.put("worker's")])],
+            "captured": reference,
+        }
+
+    config = {"large": large, "small": small}
+    value: dict[str, Any] = fit(function, tmp_path_factory.mktemp("run"), config).return_value
+    return value
+
+
+def test_captured_dataset_can_be_read_by_workers(returned: dict[str, Any]) -> None:
+    assert returned["rows"] == 28
+
+
+def test_large_arrays_are_shared_and_small_ones_are_writeable(returned: dict[str, Any]) -> None:
+    assert returned["is_writeable"] == [False, False, True, True]
+
+
+def test_return_values_with_object_references_outlive_workers(returned: dict[str, Any]) -> None:
+    assert ray.get(ray.get(returned["created"][0])[0]) == "worker's"
+    assert ray.get(returned["captured"]) == "driver's"
 
 
 def test_validation_function_receives_captured_object(tmp_path: Path) -> None:
