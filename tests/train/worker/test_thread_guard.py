@@ -104,37 +104,32 @@ def test_reports_of_several_threads_have_unique_indices(tmp_path: Path) -> None:
     assert len(result.best_checkpoints) == 4
 
 
-def fit_two_ranks(function: Callable[[], Any], config: RunConfig) -> Result:
-    """Run a function on two worker processes."""
-    return train.DataParallelTrainer(
-        function, scaling_config=train.ScalingConfig(num_workers=2), run_config=config
-    ).fit()
+@pytest.fixture(scope="module")
+def result(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Result of two workers that report in helper threads, and then in two threads at once."""
 
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_report_from_second_thread_with_several_workers_raises(run_config: RunConfig) -> None:
-    def function() -> list[str]:
-        train.report({})
-        calls = [lambda: train.report({}), collective.barrier, lambda: report_buffered({})]
-        return [catch_error_in_thread(call) for call in calls]
-
-    for errors in fit_two_ranks(function, run_config).return_values:
-        for error, call in zip(errors, ("report()", "a collective", "report()"), strict=True):
-            assert f" called {call}, but thread 'training' has already called" in error
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_report_from_one_helper_thread_with_several_workers_works(run_config: RunConfig) -> None:
-    def function() -> str:
+    def function() -> tuple[str, list[str]]:
         def train_all() -> None:
             train.report({"ranks": collective.all_gather(train.get_context().get_world_rank())})
             save("from the helper")
 
-        return catch_error_in_thread(train_all) + catch_error_in_thread(train_all)
+        helpers = catch_error_in_thread(train_all) + catch_error_in_thread(train_all)
+        train.report({})
+        calls = [lambda: train.report({}), collective.barrier, lambda: report_buffered({})]
+        return helpers, [catch_error_in_thread(call) for call in calls]
 
-    result = fit_two_ranks(function, run_config)
-    assert result.return_values == ["", ""]
-    assert result.metrics is not None
+    return fit(function, tmp_path_factory.mktemp("run"), num_workers=2)
+
+
+def test_report_from_second_thread_with_several_workers_raises(result: Result) -> None:
+    for _, errors in result.return_values:
+        for error, call in zip(errors, ("report()", "a collective", "report()"), strict=True):
+            assert f" called {call}, but thread 'training' has already called" in error
+
+
+def test_report_from_one_helper_thread_with_several_workers_works(result: Result) -> None:
+    assert [errors for errors, _ in result.return_values] == ["", ""]
+    assert len(result.metrics_dataframe) == 2 * 5
     assert len(result.best_checkpoints) == 2
 
 
