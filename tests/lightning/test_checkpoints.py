@@ -37,8 +37,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp2": lambda: RayModelParallelStrategy(tensor_parallel_size=1),
     "zero3": lambda: RayDeepSpeedStrategy(stage=3),
 }
-NUMBERS_OF_WORKERS = {"ddp": [0], "fsdp": [0, 3], "fsdp2": [0], "zero3": [0, 3]}
-"""World sizes that resume checkpoints of two workers; 0 is this process."""
 
 
 def every_7_steps(pl: Any) -> list[Any]:
@@ -49,6 +47,10 @@ def every_7_steps(pl: Any) -> list[Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Return the losses of three uninterrupted epochs on one worker."""
     return losses(fit(tmp_path_factory.mktemp("whole"), every_7_steps, num_workers=0))
+
+
+def rest_of(whole: dict[int, float]) -> dict[int, float]:
+    return {step: loss for step, loss in whole.items() if step >= 14}
 
 
 class TestWorldSizes:
@@ -69,19 +71,37 @@ class TestWorldSizes:
         whole: dict[int, float],
         tmp_path: Path,
     ) -> None:
-        rest = {step: loss for step, loss in whole.items() if step >= 14}
-        for num_workers in NUMBERS_OF_WORKERS[strategy]:
-            run = fit(
-                tmp_path / str(num_workers),
-                every_7_steps,
-                strategies=[STRATEGIES[strategy]],
-                num_workers=num_workers,
-                begin=begun[strategy],
-            )
-            assert losses(run) == pytest.approx(rest, abs=1e-5)
-            seen = sorted(chain(*run.return_values))
-            assert len(seen) == (3 * STEPS - 14) * 24
-            assert {seen.count(each) for each in set(seen)} <= {1, 2}  # of one epoch and a part
+        run = self.resume(tmp_path, strategy, begun[strategy], num_workers=0)
+        assert losses(run) == pytest.approx(rest_of(whole), abs=1e-5)
+
+    @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+    def test_resume_on_more_workers_has_losses_of_one_process(
+        self, strategy: str, whole: dict[int, float], tmp_path: Path
+    ) -> None:
+        begun = fit(
+            tmp_path / "begun",
+            every_7_steps,
+            strategies=[STRATEGIES[strategy]],
+            num_workers=0,
+            max_steps=14,
+        )
+        assert begun.checkpoint is not None
+        run = self.resume(tmp_path, strategy, begun.checkpoint, num_workers=2)
+        assert losses(run) == pytest.approx(rest_of(whole), abs=1e-5)
+
+    def resume(self, folder: Path, strategy: str, begun: Checkpoint, *, num_workers: int) -> Result:
+        """Resume from step 14 in another run, and check the samples that it reads."""
+        run = fit(
+            folder / "resumed",
+            every_7_steps,
+            strategies=[STRATEGIES[strategy]],
+            num_workers=num_workers,
+            begin=begun,
+        )
+        seen = sorted(chain(*run.return_values))
+        assert len(seen) == (3 * STEPS - 14) * 24
+        assert {seen.count(each) for each in set(seen)} <= {1, 2}  # of one epoch and a part
+        return run
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_sharded_checkpoint_has_files_of_all_ranks(
