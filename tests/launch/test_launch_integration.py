@@ -15,42 +15,44 @@ from pathlib import Path
 from drawbar.train import Result
 from tests.launch.conftest import CORES, Launch, Pipe
 
+ENVIRONMENT_SCRIPT = """
+import atexit, json, os, signal, subprocess, sys, threading
+
+class Record:
+    number: int = 1
+
+if os.environ["RANK"] == "1":
+    sys.stdout.write("only in its log")
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with open("child", "w") as file:
+        file.write(str(child.pid))
+    sys.exit()
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OWN"]
+names += ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"]
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0],
+    "directory": os.getcwd(), "drawbar": "drawbar.train" in sys.modules,
+    "main thread": threading.current_thread() is threading.main_thread(),
+    "main": sys.modules["__main__"].Record is Record,
+    "annotations": Record.__annotations__ == {"number": int},
+    "variables": [os.environ[name] for name in names],
+    "shell": os.environ.get("RAY_OF_SHELL"),
+    "raylet": "RAY_RAYLET_PID" in os.environ,
+    "nice": os.nice(0),
+    "rendezvous": os.environ["TORCHELASTIC_RUN_ID"] and int(os.environ["MASTER_PORT"]) > 0,
+}))
+signal.signal(signal.SIGUSR2, lambda *_: None)
+sys.stdout.buffer.write(b"\\xff\\x00 as it is\\r\\n")
+print("to standard error", file=sys.stderr)
+atexit.register(print, "at exit", end="")
+"""
+
 
 def test_launch_gives_scripts_the_environment_of_torchrun(
     any_launch: Launch, wait_until_gone: Callable[..., None]
 ) -> None:
     done = any_launch(
-        """
-        import atexit, json, os, signal, subprocess, sys, threading
-
-        class Record:
-            number: int = 1
-
-        if os.environ["RANK"] == "1":
-            sys.stdout.write("only in its log")
-            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-            with open("child", "w") as file:
-                file.write(str(child.pid))
-            sys.exit()
-        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OWN"]
-        names += ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"]
-        print(json.dumps({
-            "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path[0],
-            "directory": os.getcwd(), "drawbar": "drawbar.train" in sys.modules,
-            "main thread": threading.current_thread() is threading.main_thread(),
-            "main": sys.modules["__main__"].Record is Record,
-            "annotations": Record.__annotations__ == {"number": int},
-            "variables": [os.environ[name] for name in names],
-            "shell": os.environ.get("RAY_OF_SHELL"),
-            "raylet": "RAY_RAYLET_PID" in os.environ,
-            "nice": os.nice(0),
-            "rendezvous": os.environ["TORCHELASTIC_RUN_ID"] and int(os.environ["MASTER_PORT"]) > 0,
-        }))
-        signal.signal(signal.SIGUSR2, lambda *_: None)
-        sys.stdout.buffer.write(b"\\xff\\x00 as it is\\r\\n")
-        print("to standard error", file=sys.stderr)
-        atexit.register(print, "at exit", end="")
-        """,
+        ENVIRONMENT_SCRIPT,
         *("--nproc_per_node=2", "--rdzv_backend", "c10d", "--max-restarts", "2"),
         script=("script.py", "--own", "option", "--name=its own"),
         OWN="by the shell",

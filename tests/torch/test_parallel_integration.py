@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import pyarrow as pa
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.distributed.algorithms.join import Join
 from drawbar.torch import prepare_model
 from drawbar.train import DataConfig, Result, get_context, get_dataset_shard
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
 STRATEGIES: dict[str, dict[str, Any] | None] = {
     "ddp": None,
     "fsdp": None,
@@ -21,11 +25,12 @@ STRATEGIES: dict[str, dict[str, Any] | None] = {
 }
 
 
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 1))
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_prepare_model_strategies_match_one_process(fit: Callable[..., Result]) -> None:
-    def network() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 1))
-
     def train(model: nn.Module, rank: int, size: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
         batches = torch.randn(5, 8, 4, generator=generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,28 @@ def dataset(rows: list[dict[str, Any]]) -> ray.data.Dataset:
     return ray.data.from_items(rows, override_num_blocks=2)
 
 
+def make_recording_collator(seen: Path) -> Callable[[list[dict[str, Any]]], Any]:
+    """Return a data collator that writes the IDs of each batch, except of evaluation rows."""
+    from transformers import default_data_collator
+
+    context = train.get_context()
+    name = f"{context.get_world_rank()}-{context.get_attempt()}.jsonl"
+
+    def collate(batch: list[dict[str, Any]]) -> Any:
+        ids = [int(row.pop("id")) for row in batch]
+        if ids[0] >= 0:
+            with open(seen / name, "a") as file:
+                file.write(json.dumps(ids) + "\n")
+        return default_data_collator(batch)
+
+    return collate
+
+
 def test_shard_rows_after_kill_are_trained_once(tiny: Any, runs: Any, tmp_path: Path) -> None:
     rows, seen = tiny.windows(64), tmp_path / "seen"
     seen.mkdir()
 
     def function() -> Any:
-        from transformers import default_data_collator
-
-        context = train.get_context()
-        name = f"{context.get_world_rank()}-{context.get_attempt()}.jsonl"
-
-        def collate(batch: list[dict[str, Any]]) -> Any:
-            ids = [int(row.pop("id")) for row in batch]
-            if ids[0] >= 0:
-                with open(seen / name, "a") as file:
-                    file.write(json.dumps(ids) + "\n")
-            return default_data_collator(batch)
-
         trainer = tiny.trainer(
             tmp_path / "output",
             train_dataset=train.get_dataset_shard("train"),
@@ -56,7 +62,7 @@ def test_shard_rows_after_kill_are_trained_once(tiny: Any, runs: Any, tmp_path: 
             eval_strategy="epoch",
             remove_unused_columns=False,
         )
-        trainer.data_collator = collate
+        trainer.data_collator = make_recording_collator(seen)
         trainer = runs.on_ray(trainer, die_at=10)
         expected = sorted(row["labels"] for row in rows[:22])
         trainer.compute_metrics = lambda found: {
@@ -83,6 +89,10 @@ def test_shard_rows_after_kill_are_trained_once(tiny: Any, runs: Any, tmp_path: 
     assert (max_steps, epoch) == (16, 2.0)  # 64 rows, 2 workers, batches of 4, 2 epochs
     assert len(evaluated) == 2
     assert evaluated[-1] == pytest.approx(exact, abs=1e-5)
+    assert_rows_were_trained_once_per_epoch(seen)
+
+
+def assert_rows_were_trained_once_per_epoch(seen: Path) -> None:
     trained = []
     for rank in (0, 1):
         before, after = (read(seen / f"{rank}-{attempt}.jsonl") for attempt in (0, 1))

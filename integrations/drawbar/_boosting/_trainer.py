@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drawbar._boosting._backend import BoostingConfig
 from drawbar._boosting._columns import ColumnRoles
@@ -43,20 +43,20 @@ class BoostingTrainer(DataParallelTrainer):
 
     Args:
         train_loop_per_worker: Training function, if there is one.
-        spec_class: The library's subclass of `TrainingSpec`.
-        spec_arguments: Arguments for training without a function, None for those that are not set:
-            the keys of `ROLE_BY_ARGUMENT`, and fields of `spec_class`.
         backend_config: Configuration of the library's workers.
+        spec_arguments: Arguments for training without a function, None for those that are not set:
+            the keys of `ROLE_BY_ARGUMENT`, and fields of `_spec_class`.
 
     Other arguments and errors: see `drawbar.train.DataParallelTrainer`.
     """
+
+    _spec_class: ClassVar[type[TrainingSpec]]
+    """The library's subclass of `TrainingSpec`."""
 
     def __init__(
         self,
         train_loop_per_worker: TrainFunction | None,
         *,
-        spec_class: type[TrainingSpec],
-        spec_arguments: Mapping[str, object],
         backend_config: BoostingConfig,
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
@@ -66,12 +66,15 @@ class BoostingTrainer(DataParallelTrainer):
         metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
+        **spec_arguments: object,
     ) -> None:
         arguments = {name: value for name, value in spec_arguments.items() if value is not None}
         train_func_or_spec: TrainFunction | TrainingSpec
         if train_loop_per_worker is None:
             restarts = run_config is not None and run_config.failure_config.max_failures != 0
-            train_func_or_spec = _make_spec(spec_class, arguments, datasets, keep_data=restarts)
+            train_func_or_spec = _make_spec(
+                self._spec_class, arguments, datasets, keep_data=restarts
+            )
         else:
             train_func_or_spec = _require_no_spec_arguments(train_loop_per_worker, arguments)
         if dataset_config is None:
@@ -98,11 +101,7 @@ class BoostingTrainer(DataParallelTrainer):
         )
         if isinstance(train_func_or_spec, TrainingSpec):
             train_func_or_spec.validate(self.scaling_config)
-            for name, dataset in self.datasets.items():
-                if is_table(dataset):
-                    train_func_or_spec.columns.validate(name, column_types(dataset))
-                elif hasattr(dataset, "schema"):
-                    validate_dataset(name, dataset, train_func_or_spec.columns)
+            _validate_datasets(self.datasets, train_func_or_spec.columns)
 
 
 def _default_data_config(
@@ -177,6 +176,14 @@ def _make_spec(
         cache_data=keep_data,
         **arguments,
     )
+
+
+def _validate_datasets(datasets: Mapping[str, Any], columns: ColumnRoles) -> None:
+    for name, dataset in datasets.items():
+        if is_table(dataset):
+            columns.validate(name, column_types(dataset))
+        elif hasattr(dataset, "schema"):
+            validate_dataset(name, dataset, columns)
 
 
 def validate_dataset(name: str, dataset: Dataset, columns: ColumnRoles) -> None:

@@ -83,50 +83,45 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
         eval_y: ColumnData = None,
     ) -> Self:
         """Fit like `LGBMModel.fit`, on workers."""
-        params = self.process_params()
-        early_stopping_rounds = fit_arguments.pop_parameter(params, "early_stopping_round")
-        custom = fit_arguments.add_metrics(params, eval_metric)
+        parameters = self._resolve_parameters(eval_metric)
         original_X, (X, sample_weight) = X, self._validate_inputs(X, y, sample_weight)
         has_names = isinstance(X, EncodedDataset) or has_feature_names(X)
         names = self._resolve_feature_names(X, feature_name)
-        training = single_output_data(
-            X,
-            y,
-            weight=self._sample_weights(X, y, sample_weight),
-            group=group,
-            margin=init_score,
-        )
+        weight = self._sample_weights(X, y, sample_weight)
+        training = single_output_data(X, y, weight=weight, group=group, margin=init_score)
         pairs = fit_arguments.eval_pairs(eval_set, eval_X, eval_y)
         datasets = fit_arguments.dataset_names(pairs, eval_names, (original_X, y))
-        evaluated = {}
-        for number, ((name, _), (features, label)) in enumerate(zip(datasets, pairs, strict=True)):
-            if name != "train":
-                evaluated[name] = single_output_data(
-                    features,
-                    label,
-                    weight=self._eval_weights(eval_sample_weight, eval_class_weight, label, number),
-                    group=fit_arguments.get_item(eval_group, number),
-                    margin=fit_arguments.get_item(eval_init_score, number),
-                )
+        evaluated = {
+            name: self._make_eval_data(
+                pair, number, eval_sample_weight, eval_class_weight, eval_group, eval_init_score
+            )
+            for number, ((name, _), pair) in enumerate(zip(datasets, pairs, strict=True))
+            if name != "train"
+        }
         if len(evaluated) < len(pairs):  # LightGBM evaluates the training rows without a copy
-            params["is_provide_training_metric"] = True
-        filled = fill_missing_columns([training, *evaluated.values()])
-        rows = dict(zip(["train", *evaluated], filled, strict=True))
+            parameters["params"]["is_provide_training_metric"] = True
         booster, progress = self._train(
-            rows,
+            {"train": training, **evaluated},
             names,
             by_name=isinstance(feature_name, str) and has_names,
-            params=params,
             categorical_features=fit_arguments.categorical_names(categorical_feature, names),
             callbacks=[RayTrainReportCallback(), *(callbacks or ())],
-            feval=custom or None,
             init_model=init_model,
-            early_stopping_rounds=early_stopping_rounds,
+            **parameters,
         )
-        self._set_results(
-            booster, progress, {"train": "training", **dict(datasets)}, has_names=has_names
-        )
+        self._set_results(booster, progress, dict(datasets), has_names=has_names)
         return self
+
+    def _resolve_parameters(self, eval_metric: object) -> dict[str, Any]:
+        """Return the arguments of `LightGBMTrainer` that the estimator's parameters determine."""
+        params = self.process_params()
+        early_stopping_rounds = fit_arguments.pop_parameter(params, "early_stopping_round")
+        custom = fit_arguments.add_metrics(params, eval_metric)
+        return {
+            "params": params,
+            "early_stopping_rounds": early_stopping_rounds,
+            "feval": custom or None,
+        }
 
     def _resolve_feature_names(self, X: FeatureData, feature_name: Any) -> list[str]:
         """Return the names of the features; empty for a Ray Dataset, which has its own."""
@@ -143,14 +138,15 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
         init_model: InitialModel | None,
         **options: Any,
     ) -> tuple[Booster, BoostingProgress]:
-        datasets = {name: data.to_dataset(names, by_name=by_name) for name, data in rows.items()}
+        filled = dict(zip(rows, fill_missing_columns(list(rows.values())), strict=True))
+        datasets = {name: data.to_dataset(names, by_name=by_name) for name, data in filled.items()}
         with self._trainer_configs() as configs, tempfile.TemporaryDirectory() as directory:
             earlier, num_initial_rounds = _initial_checkpoint(init_model, Path(directory))
             result = LightGBMTrainer(
                 datasets=datasets,
                 num_boost_round=num_initial_rounds + self.n_estimators,
                 resume_from_checkpoint=earlier,
-                **rows["train"].role_arguments(),
+                **filled["train"].role_arguments(),
                 **configs,
                 **options,
             ).fit()
@@ -172,6 +168,7 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
             if booster.best_iteration > 0
             else -1
         )
+        display_names = {"train": "training", **display_names}
         history = {display_names[name]: values for name, values in progress.history.items()}
         self.set_fitted_attributes(booster, history, last_round=last_round, has_names=has_names)
 
@@ -202,6 +199,25 @@ class _RayLGBMModel(RayEstimator, EstimatorHooks):
                 "Dataset, add a column with the weights and pass its name as sample_weight."
             )
         return fit_arguments.with_class_weights(weight, class_weight, y)
+
+    def _make_eval_data(
+        self,
+        pair: tuple[FeatureData, ColumnData],
+        number: int,
+        weights: object,
+        class_weights: object,
+        groups: object,
+        init_scores: object,
+    ) -> UserData:
+        """Return the data of an evaluation set from its number and the options of all sets."""
+        features, label = pair
+        return single_output_data(
+            features,
+            label,
+            weight=self._eval_weights(weights, class_weights, label, number),
+            group=fit_arguments.get_item(groups, number),
+            margin=fit_arguments.get_item(init_scores, number),
+        )
 
     def _eval_weights(
         self, weights: object, class_weights: object, label: ColumnData, number: int

@@ -83,12 +83,9 @@ def train(
     valid_sets = [valid_sets] if isinstance(valid_sets, Dataset) else list(valid_sets or ())
     valid_names = [valid_names] if isinstance(valid_names, str) else list(valid_names or ())
 
-    reports = [
-        callback for callback in all_callbacks if isinstance(callback, RayTrainReportCallback)
-    ]
-    if not reports:
-        reports = [RayTrainReportCallback()]
-        all_callbacks = [*reports, *all_callbacks]
+    if not _list_report_callbacks(all_callbacks):
+        all_callbacks = [RayTrainReportCallback(), *all_callbacks]
+    reports = _list_report_callbacks(all_callbacks)
     initial = Booster(model_file=init_model) if isinstance(init_model, str | Path) else init_model
     resume_checkpoint = start_training()
     init_model, progress = load_resume_state(
@@ -100,10 +97,8 @@ def train(
         _require_no_init_score([train_set, *valid_sets], is_resume=init_model is not initial)
         init_model.set_train_data_name(_train_data_name(train_set, valid_sets, valid_names))
         env = partial(CallbackEnv, init_model, params, begin_iteration=begin, end_iteration=end)
-        if (
-            _is_stopped_by_replay(init_model, progress, all_callbacks, env)
-            or progress.rounds >= end
-        ):
+        is_stopped = _is_stopped_by_replay(init_model, progress, all_callbacks, env)
+        if is_stopped or progress.rounds >= end:
             return init_model
     return lightgbm.train(
         offset_seeds(params, progress.rounds - begin),
@@ -141,6 +136,10 @@ class _WithBeginIteration:
                 env.evaluation_result_list,
             )
         )
+
+
+def _list_report_callbacks(callbacks: Sequence[Callback]) -> list[RayTrainReportCallback]:
+    return [callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)]
 
 
 def _early_stopping_callbacks(params: Mapping[str, object]) -> list[Callback]:

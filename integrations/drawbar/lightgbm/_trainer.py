@@ -80,6 +80,8 @@ class LightGBMTrainer(BoostingTrainer):
         ```
     """
 
+    _spec_class = LightGBMTrainingSpec
+
     def __init__(
         self,
         train_loop_per_worker: TrainFunction | None = None,
@@ -105,23 +107,19 @@ class LightGBMTrainer(BoostingTrainer):
         resume_from_checkpoint: Checkpoint | None = None,
         validation_config: ValidationConfig | None = None,
     ) -> None:
-        arguments = {
-            "params": params,
-            "label_column": label_column,
-            "num_boost_round": num_boost_round,
-            "weight_column": weight_column,
-            "group_column": group_column,
-            "base_margin_column": base_margin_column,
-            "categorical_features": categorical_features,
-            "early_stopping_rounds": early_stopping_rounds,
-            "callbacks": callbacks,
-            "feval": feval,
-            "external_memory": external_memory,
-        }
         super().__init__(
             train_loop_per_worker,
-            spec_class=LightGBMTrainingSpec,
-            spec_arguments=arguments,
+            params=params,
+            label_column=label_column,
+            num_boost_round=num_boost_round,
+            weight_column=weight_column,
+            group_column=group_column,
+            base_margin_column=base_margin_column,
+            categorical_features=categorical_features,
+            early_stopping_rounds=early_stopping_rounds,
+            callbacks=callbacks,
+            feval=feval,
+            external_memory=external_memory,
             train_loop_config=train_loop_config,
             backend_config=resolve_config("lightgbm_config", lightgbm_config, LightGBMConfig),
             scaling_config=scaling_config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -92,12 +92,9 @@ def train(
         params, [dtrain, *(matrix for matrix, _ in evals)], model_file=booster or xgb_model
     )
     others = [
-        callback for callback in callbacks if not isinstance(callback, RayTrainReportCallback)
+        *(callback for callback in callbacks if not isinstance(callback, RayTrainReportCallback)),
+        *_make_default_callbacks(verbose_eval, early_stopping_rounds, maximize),
     ]
-    if verbose_eval:
-        others.append(EvaluationMonitor(period=int(verbose_eval)))
-    if early_stopping_rounds:
-        others.append(EarlyStopping(rounds=early_stopping_rounds, maximize=maximize))
     eval_sets = list(evals)
     metric = None if custom_metric is None else partial(_evaluate_globally, custom_metric)
     callback_container = CallbackContainer(others, metric=metric, output_margin=callable(obj))
@@ -120,6 +117,16 @@ def train(
         evals_result.update(callback_container.history)
     result: Booster = booster.reset()
     return result
+
+
+def _make_default_callbacks(
+    verbose_eval: bool | int, early_stopping_rounds: int | None, maximize: bool | None
+) -> Iterator[TrainingCallback]:
+    """Create the callbacks that `xgboost.train` creates for these arguments."""
+    if verbose_eval:
+        yield EvaluationMonitor(period=int(verbose_eval))
+    if early_stopping_rounds:
+        yield EarlyStopping(rounds=early_stopping_rounds, maximize=maximize)
 
 
 def _evaluate_globally(metric: Metric, predictions: object, matrix: DMatrix) -> list[Score]:

@@ -84,6 +84,8 @@ class XGBoostTrainer(BoostingTrainer):
         ```
     """
 
+    _spec_class = XGBoostTrainingSpec
+
     def __init__(
         self,
         train_loop_per_worker: TrainFunction | None = None,
@@ -110,24 +112,20 @@ class XGBoostTrainer(BoostingTrainer):
         custom_metric: Callable[..., tuple[str, float]] | None = None,
         external_memory: bool | str | os.PathLike[str] | None = None,
     ) -> None:
-        arguments = {
-            "params": params,
-            "label_column": label_column,
-            "num_boost_round": num_boost_round,
-            "weight_column": weight_column,
-            "group_column": group_column,
-            "base_margin_column": base_margin_column,
-            "categorical_features": categorical_features,
-            "early_stopping_rounds": early_stopping_rounds,
-            "callbacks": callbacks,
-            "obj": obj,
-            "custom_metric": custom_metric,
-            "external_memory": external_memory,
-        }
         super().__init__(
             train_loop_per_worker,
-            spec_class=XGBoostTrainingSpec,
-            spec_arguments=arguments,
+            params=params,
+            label_column=label_column,
+            num_boost_round=num_boost_round,
+            weight_column=weight_column,
+            group_column=group_column,
+            base_margin_column=base_margin_column,
+            categorical_features=categorical_features,
+            early_stopping_rounds=early_stopping_rounds,
+            callbacks=callbacks,
+            obj=obj,
+            custom_metric=custom_metric,
+            external_memory=external_memory,
             backend_config=resolve_config("xgboost_config", xgboost_config, XGBoostConfig),
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,

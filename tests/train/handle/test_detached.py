@@ -147,6 +147,28 @@ def assert_no_orphans() -> None:
     assert [actor for actor in named if actor["namespace"] == "drawbar"] == []
 
 
+def assert_cannot_be_started(function: Callable[[], str], storage: Path) -> None:
+    """Check that the run in progress can be started neither detached nor in this process."""
+    with pytest.raises(RuntimeError, match=r"a detached run 'run' is in progress.*attach\('run'"):
+        trainer(function, storage).start()
+    with pytest.raises(RuntimeError, match="is in use by a run in another process"):
+        DataParallelTrainer(
+            function,
+            scaling_config=ScalingConfig(num_workers=1),
+            run_config=RunConfig(name="run", storage_path=storage),
+        ).fit()
+
+
+def assert_waits_after_first_step(run: RunHandle) -> None:
+    """Check the state of a run of `train_until`, whose handle shows the progress soon."""
+    assert isinstance(run, RunHandle)
+    assert (run.status, run.metrics, run.is_done) == ("running", {"step": 0}, False)
+    assert 0 < run.goodput().productive <= run.goodput().hosted
+    while run.progress is None:
+        threading.Event().wait(0.01)
+    assert run.progress.percent == 50
+
+
 def test_detached_run_after_driver_sigkill_continues(
     tmp_path: Path,
     finish_file: Path,
@@ -163,33 +185,16 @@ def test_detached_run_after_driver_sigkill_continues(
         assert witness
         return function()
 
-    def other_start() -> None:
-        with pytest.raises(
-            RuntimeError, match=r"a detached run 'run' is in progress.*attach\('run'"
-        ):
-            trainer(function, tmp_path).start()
-        with pytest.raises(RuntimeError, match="is in use by a run in another process"):
-            DataParallelTrainer(
-                function,
-                scaling_config=ScalingConfig(num_workers=1),
-                run_config=RunConfig(name="run", storage_path=tmp_path),
-            ).fit()
-
     with drivers(lambda: trainer(with_witness, tmp_path, callback, num_workers=2).fit()) as driver:
         pids = receive_pids(pipe, worker=2, host=1)
         driver.kill()
         driver.wait()
-    drivers.run(other_start)
+    drivers.run(lambda: assert_cannot_be_started(function, tmp_path))
     assert not pids["host"] & pids["unpickled"]
 
     run = train.attach("run")
-    assert isinstance(run, RunHandle)
-    assert (run.status, run.metrics, run.is_done) == ("running", {"step": 0}, False)
+    assert_waits_after_first_step(run)
     assert train.attach(tmp_path / "run").metrics == {"step": 0}
-    assert 0 < run.goodput().productive <= run.goodput().hosted
-    while run.progress is None:
-        threading.Event().wait(0.01)
-    assert run.progress.percent == 50
     with pytest.raises(
         LookupError, match=r"no detached run 'other' is in progress.*runs in progress: run$"
     ):

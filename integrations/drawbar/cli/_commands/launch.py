@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +24,8 @@ from drawbar.cli._ray_connection import (
 from drawbar.cli._torchrun import IGNORED, parse_range, remove_torchrun_options, resolve_num_workers
 
 if TYPE_CHECKING:
-    from drawbar.train import ScalingConfig
+    from drawbar.launch import ScriptTrainer
+    from drawbar.train import RunConfig, ScalingConfig
 
 
 class LaunchCommand(TyperCommand):
@@ -43,101 +44,126 @@ class LaunchCommand(TyperCommand):
 LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # arguments after the script belong to it
 
 
+# The script
+Script = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="Script file, or module name with -m.")
+]
+ScriptArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
+]
+IsModule = Annotated[
+    bool, typer.Option("-m", help="Treat SCRIPT as a module name, like python -m.")
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="Environment variable for the script. Can be repeated."
+    ),
+]
+AccelerateConfig = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Use a file written by 'accelerate config'.")
+]
+
+# Its processes
+NumWorkers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|MIN:MAX",
+        help="Number of processes; MIN:MAX makes the run elastic.  [default: 1]",
+    ),
+]
+UseGpu = Annotated[
+    bool | None,
+    typer.Option(
+        "--use-gpu/--no-gpu",
+        help="Assign one GPU to each process.  [default: if there are enough GPUs]",
+    ),
+]
+CpusPerWorker = Annotated[
+    float | None, typer.Option(metavar="N", help="CPUs reserved for each process.")
+]
+NprocPerNode = Annotated[
+    str | None, typer.Option(metavar="N|gpu|cpu|auto", help="Processes per node, as in torchrun.")
+]
+Nnodes = Annotated[
+    str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes, as in torchrun.")
+]
+
+# The run
+Name = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Name of the run. For an existing run, see --resume."),
+]
+StoragePath = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="Directory or URI in which runs are stored.  [default: ~/drawbar_results]",
+    ),
+]
+MaxFailures = Annotated[
+    int, typer.Option(metavar="N", help="Maximum number of restarts; -1 for no limit.")
+]
+MaxRestarts = Annotated[
+    int | None, typer.Option(metavar="N", help="torchrun's name for --max-failures.")
+]
+HangTimeout = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", help="Fail if no rank writes output or uses the CPU for this long."
+    ),
+]
+Resume = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|never|must", help="Whether to resume an existing run with the same name."
+    ),
+]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Start the run in the background and print its name.")
+]
+Progress = Annotated[
+    bool | None,
+    typer.Option(
+        "--progress/--no-progress",
+        help="Show the run's progress on standard error.  [default: only on a terminal]",
+    ),
+]
+
+# The Ray cluster
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Ray cluster to use.  [default: RAY_ADDRESS, a cluster on this machine, or none]",
+    ),
+]
+Standalone = Annotated[
+    bool, typer.Option("--standalone", help="Start a private Ray instance for this run.")
+]
+
+
 def launch(
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="Script file, or module name with -m.")
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
-    ] = None,
-    num_workers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|MIN:MAX",
-            help="Number of processes; MIN:MAX makes the run elastic.  [default: 1]",
-        ),
-    ] = None,
-    use_gpu: Annotated[
-        bool | None,
-        typer.Option(
-            "--use-gpu/--no-gpu",
-            help="Assign one GPU to each process.  [default: if there are enough GPUs]",
-        ),
-    ] = None,
-    cpus_per_worker: Annotated[
-        float | None, typer.Option(metavar="N", help="CPUs reserved for each process.")
-    ] = None,
-    is_module: Annotated[
-        bool, typer.Option("-m", help="Treat SCRIPT as a module name, like python -m.")
-    ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the run. For an existing run, see --resume."),
-    ] = None,
-    storage_path: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            help="Directory or URI in which runs are stored.  [default: ~/drawbar_results]",
-        ),
-    ] = None,
-    max_failures: Annotated[
-        int, typer.Option(metavar="N", help="Maximum number of restarts; -1 for no limit.")
-    ] = 0,
-    hang_timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Fail if no rank writes output or uses the CPU for this long.",
-        ),
-    ] = None,
-    resume: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|never|must",
-            help="Whether to resume an existing run with the same name.",
-        ),
-    ] = "auto",
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Start the run in the background and print its name.")
-    ] = False,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="Environment variable for the script. Can be repeated."
-        ),
-    ] = None,
-    progress: Annotated[
-        bool | None,
-        typer.Option(
-            "--progress/--no-progress",
-            help="Show the run's progress on standard error.  [default: only on a terminal]",
-        ),
-    ] = None,
-    accelerate_config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Use a file written by 'accelerate config'."),
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Ray cluster to use.  [default: RAY_ADDRESS, a cluster on this machine, or none]",
-        ),
-    ] = None,
-    standalone: Annotated[
-        bool, typer.Option("--standalone", help="Start a private Ray instance for this run.")
-    ] = False,
-    nproc_per_node: Annotated[
-        str | None,
-        typer.Option(metavar="N|gpu|cpu|auto", help="Processes per node, as in torchrun."),
-    ] = None,
-    nnodes: Annotated[
-        str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes, as in torchrun.")
-    ] = None,
-    max_restarts: Annotated[
-        int | None, typer.Option(metavar="N", help="torchrun's name for --max-failures.")
-    ] = None,
+    script: Script,
+    arguments: ScriptArguments = None,
+    num_workers: NumWorkers = None,
+    use_gpu: UseGpu = None,
+    cpus_per_worker: CpusPerWorker = None,
+    is_module: IsModule = False,
+    name: Name = None,
+    storage_path: StoragePath = None,
+    max_failures: MaxFailures = 0,
+    hang_timeout: HangTimeout = None,
+    resume: Resume = "auto",
+    detach: Detach = False,
+    env: Env = None,
+    progress: Progress = None,
+    accelerate_config: AccelerateConfig = None,
+    address: Address = None,
+    standalone: Standalone = False,
+    nproc_per_node: NprocPerNode = None,
+    nnodes: Nnodes = None,
+    max_restarts: MaxRestarts = None,
 ) -> None:
     """Run a training script on several processes, like torchrun.
 
@@ -151,23 +177,13 @@ def launch(
     processes, accelerate_env = _read_accelerate_config(accelerate_config)
     variables = accelerate_env | _parse_env(env or [])
     num_workers = num_workers or (None if nproc_per_node or nnodes else processes)
-    show_progress = sys.stderr.isatty() if progress is None else progress
     requested = _RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
+    restarts = max_failures if max_restarts is None else max_restarts
     with command_errors():
-        from drawbar import train
         from drawbar.launch import ScriptTrainer
 
-        failures = train.FailureConfig(
-            max_failures if max_restarts is None else max_restarts, hang_timeout=hang_timeout
-        )
-        run_config = train.RunConfig(
-            name,
-            storage_path,
-            failure_config=failures,
-            resume=resume,  # type: ignore[arg-type]  # RunConfig validates it
-            # Off a terminal, the command prints only the script's output, like torchrun.
-            logging_config=train.LoggingConfig("INFO" if show_progress else "WARNING"),
-            detached=detach,
+        run_config = _make_run_config(
+            name, storage_path, restarts, hang_timeout, resume, progress, detach=detach
         )
         make_trainer = partial(
             ScriptTrainer,
@@ -177,6 +193,43 @@ def launch(
             environment=variables,
             run_config=run_config,
         )
+    _run(make_trainer, requested, address, standalone=standalone, detach=detach)
+
+
+def _make_run_config(
+    name: str | None,
+    storage_path: str | None,
+    max_failures: int,
+    hang_timeout: float | None,
+    resume: str,
+    progress: bool | None,
+    *,
+    detach: bool,
+) -> RunConfig:
+    from drawbar import train
+
+    show_progress = sys.stderr.isatty() if progress is None else progress
+    return train.RunConfig(
+        name,
+        storage_path,
+        failure_config=train.FailureConfig(max_failures, hang_timeout=hang_timeout),
+        resume=resume,  # type: ignore[arg-type]  # RunConfig validates it
+        # Off a terminal, the command prints only the script's output, like torchrun.
+        logging_config=train.LoggingConfig("INFO" if show_progress else "WARNING"),
+        detached=detach,
+    )
+
+
+def _run(
+    make_trainer: Callable[..., ScriptTrainer],
+    requested: _RequestedWorkers,
+    address: str | None,
+    *,
+    standalone: bool,
+    detach: bool,
+) -> None:
+    """Start the run, wait for it unless it is detached, and exit with the script's exit code."""
+    with command_errors():
         # Report wrong options before Ray starts, which takes seconds.
         make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
         has_connected = not is_connected_to_ray() and connect_ray(
