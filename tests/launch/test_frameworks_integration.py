@@ -24,7 +24,6 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # torchrun's default
         ("torch_fsdp", "torch_ddp"),  # takes the same steps
         ("lightning_ddp", "lightning_ddp"),
         ("transformers_trainer", "transformers_trainer"),
-        ("trl_sft", "trl_sft"),
     ],
 )
 def test_launch_of_framework_script_has_losses_of_torchrun(
@@ -33,6 +32,14 @@ def test_launch_of_framework_script_has_losses_of_torchrun(
     done = launch("", script=(str(SCRIPTS / f"{name}.py"),), **ONE_THREAD)
     assert done.code == 0, done.err
     assert find_losses(done.out) == find_losses(run_torchrun(reference)) != []
+
+
+def test_launch_of_trl_script_on_one_worker_has_losses_of_python(launch: Launch) -> None:
+    script = str(SCRIPTS / "trl_sft.py")
+    done = launch("", "--num-workers", "1", script=(script,), **ONE_THREAD)
+    assert done.code == 0, done.err
+    expected = subprocess.check_output([sys.executable, script], env={**os.environ, **ONE_THREAD})
+    assert find_losses(done.out) == find_losses(expected) != []
 
 
 def test_launch_with_accelerate_config_applies_it(launch: Launch) -> None:
