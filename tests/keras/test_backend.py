@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drawbar.keras import KerasConfig, KerasTrainer, prepare_model
-from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
-from drawbar.train.testing import BackendContract
+from drawbar.train import (
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    collective,
+    get_context,
+)
 
 
 @pytest.fixture
@@ -21,15 +26,18 @@ def keras() -> Any:
     return importlib.import_module("keras")
 
 
-@pytest.mark.usefixtures("ray_cluster")
-class TestContract(BackendContract):
-    backend_config = KerasConfig("jax")
-
-    def test_fit_with_zero_workers_restores_environment(self, tmp_path: Path) -> None:
-        """With the backend that Keras has in it already, if it was imported."""
-        imported = sys.modules.get("keras")
-        self.backend_config = KerasConfig(imported.backend.backend() if imported else "jax")
-        super().test_fit_with_zero_workers_restores_environment(tmp_path)
+def test_fit_with_zero_workers_restores_environment(run_config: RunConfig) -> None:
+    imported = sys.modules.get("keras")  # its backend cannot change
+    importlib.import_module("jax")  # sets variables
+    before = dict(os.environ)
+    trainer = KerasTrainer(
+        lambda: collective.all_gather(get_context().get_world_rank()),
+        keras_backend=imported.backend.backend() if imported else "jax",
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    )
+    assert trainer.fit().return_values == [[0]]
+    assert dict(os.environ) == before
 
 
 def test_config_with_unknown_backend_raises() -> None:

@@ -1,8 +1,7 @@
 """One script on every backend of Keras: replicas stay equal, a killed rank changes nothing.
 
-Some workers train, of which one is killed in the middle of an epoch, and three continue: with
-PyTorch in the same run, where two of the processes are reused, otherwise in a resumed run. One
-process trains, too, on the same batches.
+One of two workers is killed in the middle of an epoch and replaced. With PyTorch, the other
+process is reused. One process trains, too, on the same batches.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from drawbar.train import (
     Result,
     RunConfig,
     ScalingConfig,
-    WorkerGroupError,
     get_context,
 )
 
@@ -45,7 +43,7 @@ ROWS = 480
 BATCH = 96  # over all workers, five times in an epoch
 SAVED_EVERY = 3
 FATAL_EPOCH, FATAL_BATCH = 2, 3  # the twelfth batch was saved, which is the second of that epoch
-UNEVEN = 34  # rows, of which batches of 32 leave 2: for three workers
+UNEVEN = 33  # rows, of which batches of 32 leave 1 for two workers
 TURNS = [3.0, 1.0, 2.0, 4.0]  # the best epoch is before the kill
 
 
@@ -181,7 +179,7 @@ def trained_in_odd_ways(x: Any, y: Any) -> Any:
     if rank:
         idle.set_weights([np.full(idle.kernel.shape, -np.inf)])
     prepare_model(model)
-    for rows in (32, 30):  # of three workers' the first two have one row less than before
+    for rows in (32, 31):  # the second of two workers has one row less than before
         model.train_on_batch(x[:rows][rank::size], y[:rows][rank::size])
     model.compile("sgd", model.loss, metrics=[counter_of_rows()])
     counted = model.evaluate(prepare_dataset(x, y, batch_size=BATCH), verbose=0, return_dict=True)
@@ -226,7 +224,7 @@ def weights_with_own_statistics(x: Any, y: Any) -> list[Any]:
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(10)]
     model = prepare_model(compiled(layers))
     model.compile(keras.optimizers.Adam(0.01), model.loss)  # again, with another optimizer
-    model.fit(prepare_dataset(x, y, batch_size=BATCH + 2), epochs=1, verbose=0)
+    model.fit(prepare_dataset(x, y, batch_size=BATCH + 1), epochs=1, verbose=0)
     return [each for each in model.get_weights() if each.dtype == np.float32]
 
 
@@ -348,10 +346,7 @@ def test_fit_with_killed_worker_matches_single_process(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    if backend != "torch":
-        with pytest.raises(WorkerGroupError, match="SIGKILL"):
-            fit(tmp_path, backend, num_workers=2, max_failures=0)
-    disturbed = fit(tmp_path, backend, num_workers=3, max_failures=2)
+    disturbed = fit(tmp_path, backend, num_workers=2)
     assert alone["losses"][-1] < 0.6 * alone["losses"][0]
     for found in disturbed.return_values:
         assert found["backend"] == backend
@@ -368,21 +363,20 @@ def test_fit_with_killed_worker_matches_single_process(
             assert_close(found[name], alone[name], 1e-3)
         for weights, expected in zip(found["synchronized"], alone["synchronized"], strict=False):
             assert_close(weights, expected, 1e-4)
-    first, *others = disturbed.return_values
-    for other in others:
-        for name in ("weights", "own statistics"):
-            assert_close(first[name], other[name], 1e-6)
-        if backend != "jax":
-            assert first["own step"]["logs"] == other["own step"]["logs"]
-            assert first["own step"]["logs"] == pytest.approx(alone["own step"]["logs"], 1e-4)
-            assert_close(other["own step"]["weights"], alone["own step"]["weights"], 1e-5)
-            assert other["uneven"] == pytest.approx(alone["uneven"], 1e-3)
-            assert_close(other["odd"], alone["odd"], 1e-5)
-        np.testing.assert_allclose(other["predicted one"], first["predicted one"], atol=1e-6)
-        assert other["predicted one"].shape == (1, 10)
-        assert ("reduction='sum'" in other["sum"]) == (backend != "jax")
+    first, other = disturbed.return_values
+    for name in ("weights", "own statistics"):
+        assert_close(first[name], other[name], 1e-6)
+    if backend != "jax":
+        assert first["own step"]["logs"] == other["own step"]["logs"]
+        assert first["own step"]["logs"] == pytest.approx(alone["own step"]["logs"], 1e-4)
+        assert_close(other["own step"]["weights"], alone["own step"]["weights"], 1e-5)
+        assert other["uneven"] == pytest.approx(alone["uneven"], 1e-3)
+        assert_close(other["odd"], alone["odd"], 1e-5)
+    np.testing.assert_allclose(other["predicted one"], first["predicted one"], atol=1e-6)
+    assert other["predicted one"].shape == (1, 10)
+    assert ("reduction='sum'" in other["sum"]) == (backend != "jax")
     output = capfd.readouterr().err
-    for text in ("so JAX drops 2 rows of every batch", "some rows count several times"):
+    for text in ("so JAX drops 1 rows of every batch", "some rows count several times"):
         assert (text in output) == (backend == "jax")
     assert ("BatchNormalization normalizes by the rows of one worker" in output) == (
         backend != "jax"
