@@ -44,9 +44,21 @@ def run(ray_cluster: None, plain: Any, tmp_path_factory: pytest.TempPathFactory)
     """A run in which the strategies follow each other, and one of many arguments comes last."""
     folder = tmp_path_factory.mktemp("runs")
 
-    def function() -> tuple[dict[str, float], dict[str, Any]]:
-        losses = {name: plain.last_loss(make(), 2) for name, make in STRATEGIES.items()}
-        return losses, with_arguments(plain, folder / "full.ckpt")
+    def function() -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
+        import lightning as L
+
+        weights: dict[str, dict[str, torch.Tensor]] = {}
+
+        class CollectWeights(L.Callback):
+            def on_train_end(self, trainer: Any, *args: Any) -> None:
+                gathered = trainer.strategy.full_state_dict()
+                if trainer.is_global_zero:
+                    weights[name] = {key: value.detach().cpu() for key, value in gathered.items()}
+
+        losses = {}
+        for name, make in STRATEGIES.items():
+            losses[name] = plain.last_loss(make(), 2, callbacks=[CollectWeights()])
+        return losses, with_arguments(plain, folder / "full.ckpt"), weights
 
     config = RunConfig(name="run", storage_path=folder)
     return TorchTrainer(function, scaling_config=TWO, run_config=config).fit()
@@ -55,7 +67,7 @@ def run(ray_cluster: None, plain: Any, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def trained(run: Result) -> dict[str, float]:
     """The last loss of each strategy."""
-    (rank_0, _), (rank_1, _) = run.return_values
+    (rank_0, *_), (rank_1, *_) = run.return_values
     assert rank_0 == pytest.approx(rank_1)
     losses: dict[str, float] = rank_0
     return losses
@@ -87,6 +99,14 @@ def test_strategies_match_single_process(
     trained: dict[str, float], alone: float, name: str
 ) -> None:
     assert trained[name] == pytest.approx(alone, abs=1e-5)
+
+
+def test_full_state_dict_of_sharded_model_has_all_weights(run: Result) -> None:
+    *_, weights = run.return_values[0]
+    for gathered in weights.values():
+        assert gathered.keys() == weights["ddp"].keys()
+        for name, value in weights["ddp"].items():
+            torch.testing.assert_close(gathered[name], value, atol=1e-4, rtol=0)
 
 
 def test_strategies_match_torchrun(trained: dict[str, float]) -> None:
@@ -134,7 +154,7 @@ def test_strategy_passes_arguments_to_lightning(run: Result) -> None:
         "devices": 2,
         "keys": ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"],
     }
-    for rank, (_, found) in enumerate(run.return_values):
+    for rank, (_, found, _) in enumerate(run.return_values):
         assert found == {**expected, "sampler": (2, rank), "ranks": (2, rank, rank)}
 
 
