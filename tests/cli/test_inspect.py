@@ -225,7 +225,7 @@ def test_runs_with_implausible_time_lists_run_last(cli: Command, storage: Path) 
     assert "Started unknown, failed " in cli("show", storage / "failed").out
     journal.write_text(journal.read_text().replace('"attempt_started"', '"nothing"'))
     journal.write_text(re.sub(r'"time":\s*[\d.e+]+', '"time":-1e300', journal.read_text()))
-    assert max(map(len, cli("show", storage / "failed").out.splitlines())) < 400
+    assert not re.search(r"\d{30}", cli("show", storage / "failed").out)
 
 
 def test_tables_and_plots_fit_terminal_width(

@@ -1,7 +1,7 @@
 """Run a training function on a group of Ray actors.
 
 Example:
-    Train on two workers::
+    Train on two workers:
 
         from drawbar import train
 
@@ -57,7 +57,6 @@ from drawbar.train._errors import (
     TrainingFailedError,
     UnsupportedFormatError,
     UserAbort,
-    WorkerError,
     WorkerGroupError,
 )
 from drawbar.train._storage.checkpoint import Checkpoint
@@ -76,7 +75,7 @@ from drawbar.train._worker.context import (
 from drawbar.train._worker.instrumentation import phase, set_progress, step
 from drawbar.train._worker.report_checks import CheckpointUploadMode
 from drawbar.train._worker.train_context import StorageContext, TrainContext
-from drawbar.train._worker_failure import WorkerFailure
+from drawbar.train._worker_failure import WorkerError, WorkerFailure
 from drawbar.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:  # provided by __getattr__ at run time

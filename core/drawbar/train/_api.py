@@ -27,9 +27,11 @@ def set_public_module(namespace: dict[str, Any]) -> None:
         namespace: The `globals()` of the module. Call this function below its `__all__`.
 
     Example:
+        ```python
         __all__ = ["MyConfig"]
 
         set_public_module(globals())
+        ```
     """
     for name in namespace["__all__"]:
         value = namespace.get(name)  # None for names that are imported on first use

@@ -46,9 +46,7 @@ DEFAULT_FORWARDED_PATTERNS = (
 
 _DEVICE_REASON = "Ray assigns devices to each worker"
 _RANK_REASON = "Drawbar sets it for each worker by its rank"
-_STARTUP_REASON = (
-    "Python reads it only when a process starts; send code with worker_runtime_env instead"
-)
+_STARTUP_REASON = "Python reads it only at its start; send code with worker_runtime_env instead"
 
 EXCLUDED_PATTERNS: Mapping[str, str] = MappingProxyType(
     {
@@ -149,12 +147,14 @@ class DriverContext:
         driver_env: Arguments, working directory, import path, logging, and `DataContext`.
 
     Example:
+        ```python
         context = DriverContext.capture()
 
         @ray.remote
         def run_trial():
             with context.apply():
                 trainer.fit()
+        ```
     """
 
     env_vars: dict[str, str]
@@ -217,13 +217,13 @@ def set_tune_trial(*, name: str, id: str, directory: str, resources: object) -> 
         resources: Its `ray.tune.PlacementGroupFactory`.
 
     Example:
+        ```python
         set_tune_trial(name="a", id="1", directory=path, resources=PlacementGroupFactory([{}]))
+        ```
     """
-    _tune_trials[:] = [
-        TuneTrial(
-            name=name, id=id, directory=directory, placement_group_factory=serialize(resources)
-        )
-    ]
+    factory = serialize(resources)
+    trial = TuneTrial(name=name, id=id, directory=directory, placement_group_factory=factory)
+    _tune_trials[:] = [trial]
 
 
 @dataclass(frozen=True, kw_only=True)

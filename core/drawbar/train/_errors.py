@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import cloudpickle
 
-from drawbar.train._worker_failure import WorkerFailure
+from drawbar.train._worker_failure import WorkerError, WorkerFailure
 
 
 def load_exceptions(failures: Iterable[WorkerFailure]) -> dict[int, Exception]:
@@ -60,10 +60,12 @@ class TrainingFailedError(RuntimeError):
         path: Run directory, "" if it was not created. Its committed checkpoints can be loaded.
 
     Example:
+        ```python
         try:
             result = trainer.fit()
         except TrainingFailedError as error:
             print(error.path)
+        ```
     """
 
     def __init__(self, error_message: str, *, path: str = "") -> None:
@@ -95,9 +97,11 @@ class WorkerGroupError(TrainingFailedError):
         path: Run directory.
 
     Example:
+        ```python
         except WorkerGroupError as error:
             if isinstance(error.worker_failures.get(0), torch.cuda.OutOfMemoryError):
                 ...
+        ```
     """
 
     def __init__(
@@ -134,8 +138,10 @@ class DivergenceError(WorkerGroupError):
     """Ranks wait for calls that other ranks will never make, or their reports conflict.
 
     Example:
+        ```python
         except DivergenceError as error:
             print(error)  # names the line of each rank
+        ```
     """
 
 
@@ -143,8 +149,10 @@ class HangError(WorkerGroupError):
     """No rank made progress for `FailureConfig.hang_timeout`.
 
     Example:
+        ```python
         except HangError as error:
             print(error.failures[0].rank)  # the outlier rank
+        ```
     """
 
 
@@ -157,8 +165,10 @@ class ControllerError(TrainingFailedError):
         path: Run directory.
 
     Example:
+        ```python
         except ControllerError as error:
             raise error.controller_failure from error
+        ```
     """
 
     def __init__(
@@ -177,9 +187,11 @@ class PreemptionInfo:
         preempted_node_to_ranks: Ranks on these nodes, by node id.
 
     Example:
+        ```python
         info = train.get_preemption_info()
         if info is not None:
             print(f"ranks {info.preempted_ranks} stop at {info.deadline_ms}")
+        ```
     """
 
     deadline_ms: int | None
@@ -205,8 +217,10 @@ class PreemptionError(TrainingFailedError):
         path: Run directory.
 
     Example:
+        ```python
         except PreemptionError as error:
             print(error.preemption_info)
+        ```
     """
 
     def __init__(
@@ -220,8 +234,10 @@ class InsufficientResourcesError(TrainingFailedError):
     """The cluster can never provide the requested resources. The message names the largest node.
 
     Example:
+        ```python
         except InsufficientResourcesError:
             result = make_trainer(ScalingConfig(num_workers=1)).fit()
+        ```
     """
 
 
@@ -229,8 +245,10 @@ class ResumeError(ValueError):
     """The state of the run directory conflicts with `RunConfig.resume`.
 
     Example:
+        ```python
         except ResumeError:
             print("use another RunConfig.name")
+        ```
     """
 
 
@@ -240,10 +258,12 @@ class DamagedRunError(ValueError):
     `fit()` with the same name and `resume="auto"` removes the damaged part and continues.
 
     Example:
+        ```python
         try:
             result = Result.from_path(path)
         except DamagedRunError as error:
             print(error)
+        ```
     """
 
 
@@ -253,10 +273,12 @@ class UnsupportedFormatError(ValueError):
     The run is not changed. The message contains both format versions.
 
     Example:
+        ```python
         try:
             result = Result.from_path(path)
         except UnsupportedFormatError as error:
             print(error)
+        ```
     """
 
     @classmethod
@@ -274,10 +296,12 @@ class RunInProgressError(RuntimeError):
     `drawbar.train.attach` returns a handle to it. Runs with another `RunConfig.name` can start.
 
     Example:
+        ```python
         try:
             result = trainer.fit()
         except RunInProgressError:
             result = train.attach("mnist").wait()
+        ```
     """
 
 
@@ -285,10 +309,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, incomplete, or altered. The message names the file.
 
     Example:
+        ```python
         try:
             checkpoint.verify()
         except CheckpointError as error:
             print(error)
+        ```
     """
 
 
@@ -298,10 +324,12 @@ class StorageError(OSError):
     The error ends the run unless the training function handles it, since a restart would not help.
 
     Example:
+        ```python
         try:
             train.report(metrics, checkpoint=checkpoint)
         except StorageError:
             train.report(metrics)
+        ```
     """
 
 
@@ -319,10 +347,12 @@ class ProgramFailedError(RuntimeError):
         is_exit: Whether the program ended itself with `sys.exit()` or KeyboardInterrupt.
 
     Example:
+        ```python
         except WorkerGroupError as error:
             failure = error.worker_failures[0]
             if isinstance(failure, ProgramFailedError):
                 sys.exit(failure.exit_code)
+        ```
     """
 
     def __init__(
@@ -352,32 +382,14 @@ class ProgramFailedError(RuntimeError):
         return str(self.args[0])
 
 
-class WorkerError(RuntimeError):
-    """Replacement for a worker's exception that cannot be unpickled in this process.
-
-    Args:
-        failure: The failure as plain data.
-
-    Example:
-        for rank, error in group_error.worker_failures.items():
-            if isinstance(error, WorkerError):
-                print(rank, error.failure.type_name)
-    """
-
-    def __init__(self, failure: WorkerFailure) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
-    def __str__(self) -> str:
-        return self.failure.describe()
-
-
 class UserAbort(KeyboardInterrupt):
     """Ctrl-C stopped the run. The message names the run directory and how to resume.
 
     Example:
+        ```python
         try:
             trainer.fit()
         except UserAbort as abort:
             print(abort)
+        ```
     """

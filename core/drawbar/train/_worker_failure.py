@@ -1,7 +1,7 @@
 """Failure of one worker as plain data.
 
 A worker describes its failure by a `WorkerFailure`, which any process can read. The pickled
-exception is an optional addition.
+exception is an optional addition; `WorkerError` replaces it if it cannot be unpickled.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         pickled_exception: The exception, if it could be pickled.
 
     Example:
+        ```python
         try:
             trainer.fit()
         except WorkerGroupError as error:
             print(error.failures[0].headline())
+        ```
     """
 
     rank: int
@@ -125,3 +127,25 @@ def sort_root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailu
     a tenth of a second earlier.
     """
     return sorted(failures, key=lambda f: (f.time - 0.1 * (f.kind == "died"), f.rank))
+
+
+class WorkerError(RuntimeError):
+    """Replacement for a worker's exception that cannot be unpickled in this process.
+
+    Args:
+        failure: The failure as plain data.
+
+    Example:
+        ```python
+        for rank, error in group_error.worker_failures.items():
+            if isinstance(error, WorkerError):
+                print(rank, error.failure.type_name)
+        ```
+    """
+
+    def __init__(self, failure: WorkerFailure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return self.failure.describe()

@@ -1,7 +1,7 @@
 """Find, inspect, verify, and clean up runs in a storage, without Ray.
 
 Example:
-    List the runs of a storage::
+    List the runs of a storage:
 
         from drawbar.train import runs
 

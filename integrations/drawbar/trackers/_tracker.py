@@ -47,7 +47,7 @@ class Tracker(UserCallback, ABC):
         ValueError: An argument is invalid.
 
     Example:
-        List the trackers of a run config::
+        List the trackers of a run config:
 
             [c for c in run_config.callbacks if isinstance(c, Tracker)]
     """
@@ -190,7 +190,7 @@ class Tracker(UserCallback, ABC):
             Exception: The run cannot be read, or the tracker failed.
 
         Example:
-            Send the reports of an old run::
+            Send the reports of an old run:
 
                 TensorBoard("/shared/tensorboard").send("/shared/runs/experiment")
         """

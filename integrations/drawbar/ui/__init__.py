@@ -1,7 +1,7 @@
 """Web pages of runs: `drawbar ui` as Python functions.
 
 Example:
-    Serve the runs of a storage path until Ctrl-C::
+    Serve the runs of a storage path until Ctrl-C:
 
         from drawbar import ui
 

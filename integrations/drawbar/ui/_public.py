@@ -21,7 +21,7 @@ class RunningServer:
     """A server of run pages. Created by `start_server`; usable in a `with` statement.
 
     Example:
-        Print the URL of the pages::
+        Print the URL of the pages:
 
             with ui.start_server(["/shared/runs"], port=0) as server:
                 print(server.url)
@@ -43,7 +43,7 @@ class RunningServer:
             timeout: Time in seconds after which to return. Default: no limit.
 
         Example:
-            Serve pages until Ctrl-C::
+            Serve pages until Ctrl-C:
 
                 with ui.start_server(["/shared/runs"]) as server:
                     server.wait()
@@ -54,7 +54,7 @@ class RunningServer:
         """End the server. Has no effect on a closed server.
 
         Example:
-            Serve pages during training::
+            Serve pages during training:
 
                 server = ui.start_server(["/shared/runs"])
                 trainer.fit()
@@ -94,7 +94,7 @@ def start_server(
         ImportError, ValueError: A URI needs a package that is not installed, or is not valid.
 
     Example:
-        Show the URL of a storage path::
+        Show the URL of a storage path:
 
             server = ui.start_server(["/shared/runs"])
             print(server.url)
@@ -120,7 +120,7 @@ def export_html(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLi
         ValueError: There are no runs, or too many for one file, or `output` is a file of a run.
 
     Example:
-        Archive the page of a run::
+        Archive the page of a run:
 
             ui.export_html(["/shared/runs/experiment"], "experiment.html")
     """
@@ -146,7 +146,7 @@ def list_run_summaries(paths: Sequence[str | os.PathLike[str]] = ()) -> list[dic
         LookupError, OSError: A path is neither a storage path nor a run.
 
     Example:
-        Print the status of all runs::
+        Print the status of all runs:
 
             for run in ui.list_run_summaries(["/shared/runs"]):
                 print(run["name"], run["status"])

@@ -17,10 +17,12 @@ class BackendWorkerGroup(Protocol):
     """Started workers, as a `Backend` uses them. Results are in rank order.
 
     Example:
+        ```python
         class MyBackend(Backend):
             def on_start(self, worker_group, backend_config):
                 address = worker_group.execute_single(0, get_worker_address)
                 worker_group.execute(connect, address, world_size=len(worker_group))
+        ```
     """
 
     def __len__(self) -> int:
@@ -94,9 +96,11 @@ class LauncherStore(Protocol):
     `torch.distributed.TCPStore` is one implementation.
 
     Example:
+        ```python
         store = backend_config.get_launcher_store()
         if store is not None:
             store.set("key", "value")
+        ```
     """
 
     def set(self, key: str, value: str) -> object:
@@ -127,6 +131,7 @@ class Backend:
     failure, and its exceptions are only logged.
 
     Example:
+        ```python
         class MyBackend(Backend):
             def on_start(self, worker_group, backend_config):
                 address = worker_group.execute_single(0, get_worker_address)
@@ -134,6 +139,7 @@ class Backend:
 
             def on_shutdown(self, worker_group, backend_config):
                 worker_group.execute(disconnect)
+        ```
     """
 
     share_cuda_visible_devices: bool = False
@@ -182,6 +188,7 @@ class BackendConfig(CheckedConfig):
         ValueError: An argument has a value that its annotation does not allow.
 
     Example:
+        ```python
         @dataclass(frozen=True)
         class MyConfig(BackendConfig):
             timeout_s: Annotated[float | timedelta, parse_duration] = 60
@@ -189,6 +196,7 @@ class BackendConfig(CheckedConfig):
             @property
             def backend_cls(self):
                 return MyBackend
+        ```
     """
 
     @property

@@ -148,7 +148,9 @@ def resolve_config(name: str, value: T | None, kind: type[T]) -> T:
         TypeError: `value` is an instance of another class.
 
     Example:
+        ```python
         torch_config = resolve_config("torch_config", torch_config, TorchConfig)
+        ```
     """
     return kind() if value is None else require_type(name, value, kind)
 
@@ -177,9 +179,11 @@ def at_least(minimum: int) -> FieldCheck:
         The check, which raises TypeError or ValueError.
 
     Example:
+        ```python
         @dataclass(frozen=True)
         class MyConfig(BackendConfig):
             num_threads: Annotated[int, at_least(1)] = 8
+        ```
     """
     return partial(require_int, at_least=minimum)
 

@@ -25,7 +25,9 @@ def require_package(module: str, extra: str, min_version: str | None = None) -> 
         ImportError: The framework is too old, or a user's file shadows it.
 
     Example:
+        ```python
         require_package("torch", extra="torch", min_version="2.4")
+        ```
     """
     error = _find_import_error(module, extra)
     if error is not None:
@@ -46,10 +48,12 @@ def make_import_error(module: str, extra: str) -> ImportError:
         The error, to be raised from the original one.
 
     Example:
+        ```python
         try:
             import torch
         except ImportError as error:
             raise make_import_error("torch", extra="torch") from error
+        ```
     """
     return _find_import_error(module, extra) or ImportError(
         f"{module} is installed, but cannot be imported; "
@@ -109,7 +113,9 @@ def require_version(module: str, version: str, min_version: str, *, requirement:
         ImportError: The version is too old. The message contains both versions and the command.
 
     Example:
+        ```python
         require_version("xgboost", xgboost.__version__, "2.0", requirement="drawbar[xgboost]")
+        ```
     """
     if parse_release(version) < parse_release(min_version):
         raise ImportError(

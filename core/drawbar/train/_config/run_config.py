@@ -38,9 +38,11 @@ class RunContext:
         run_config: Run configuration of the run.
 
     Example:
+        ```python
         class PrintRun(UserCallback):
             def after_report(self, run_context, metrics, checkpoint):
                 print(run_context.name, run_context.path, metrics[0])
+        ```
     """
 
     name: str
@@ -63,10 +65,12 @@ class AttemptInfo:
             starts from the beginning.
 
     Example:
+        ```python
         class PrintRestart(UserCallback):
             def on_attempt_start(self, run_context, attempt):
                 if attempt.attempt > 0:
                     print("resumed from", attempt.resume_checkpoint)
+        ```
     """
 
     attempt: int
@@ -84,9 +88,11 @@ class RunEndInfo:
         error: Error message of a failed run, else "".
 
     Example:
+        ```python
         class Notify(UserCallback):
             def on_run_end(self, run_context, info):
                 print(f"{run_context.name}: {info.status} {info.error}")
+        ```
     """
 
     status: str
@@ -101,11 +107,13 @@ class UserCallback:
     later callbacks but not training.
 
     Example:
+        ```python
         class PrintLoss(UserCallback):
             def after_report(self, run_context, metrics, checkpoint):
                 print(f"{run_context.name}: loss {metrics[0]['loss']:.3f}")
 
         trainer = DataParallelTrainer(train_func, run_config=RunConfig(callbacks=[PrintLoss()]))
+        ```
     """
 
     def check_run_config(self, run_config: RunConfig) -> None:

@@ -40,9 +40,11 @@ class CheckpointConsistencyMode(Enum):
     until the validations of these and all earlier checkpoints have ended.
 
     Example:
+        ```python
         checkpoints = train.get_all_reported_checkpoints(
             consistency_mode=train.CheckpointConsistencyMode.VALIDATED
         )
+        ```
     """
 
     COMMITTED = "COMMITTED"
@@ -53,9 +55,11 @@ class ValidationFn(Protocol):
     """Validation function: receives the checkpoint and `fn_kwargs`, and returns metrics.
 
     Example:
+        ```python
         def validate(checkpoint, num_batches=100):
             with checkpoint.as_directory() as path:
                 return {"accuracy": evaluate(load_model(path), num_batches)}
+        ```
     """
 
     def __call__(
@@ -127,10 +131,12 @@ class ValidationConfig(ConfigRepr):
         ValueError: An argument is out of range, or Ray does not accept `ray_remote_kwargs`.
 
     Example:
+        ```python
         trainer = DataParallelTrainer(
             train_func,
             validation_config=ValidationConfig(validate, ray_remote_kwargs={"num_gpus": 1}),
         )
+        ```
     """
 
     fn: ValidationFn

@@ -91,8 +91,10 @@ class RunHandle:
         """Latest progress of rank 0, with percent and ETA; None if it was never set.
 
         Example:
+            ```python
             if run.progress is not None:
                 print(run.progress.percent, run.progress.eta_seconds)
+            ```
         """
         return self._run.get_state().progress
 

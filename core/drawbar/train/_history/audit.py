@@ -50,7 +50,7 @@ def check_run(
         DamagedRunError: The journal or the reports cannot be read, or were truncated.
 
     Example:
-        Check a run after its driver was killed::
+        Check a run after its driver was killed:
 
             check_run(tmp_path / "run")
     """

@@ -43,7 +43,7 @@ class UnusedFile:
         nbytes: Size in bytes.
 
     Example:
-        Print what could be removed from a run::
+        Print what could be removed from a run:
 
             for file in runs.find_run("experiment").find_unused_files():
                 print(file.kind, file.path, file.nbytes)
@@ -193,7 +193,7 @@ def find_unused_local_files(min_age_s: float) -> Iterator[UnusedFile]:
         CheckpointError: Another user owns the directory for copies, or can access it.
 
     Example:
-        Delete unused files that are older than a week::
+        Delete unused files that are older than a week:
 
             for file in runs.find_unused_local_files(min_age_s=7 * 24 * 3600):
                 file.remove()

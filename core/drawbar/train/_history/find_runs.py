@@ -53,7 +53,7 @@ def find_run(
         ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
 
     Example:
-        Print the status of a run::
+        Print the status of a run:
 
             run = runs.find_run("/shared/runs/experiment")
             print(run.status, run.damage)
@@ -119,7 +119,7 @@ def list_runs(
         ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
 
     Example:
-        Print all failed runs::
+        Print all failed runs:
 
             for run in runs.list_runs("/shared/runs"):
                 if run.status == "failed":
@@ -208,7 +208,7 @@ class RunCatalog:
         errors: Reasons for which paths could not be read by the last `list_runs`.
 
     Example:
-        Print the status of all runs each time the user presses Enter::
+        Print the status of all runs each time the user presses Enter:
 
             catalog = runs.RunCatalog(["/shared/runs"])
             while True:

@@ -31,7 +31,7 @@ class Goodput:
             requested workers.
 
     Example:
-        Print how much time failures have cost::
+        Print how much time failures have cost:
 
             goodput = result.goodput
             print(f"{goodput.goodput:.0%} productive")

@@ -34,7 +34,7 @@ class DatasetEpoch:
             rows were unknown. Rows that are read again count again in `num_rows`.
 
     Example:
-        Check that every row was read once::
+        Check that every row was read once:
 
             for epoch in result.data_ledger:
                 assert epoch.is_complete and epoch.repeated_rows == epoch.unread_rows == ()
@@ -83,7 +83,7 @@ class DataLedger:
         epochs: The epochs, sorted.
 
     Example:
-        Print how many rows were read in each epoch::
+        Print how many rows were read in each epoch:
 
             for epoch in result.data_ledger:
                 print(epoch.dataset, epoch.epoch, epoch.num_rows)

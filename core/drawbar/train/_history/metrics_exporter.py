@@ -25,7 +25,7 @@ class MetricsExporter:
     `RunCatalog`.
 
     Example:
-        Print the metrics of all runs of a storage path::
+        Print the metrics of all runs of a storage path:
 
             catalog = runs.RunCatalog(["/shared/runs"])
             exporter = runs.MetricsExporter()

@@ -43,7 +43,7 @@ class RankTimesSample:
         ranks: Times of each rank that has sent some.
 
     Example:
-        Print how long each rank has waited for data so far::
+        Print how long each rank has waited for data so far:
 
             sample = runs.find_run("experiment").read_rank_times()[-1]
             for rank, times in sample.ranks.items():
@@ -66,7 +66,7 @@ class RankTimesOfRank:
             as are "warmup" (excess of the first step) and "forward" (forward passes).
 
     Example:
-        Print the seconds per step of rank 3::
+        Print the seconds per step of rank 3:
 
             times = runs.find_run("experiment").read_rank_times()[-1].ranks[3]
             print(times.seconds["function"] / times.steps)
@@ -116,7 +116,7 @@ class Straggler:
         seconds_per_step: Time of this rank in seconds per step.
 
     Example:
-        Print the slow ranks of a run::
+        Print the slow ranks of a run:
 
             for straggler in runs.find_run("experiment").stragglers:
                 print(straggler.describe())

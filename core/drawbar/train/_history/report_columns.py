@@ -30,7 +30,7 @@ class ReportColumns:
         metrics: Values of each metric, as they were reported.
 
     Example:
-        Print the number of reports of rank 0::
+        Print the number of reports of rank 0:
 
             run = runs.find_run("experiment")
             print(sum(len(columns.times) for columns in run.iter_report_columns(rank=0)))

@@ -43,7 +43,7 @@ class ReportRow:
         metrics: Reported metrics; nested metrics are dicts.
 
     Example:
-        Print the reports of rank 0 of a run::
+        Print the reports of rank 0 of a run:
 
             for item in runs.ReportFeed("experiment", rank=0).read():
                 if isinstance(item, runs.ReportRow):
@@ -68,7 +68,7 @@ class AttemptRow:
         num_workers: Number of ranks; 0 if they did not start.
 
     Example:
-        Print the first report of each attempt::
+        Print the first report of each attempt:
 
             for item in runs.ReportFeed("experiment").read():
                 if isinstance(item, runs.AttemptRow):
@@ -90,7 +90,7 @@ class FeedPosition:
         default_index: Number of the next report of the ranks that are not in `next_index`.
 
     Example:
-        Read only the reports that follow report 9 of attempt 0::
+        Read only the reports that follow report 9 of attempt 0:
 
             runs.ReportFeed("experiment", position=runs.FeedPosition(0, default_index=10)).read()
     """
@@ -125,7 +125,7 @@ class ReportFeed:
         ImportError, ValueError, TypeError: The path and the filesystem do not specify a storage.
 
     Example:
-        Print the losses of a run until now, and later the new ones::
+        Print the losses of a run until now, and later the new ones:
 
             feed = runs.ReportFeed("/shared/runs/experiment", rank=0)
             for row in feed.read():
@@ -222,7 +222,7 @@ class ReportFeed:
             UnsupportedFormatError: A newer version of Drawbar has written the journal.
 
         Example:
-            Count the reports of a run::
+            Count the reports of a run:
 
                 feed, count = runs.ReportFeed("experiment"), 0
                 while rows := feed.read():
@@ -337,7 +337,7 @@ class ReportFeed:
             OSError: The storage cannot be read.
 
         Example:
-            Read the cursor of a tracker::
+            Read the cursor of a tracker:
 
                 runs.ReportFeed("experiment").load_state("tensorboard")
         """
@@ -359,7 +359,7 @@ class ReportFeed:
             OSError: The storage cannot be written.
 
         Example:
-            Store how many reports were read::
+            Store how many reports were read:
 
                 runs.ReportFeed("experiment").save_state("reader", {"count": 10})
         """
@@ -372,7 +372,7 @@ class ReportFeed:
         """Close the open segment.
 
         Example:
-            Close a feed at the end of a block::
+            Close a feed at the end of a block:
 
                 with contextlib.closing(runs.ReportFeed("experiment")) as feed:
                     print(feed.read())

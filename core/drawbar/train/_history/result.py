@@ -55,7 +55,7 @@ class Result:
             `from_path`.
 
     Example:
-        Load the best checkpoint after training::
+        Load the best checkpoint after training:
 
             result = trainer.fit()
             print(result.metrics["loss"])
@@ -93,7 +93,7 @@ class Result:
             DamagedRunError: The journal of the run cannot be read.
 
         Example:
-            Read the last metrics of a run::
+            Read the last metrics of a run:
 
                 result = Result.from_path("/shared/runs/experiment")
                 print(result.metrics)
@@ -178,7 +178,7 @@ class Result:
         """Rows of the trainer's datasets that were read in each epoch, across restarts.
 
         Example:
-            Check that every row was read exactly once in each epoch::
+            Check that every row was read exactly once in each epoch:
 
                 for epoch in result.data_ledger:
                     assert epoch.repeated_rows == epoch.unread_rows == ()
@@ -195,7 +195,7 @@ class Result:
         """Productive share of the time of the run, and where the rest of the time went.
 
         Example:
-            Print where the time of the run went::
+            Print where the time of the run went:
 
                 print(result.goodput)
         """
@@ -227,7 +227,7 @@ class Result:
             KeyError: No checkpoint has this metric. The message lists the available metrics.
 
         Example:
-            Get the checkpoint with the lowest validation loss::
+            Get the checkpoint with the lowest validation loss:
 
                 checkpoint = result.get_best_checkpoint("val/loss", mode="min")
         """

@@ -34,7 +34,7 @@ class RunOutput:
             Samples of all attempts, oldest first; [] if the run has one worker or ended at once.
 
         Example:
-            Print the steps of each rank::
+            Print the steps of each rank:
 
                 for sample in runs.find_run("experiment").read_rank_times():
                     print({rank: times.steps for rank, times in sample.ranks.items()})
@@ -50,7 +50,7 @@ class RunOutput:
             The readable samples, in the order of their arrival; [] if there are none.
 
         Example:
-            Print the memory that the processes of a run used::
+            Print the memory that the processes of a run used:
 
                 for sample in runs.find_run("experiment").read_resources():
                     print(sample.node, sample.time, sample.rss_bytes)
@@ -95,7 +95,7 @@ class RunOutput:
             OSError: The storage cannot be read.
 
         Example:
-            Print the output of rank 0 of a run::
+            Print the output of rank 0 of a run:
 
                 print((runs.find_run("experiment").read_log(0) or b"").decode())
         """
@@ -117,7 +117,7 @@ class RunOutput:
             New output, or b"" if there is none.
 
         Example:
-            Print the output of rank 0 while a run is in progress::
+            Print the output of rank 0 while a run is in progress:
 
                 for data in runs.find_run("experiment").follow_log(0):
                     sys.stdout.buffer.write(data)

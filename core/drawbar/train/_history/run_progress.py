@@ -21,7 +21,7 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
         rate: Recent steps per second in the attempt; None if unknown.
 
     Example:
-        Print the remaining time of a run::
+        Print the remaining time of a run:
 
             progress = runs.find_run("experiment").progress
             if progress is not None:

@@ -116,7 +116,7 @@ class RunEvents(RunOutput):
             depend on the type.
 
         Example:
-            Print the types of the events of a run::
+            Print the types of the events of a run:
 
                 print([event["event"] for event in runs.find_run("experiment").list_events()])
         """
@@ -137,7 +137,7 @@ class RunEvents(RunOutput):
             One row for each report and rank, sorted by report and rank.
 
         Example:
-            Print the loss of each report::
+            Print the loss of each report:
 
                 for row in runs.find_run("experiment").iter_report_rows():
                     print(row["rank"], row["index"], row.get("loss"))
@@ -157,7 +157,7 @@ class RunEvents(RunOutput):
             Blocks of reports, roughly in order.
 
         Example:
-            Print the highest loss of a run::
+            Print the highest loss of a run:
 
                 run = runs.find_run("experiment")
                 print(max(max(block.metrics["loss"]) for block in run.iter_report_columns()))
@@ -191,7 +191,7 @@ class RunRecord(RunEvents):
             attributes use the readable parts.
 
     Example:
-        Print the state and the newest checkpoint of a run::
+        Print the state and the newest checkpoint of a run:
 
             run = runs.find_run("/shared/runs/experiment")
             print(run.status, run.metrics)
@@ -292,7 +292,7 @@ class RunRecord(RunEvents):
             The name of each checkpoint, and its damage or "".
 
         Example:
-            Print the damaged checkpoints of a run::
+            Print the damaged checkpoints of a run:
 
                 for name, damage in runs.find_run("experiment").verify_checkpoints():
                     if damage:
@@ -353,7 +353,7 @@ class RunRecord(RunEvents):
             Files that can be removed.
 
         Example:
-            Delete all but the two best checkpoints and the newest one of a run::
+            Delete all but the two best checkpoints and the newest one of a run:
 
                 for file in runs.find_run("experiment").find_unused_files(num_to_keep=2):
                     file.remove()

@@ -35,7 +35,7 @@ class AttemptTimes:
         checkpoint_seconds: Total duration of their commits in seconds.
 
     Example:
-        Print how long each attempt took to start::
+        Print how long each attempt took to start:
 
             for attempt in result.timeline.attempts:
                 print(attempt.attempt, attempt.startup_seconds, attempt.outcome)
@@ -89,7 +89,7 @@ class Timeline:
         attempts: Timings of each attempt.
 
     Example:
-        Print how long each attempt took::
+        Print how long each attempt took:
 
             print(result.timeline)
             print([attempt.total_seconds for attempt in result.timeline.attempts])

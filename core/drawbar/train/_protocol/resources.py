@@ -16,7 +16,7 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
         memory_total_bytes: Total memory in bytes.
 
     Example:
-        Print the use of all GPUs in the last sample of a run::
+        Print the use of all GPUs in the last sample of a run:
 
             sample = runs.find_run("experiment").read_resources()[-1]
             for gpu in sample.gpus:
@@ -53,7 +53,7 @@ class ResourceSample(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         gpus: GPUs of the node. Empty without NVIDIA GPUs, or if `nvidia-ml-py` is not installed.
 
     Example:
-        Print the memory that the processes of a run used::
+        Print the memory that the processes of a run used:
 
             for sample in runs.find_run("experiment").read_resources():
                 print(sample.node, sample.time, sample.rss_bytes)

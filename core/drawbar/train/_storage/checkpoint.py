@@ -72,7 +72,7 @@ class Checkpoint:
         TypeError: `path` is not a path, or `filesystem` is not a filesystem.
 
     Example:
-        Load the state from the latest checkpoint in a training function::
+        Load the state from the latest checkpoint in a training function:
 
             checkpoint = train.get_checkpoint()
             if checkpoint is not None:
@@ -127,7 +127,7 @@ class Checkpoint:
             The checkpoint.
 
         Example:
-            Report a directory that the training function has written::
+            Report a directory that the training function has written:
 
                 train.report({"loss": loss}, checkpoint=Checkpoint.from_directory(path))
         """
@@ -157,7 +157,7 @@ class Checkpoint:
             CheckpointError: The directory does not exist.
 
         Example:
-            Read a file of the checkpoint::
+            Read a file of the checkpoint:
 
                 with checkpoint.as_directory() as path:
                     state = torch.load(os.path.join(path, "state.pt"))
@@ -186,7 +186,7 @@ class Checkpoint:
             ValueError: `path` is the directory of the checkpoint itself.
 
         Example:
-            Export the best checkpoint of a run::
+            Export the best checkpoint of a run:
 
                 best = result.get_best_checkpoint("loss", mode="min")
                 best.to_directory("exported_model")
@@ -206,7 +206,7 @@ class Checkpoint:
             The metadata; an empty dict if there is none.
 
         Example:
-            Print where the checkpoint was deployed::
+            Print where the checkpoint was deployed:
 
                 print(checkpoint.get_metadata().get("deployed"))
         """
@@ -224,7 +224,7 @@ class Checkpoint:
             OSError: The storage cannot be written.
 
         Example:
-            Record where the checkpoint was deployed::
+            Record where the checkpoint was deployed:
 
                 checkpoint.set_metadata({"deployed": "staging"})
         """
@@ -254,7 +254,7 @@ class Checkpoint:
             OSError: The storage cannot be written.
 
         Example:
-            Add a key and keep the others::
+            Add a key and keep the others:
 
                 checkpoint.update_metadata({"reviewed": True})
         """
@@ -269,7 +269,7 @@ class Checkpoint:
             The preprocessor from `DataConfig.preprocessor` or `set_preprocessor()`, or None.
 
         Example:
-            Prepare a batch for inference as in training::
+            Prepare a batch for inference as in training:
 
                 preprocessor = result.checkpoint.get_preprocessor()
                 batch = preprocessor.transform_batch(batch)
@@ -287,7 +287,7 @@ class Checkpoint:
             OSError: The storage cannot be written.
 
         Example:
-            Store the preprocessor of a dataset that was prepared before training::
+            Store the preprocessor of a dataset that was prepared before training:
 
                 checkpoint.set_preprocessor(preprocessor)
         """
@@ -310,7 +310,7 @@ class Checkpoint:
                 committed. The message names the file.
 
         Example:
-            Check a checkpoint before you export it::
+            Check a checkpoint before you export it:
 
                 result.checkpoint.verify()
         """

@@ -119,7 +119,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         format_version: Format version of the manifest.
 
     Example:
-        Print how large a checkpoint is and how many workers saved it::
+        Print how large a checkpoint is and how many workers saved it:
 
             manifest = result.checkpoint.manifest
             print(manifest.nbytes, manifest.world_size)

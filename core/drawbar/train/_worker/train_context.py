@@ -140,7 +140,7 @@ class StorageContext(os.PathLike[str]):
         directory: Run directory. Drawbar passes it.
 
     Example:
-        Write a file into the run directory on one worker::
+        Write a file into the run directory on one worker:
 
             storage = train.get_context().get_storage()
             if train.get_context().get_world_rank() == 0:
