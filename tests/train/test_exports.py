@@ -7,14 +7,18 @@ import inspect
 import pickle
 import pkgutil
 import pydoc
+import subprocess
+import sys
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 import drawbar.train
+from tests.train.runs import fit
 
 MODULES = [
     drawbar.train,
@@ -117,6 +121,18 @@ def test_public_classes_and_functions_pickle_by_public_module(
     if inspect.isclass(value) or inspect.isfunction(value):
         assert "._" not in value.__module__
         assert pickle.loads(pickle.dumps(value)) is value
+
+
+def test_classes_of_results_have_public_names_before_their_first_use(tmp_path: Path) -> None:
+    fit(lambda: drawbar.train.report({"loss": 1}), tmp_path)
+    code = (
+        "from drawbar.train import runs\n"
+        f"run = runs.find_run({str(tmp_path / 'run')!r})\n"
+        "print(type(run.timeline), type(run.timeline.attempts[0]), type(run.goodput))"
+    )
+    names = ("Timeline", "AttemptTimes", "Goodput")
+    shown = " ".join(f"<class 'drawbar.train.{name}'>" for name in names)
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == shown
 
 
 def test_type_hints_of_public_classes_are_resolved() -> None:

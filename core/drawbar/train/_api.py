@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from drawbar.train._frames import without_internal_frames
 
 
-def set_public_module(namespace: dict[str, Any]) -> None:
+def set_public_module(
+    namespace: dict[str, Any], *, module: str = "", names: Iterable[str] = ()
+) -> None:
     """Set `__module__` of the classes and functions of a public module to that module.
 
     A `repr`, a traceback, and a pickle then contain `drawbar.train.RunConfig`, independent of the
@@ -25,6 +27,9 @@ def set_public_module(namespace: dict[str, Any]) -> None:
 
     Args:
         namespace: The `globals()` of the module. Call this function below its `__all__`.
+        module: Public module, for a call in the private module of objects that the public one
+            imports on first use. Default: the name in the namespace.
+        names: Names of these objects. Default: `__all__`.
 
     Example:
         ```python
@@ -33,20 +38,21 @@ def set_public_module(namespace: dict[str, Any]) -> None:
         set_public_module(globals())
         ```
     """
-    for name in namespace["__all__"]:
+    public_module = module or namespace["__name__"]
+    for name in names or namespace["__all__"]:
         value = namespace.get(name)  # None for names that are imported on first use
-        module = getattr(value, "__module__", None) or ""
+        private_module = getattr(value, "__module__", None) or ""
         # Objects of public modules and of other libraries keep their names.
-        if "._" not in module or not isinstance(value, type | FunctionType):
+        if "._" not in private_module or not isinstance(value, type | FunctionType):
             continue
         if isinstance(value, type):
             # In the private module: `typing.get_type_hints` and msgspec would use the public one.
             vars(value).get("__annotations__", {}).update(evaluate_annotations(value))
             for member in vars(value).values():
                 function = getattr(member, "__func__", member)
-                if isinstance(function, FunctionType) and function.__module__ == module:
-                    function.__module__ = namespace["__name__"]
-        value.__module__ = namespace["__name__"]
+                if isinstance(function, FunctionType) and function.__module__ == private_module:
+                    function.__module__ = public_module
+        value.__module__ = public_module
 
 
 def evaluate_annotations(cls: type) -> dict[str, Any]:

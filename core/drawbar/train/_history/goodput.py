@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from drawbar.train._api import set_public_module
+
 CRASH_GAP = "crash_gap"
 """Part outside `hosted`: after a crash or a failure, no process hosted the run."""
 
@@ -96,3 +98,6 @@ class Goodput:
             name = part.replace("phase:", "phase ").replace("_", " ")
             lines.append(f"  {name:<20} {seconds:>10.1f} s {seconds / total:>6.1%}")
         return "\n".join(lines)
+
+
+set_public_module(globals(), module="drawbar.train", names=["Goodput"])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from drawbar.train._api import set_public_module
 from drawbar.train._history.events import AttemptStarted, DatasetEpochEnded, JournaledEvent
 from drawbar.train._protocol.messages import ShardEpochEnded
 from drawbar.train._row_positions import NumberedRows, RowRanges, cut_segments, decode_reads
@@ -219,3 +220,6 @@ def _merge_adjacent(ranges: Sequence[tuple[int, int]]) -> RowRanges:
         else:
             merged.append((low, high))
     return tuple(merged)
+
+
+set_public_module(globals(), module="drawbar.train", names=["DataLedger", "DatasetEpoch"])

@@ -7,6 +7,7 @@ import os
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from drawbar.train._api import set_public_module
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.html import RunCard, extract_curves
@@ -297,3 +298,6 @@ def _list_intact_checkpoints(checkpoints: CheckpointStore) -> list[Manifest]:
                     "%s is damaged and not part of the result: %s", manifest.name, reason
                 )
     return [manifest for manifest in committed if not damage[manifest.name]]
+
+
+set_public_module(globals(), module="drawbar.train", names=["Result"])

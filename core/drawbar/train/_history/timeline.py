@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from drawbar.train._api import set_public_module
 from drawbar.train._history import events, live_events
 from drawbar.train._history.live_events import Event
 from drawbar.train._history.run_progress import RunProgress
@@ -224,3 +225,6 @@ class RunState:
                 self.status, self.stalled_ranks = "failed", {}
             case _:
                 pass
+
+
+set_public_module(globals(), module="drawbar.train", names=["AttemptTimes", "Timeline"])
