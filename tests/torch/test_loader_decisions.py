@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import random
+import threading
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,7 +29,7 @@ from drawbar.torch import enable_reproducibility, prepare_data_loader
 from drawbar.torch._attempt_cleanup import attempt_cleanup
 from drawbar.torch._device_transfer import iter_to_device, move_to_device
 from drawbar.torch._loader_registry import LoaderIdentity, describe_dataset, match_recorded
-from drawbar.torch._order_stream import PrefixChecksum
+from drawbar.torch._order_stream import OrderRandom, PrefixChecksum
 from drawbar.torch._reproducibility import derive_seed
 from drawbar.torch._sampler import EpochPosition, EpochSampler, rank_items
 from drawbar.train import RunConfig
@@ -442,3 +445,29 @@ def test_prefetched_opaque_batches_survive_memory_reuse() -> None:
         large @ large  # keeps the GPU busy for about a millisecond
         sums.append(batch.x.mean())
     assert torch.stack(sums).tolist() == [float(i) for i in range(50)]
+
+
+def test_interrupted_drawing_restores_random_state_of_the_process() -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def draw(order: OrderRandom, has_begun: threading.Event) -> None:
+        with contextlib.suppress(Interrupted):
+            while True:
+                with order.drawing():
+                    torch.rand(3)
+                    has_begun.set()
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for _ in range(200):  # each interrupt comes at another line
+        has_begun = threading.Event()
+        thread = threading.Thread(target=draw, args=[OrderRandom([1, 2, 3], 7), has_begun])
+        thread.start()
+        has_begun.wait()
+        while thread.is_alive():  # Python drops an exception that is raised in a destructor
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted)
+            )
+            thread.join(1)
+        assert torch.equal(torch.get_rng_state(), before)

@@ -70,15 +70,13 @@ class OrderRandom:
                 try:
                     self._state = self._capture()
                 finally:
-                    self._end_drawing(outer_state)
-
-    def _end_drawing(self, outer_state: Sequence[Any]) -> None:
-        """Restore the random state of the process, also if an interrupt is raised meanwhile."""
-        try:
-            self._reset(outer_state)
-        except BaseException:  # an interrupt is raised once
-            self._reset(outer_state)
-            raise
+                    # Here and not in a function, because an interrupt can be raised when a function
+                    # begins. It is raised once.
+                    try:
+                        self._reset(outer_state)
+                    except BaseException:
+                        self._reset(outer_state)
+                        raise
 
     def _reset(self, outer_state: Sequence[Any]) -> None:
         self._restore(outer_state)
