@@ -170,7 +170,7 @@ def test_best_checkpoint_is_tested_and_predicted_with(plain: Any, fitted: tuple[
     assert sorted(predicted.tolist()) == sorted(module(x).argmax(1).tolist())
     accuracy = (module(x).argmax(1) == y).float().mean().item()
     assert tested["accuracy"] == pytest.approx(accuracy)
-    assert {name: vars(checkpoint)[name] for name in before} == before  # those of fit
+    assert {name: vars(checkpoint)[name] for name in before} == before  # fit has set them
 
 
 def test_launcher_returns_full_weights_of_sharded_model(
