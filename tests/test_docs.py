@@ -159,7 +159,7 @@ SMALLER = {
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
     "docs/launch.md": "tests/launch",
-    "docs/operations/monitoring.md": "tests/train/history/test_resources.py",
+    "docs/operations/monitoring.md": "tests/train/history/test_measurements.py",
     "docs/quickstart.md": "tests/test_examples.py",
     "docs/trackers.md": "tests/trackers",
     "docs/tune.md": "tests/tune",
