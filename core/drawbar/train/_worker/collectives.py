@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from drawbar.train._frames import format_caller_location, is_drawbar_frame
 from drawbar.train._protocol.commands import CollectiveResult
-from drawbar.train._protocol.messages import (
-    CollectiveCalled,
-    CollectiveKind,
-    ControllerRequests,
-    Message,
-)
+from drawbar.train._protocol.messages import CollectiveCalled, CollectiveKind, ControllerRequests
 from drawbar.train._serialization import serialize
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.rank_timer import RankTimer
@@ -30,8 +24,7 @@ class Collectives:
         rank: World rank of this worker.
         thread_guard: Checks which thread may call collectives.
         send_lock: Lock to hold while a message is numbered and sent.
-        send: Callback that sends messages to the controller.
-        command_queue: Queue that receives the results.
+        command_queue: Sends messages to the controller and receives the results.
         timer: Measures the time in collectives.
     """
 
@@ -40,14 +33,12 @@ class Collectives:
         rank: int,
         thread_guard: ThreadGuard,
         send_lock: AbstractContextManager[object],
-        send: Callable[[Message], None],
         command_queue: CommandQueue,
         timer: RankTimer,
     ) -> None:
         self._rank = rank
         self._thread_guard = thread_guard
         self._send_lock = send_lock
-        self._send = send
         self._command_queue = command_queue
         self._timer = timer
         self._next_sequence = 0
@@ -86,7 +77,7 @@ class Collectives:
             sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
             number = self._next_user_number if is_user_call else None
             self._next_user_number += is_user_call
-            self._send(
+            self._command_queue.send(
                 CollectiveCalled(
                     sequence=sequence, number=number, kind=kind, payload=payload, location=location
                 )

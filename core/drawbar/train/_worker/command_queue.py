@@ -38,7 +38,7 @@ class CommandQueue:
     """
 
     def __init__(self, send: Callable[[Message], None], interrupt_scope: InterruptScope) -> None:
-        self._send = send
+        self.send = send
         self._interrupt_scope = interrupt_scope
         self._changed = threading.Condition()
         self._commands: dict[CommandKey, Command] = {}
@@ -87,13 +87,13 @@ class CommandQueue:
             TimeoutError: There is no reply within `timeout`, and no fallback.
         """
         request_id = next(self._request_ids)
-        self._send(make_message(request_id))
+        self.send(make_message(request_id))
         try:
             reply = self.wait((reply_type, request_id), timeout=timeout)
         except TimeoutError:
             if make_fallback is None:
                 raise
-            self._send(make_fallback(request_id))
+            self.send(make_fallback(request_id))
             reply = self.wait((reply_type, request_id))
         assert isinstance(reply, reply_type)
         return reply

@@ -98,7 +98,7 @@ class Session:
         self.should_clean_up_node = False
         self._node_local_storage: NodeLocalStorage | None = None
         self._staging_label = f"rank_{assignment.ranks.world_rank}"
-        self._send = self.send = send
+        self.send = send
         self.interrupt_scope = InterruptScope()
         self._command_queue = CommandQueue(send, self.interrupt_scope)
         self.timer = RankTimer()
@@ -116,7 +116,6 @@ class Session:
             assignment.ranks.world_rank,
             self.thread_guard,
             self._send_lock,
-            send,
             self._command_queue,
             self.timer,
         )
@@ -147,7 +146,7 @@ class Session:
             if isinstance(message, Report):
                 self._next_report = message.index + 1
             self.is_timed_by_program |= isinstance(message, RankTimes)
-            self._send(message)
+            self.send(message)
 
     @property
     def report_count(self) -> int:
@@ -171,7 +170,7 @@ class Session:
             self.thread_guard.check_reporting_thread("report()")
             index, self._next_report = self._next_report, self._next_report + 1
             times = self.timer.on_report()
-            self._send(
+            self.send(
                 Report(
                     index=index,
                     metrics=values,
@@ -210,7 +209,7 @@ class Session:
             self._offers[index] = offer
             self.timer.on_report()
             self.progress.flush()
-            self._send(
+            self.send(
                 Report(
                     index=index,
                     metrics=values,
@@ -232,7 +231,7 @@ class Session:
 
     def _send_epoch_ended(self, message: ShardEpochEnded) -> None:
         with self._send_lock:
-            self._send(msgspec.structs.replace(message, report_index=self._next_report))
+            self.send(msgspec.structs.replace(message, report_index=self._next_report))
 
     def use_node_local_storage(self) -> None:
         """Transfer checkpoints to and from the driver's node.
@@ -249,8 +248,7 @@ class Session:
             target,
             self._staging_label,
             self.assignment.attempt,
-            self._send,
-            self._command_queue.wait,
+            self._command_queue,
         )
 
     def get_latest_checkpoint(self) -> Checkpoint | None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from drawbar.train._errors import StorageError
-from drawbar.train._protocol.commands import Command, CommitCompleted, PersistFiles
-from drawbar.train._protocol.messages import CheckpointOffer, FilesPersisted, Message
+from drawbar.train._protocol.commands import CommitCompleted, PersistFiles
+from drawbar.train._protocol.messages import CheckpointOffer, FilesPersisted
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import UploadTarget, make_default_name
 from drawbar.train._storage.contents import FileEntry, is_external, list_files, scan_directory
@@ -30,6 +29,7 @@ from drawbar.train._storage.retries import is_transient, warn_if_slow
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.staging import AssignedFiles, make_shared_name
 from drawbar.train._worker.async_commits import AsyncCommits
+from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.report_checks import (
     CheckpointUploadFn,
     CheckpointUploadMode,
@@ -56,14 +56,6 @@ def _raise_storage_errors() -> Iterator[None]:
         raise StorageError(*error.args) from (error.__cause__ or error)
 
 
-class WaitForCommand(Protocol):
-    """Function that waits for one of several commands."""
-
-    def __call__(self, *keys: tuple[type[Command], int]) -> Command:
-        """Return the first of these commands that arrives."""
-        ...
-
-
 class Uploads:
     """Checkpoints that one rank has offered and that are not committed yet.
 
@@ -72,8 +64,7 @@ class Uploads:
         target: Storage that receives the rank's assigned files.
         label: Name of the rank in the staging area.
         attempt: Number of the attempt.
-        send: Callback that sends messages to the controller.
-        wait: Function that waits for commands.
+        command_queue: Sends messages to the controller and receives its commands.
 
     Attributes:
         async_commits: Commits that the training function does not wait for.
@@ -85,8 +76,7 @@ class Uploads:
         target: UploadTarget,
         label: str,
         attempt: int,
-        send: Callable[[Message], None],
-        wait: WaitForCommand,
+        command_queue: CommandQueue,
     ) -> None:
         self._directory = directory
         self._checkpoints = directory.checkpoints
@@ -94,12 +84,11 @@ class Uploads:
         self._target = target
         self._label = label
         self._attempt = attempt
-        self._send = send
-        self._wait = wait
+        self._command_queue = command_queue
         # Both by checkpoint name.
         self._upload_fns: dict[str, tuple[CheckpointUploadFn, Checkpoint]] = {}
         self._file_identities: dict[str, FileIdentities] = {}
-        self.async_commits = AsyncCommits(self.persist_and_wait, send)
+        self.async_commits = AsyncCommits(self.persist_and_wait, command_queue.send)
 
     @cached_property
     def _reserved_directories(self) -> ReservedPaths:
@@ -295,10 +284,12 @@ class Uploads:
         """Persist this rank's assigned files of a report and wait for the commit."""
         # Either command may arrive first: a rank has nothing to persist if all its files are
         # staged, or are also offered by a lower rank.
-        command = self._wait((PersistFiles, report_index), (CommitCompleted, report_index))
+        command = self._command_queue.wait(
+            (PersistFiles, report_index), (CommitCompleted, report_index)
+        )
         if isinstance(command, PersistFiles):
-            self._send(self._persist(report_index, offer, command))
-            self._wait((CommitCompleted, report_index))
+            self._command_queue.send(self._persist(report_index, offer, command))
+            self._command_queue.wait((CommitCompleted, report_index))
         # Only after the commit: until then there may be no other copy of these files.
         if self._is_in_staging(offer):
             remove_tree(Path(offer.directory))
