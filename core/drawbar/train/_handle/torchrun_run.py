@@ -256,17 +256,14 @@ class TorchrunRun(RunSource):
         # Not rank 0's variables: torchrun sets different ones in each process.
         spec = dataclasses.replace(assignment.spec, env_vars=env_vars)
         assignment = dataclasses.replace(assignment, spec=spec)
-        send = self._connection.send
-        session = self._runner.start_attempt(assignment, send)
+        session = self._runner.start_attempt(assignment, self._connection.send)
         self._executor.submit(
             partial(
                 self._runner.run,
                 session,
                 self._payload,
-                send,
                 partial(self._send_final_message, session),
-                environment=use_caller_process(session, send),
-                is_process_wide=True,
+                use_environment=use_caller_process,
             )
         )
 

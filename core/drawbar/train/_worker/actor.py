@@ -106,10 +106,8 @@ class Worker:
             self._runner.run,
             session,
             train_loop[0],
-            outbox.put,
             partial(_put_final_message, outbox),
-            environment=use_worker_process(session, outbox.put),
-            is_process_wide=True,
+            use_environment=use_worker_process,
         )
         thread = threading.Thread(target=run, name="training")
         thread.start()

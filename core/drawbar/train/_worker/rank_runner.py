@@ -10,14 +10,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message, OutputLine, RankFailed, RankInterrupted
 from drawbar.train._serialization import Serialized
-from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.output import capture_output
 from drawbar.train._worker.resource_sampler import sample_resources
@@ -29,8 +28,6 @@ from drawbar.train._worker.worker_env import preserve_environment
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-
-Send = Callable[[Message], None]
 
 
 class RankRunner:
@@ -52,7 +49,9 @@ class RankRunner:
         """Program that runs in place of the training function, if one runs."""
         return self.session.program if self.session is not None else None
 
-    def start_attempt(self, assignment: WorkerAssignment, send: Send) -> Session:
+    def start_attempt(
+        self, assignment: WorkerAssignment, send: Callable[[Message], None]
+    ) -> Session:
         """Create the session of an attempt.
 
         Must be called before `run`: the controller may send a command after the first message.
@@ -69,21 +68,18 @@ class RankRunner:
         self,
         session: Session,
         train_loop: ObjectRef[Serialized] | TrainLoop,
-        send: Send,
         on_end: Callable[[Message | None], None],
         *,
-        environment: AbstractContextManager[object],
-        is_process_wide: bool,
+        use_environment: Callable[[Session], AbstractContextManager[object]] | None,
     ) -> None:
         """Run the training function in this thread, and always pass its final message.
 
         Args:
             session: Result of `start_attempt`.
             train_loop: What to run. In a worker process, a reference to the serialized object.
-            send: Callback that sends messages to the controller.
             on_end: Receives the final message, or None after a Ctrl-C, which is raised here.
-            environment: Environment of the function. It ends before the final message is passed.
-            is_process_wide: Whether no other rank runs in this process.
+            use_environment: Returns the environment of the function, which ends before the final
+                message is passed. None if other ranks run in this process.
 
         Raises:
             KeyboardInterrupt: The user pressed Ctrl-C, and this is the main thread.
@@ -91,9 +87,10 @@ class RankRunner:
         self._thread = threading.current_thread()
         final_message: Message | None = RankInterrupted()
         try:
-            with environment, sample_resources(session.assignment, send):
+            environment = nullcontext() if use_environment is None else use_environment(session)
+            with environment, sample_resources(session.assignment, session.send):
                 final_message = run_train_loop(
-                    session, train_loop, send, is_process_wide=is_process_wide
+                    session, train_loop, is_process_wide=use_environment is not None
                 )
         except AttemptInterrupted:
             pass  # a second interruption, during the handling of the first
@@ -142,36 +139,34 @@ def execute(call: Serialized) -> object:
 
 
 @contextlib.contextmanager
-def use_worker_process(session: Session, send: Send) -> Iterator[None]:
+def use_worker_process(session: Session) -> Iterator[None]:
     """Prepare a worker process for the function: capture output, apply the driver's environment.
 
     Args:
         session: Session of this rank.
-        send: Callback that sends messages to the controller.
     """
     rank = session.assignment.ranks.world_rank
     log = session.directory.get_log_path(rank)
     driver_env = session.assignment.spec.driver_env
     assert driver_env is not None  # every worker process receives it
     with (
-        _transfer_if_node_local(session, send),
-        capture_output(log, send, errors_only=rank != 0, redirect_fds=True),
+        _transfer_if_node_local(session),
+        capture_output(log, session.send, errors_only=rank != 0, redirect_fds=True),
         driver_env.apply(),
     ):
         yield
 
 
 @contextlib.contextmanager
-def use_caller_process(session: Session, send: Send) -> Iterator[None]:
+def use_caller_process(session: Session) -> Iterator[None]:
     """Let the function use the process that called `fit()`, and restore its environment.
 
     Args:
         session: Session of this rank.
-        send: Callback that sends messages to the controller.
     """
     log = session.directory.get_log_path(session.assignment.ranks.world_rank)
     with (
-        _transfer_if_node_local(session, send),
+        _transfer_if_node_local(session),
         preserve_environment(),
         capture_output(log, None, errors_only=False, redirect_fds=False),
     ):
@@ -179,12 +174,11 @@ def use_caller_process(session: Session, send: Send) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _transfer_if_node_local(session: Session, send: Send) -> Iterator[None]:
+def _transfer_if_node_local(session: Session) -> Iterator[None]:
     """Transfer checkpoints and the log if this node does not share the run directory.
 
     Args:
         session: Session of this rank.
-        send: Callback that sends messages to the controller.
     """
     assignment = session.assignment
     if session.directory.is_on_this_node(assignment.run_id):
@@ -193,22 +187,22 @@ def _transfer_if_node_local(session: Session, send: Send) -> Iterator[None]:
     # The path is missing or unrelated. Create it, because a rank's files need a local directory.
     session.directory.create_directories()
     if session.directory.filesystem is None:
-        send(OutputLine(text=_describe_node_local_storage(assignment), stream="stderr"))
+        session.send(OutputLine(text=_describe_node_local_storage(assignment), stream="stderr"))
         session.use_node_local_storage()
     try:
         yield
     finally:
-        rank = assignment.ranks.world_rank
-        session.should_clean_up_node = _upload_log(session.directory, rank, send)
+        session.should_clean_up_node = _upload_log(session)
 
 
-def _upload_log(directory: RunDirectory, rank: int, send: Send) -> bool:
+def _upload_log(session: Session) -> bool:
     """Upload the log to the run's storage and return whether that succeeded."""
+    directory, rank = session.directory, session.assignment.ranks.world_rank
     try:
         directory.run_files.upload_log(directory.get_log_path(rank))
     except Exception as error:  # no storage error may change the outcome of the function
         text = f"Could not upload the log of rank {rank} from node {os.uname().nodename}: {error}"
-        send(OutputLine(text=text, stream="stderr"))
+        session.send(OutputLine(text=text, stream="stderr"))
         return False
     return True
 

@@ -17,7 +17,6 @@ from drawbar.train._config.backend import BackendConfig
 from drawbar.train._protocol.messages import (
     FunctionFailed,
     FunctionStarted,
-    Message,
     RankFailed,
     RankFinished,
     RankInterrupted,
@@ -53,18 +52,13 @@ class TrainLoop:
 
 
 def run_train_loop(
-    session: Session,
-    train_loop: ObjectRef[Serialized] | TrainLoop,
-    send: Callable[[Message], None],
-    *,
-    is_process_wide: bool,
+    session: Session, train_loop: ObjectRef[Serialized] | TrainLoop, *, is_process_wide: bool
 ) -> RankFinished | RankFailed | RankInterrupted:
     """Run the training function and return its final message.
 
     Args:
         session: Session of this rank.
         train_loop: What to run. In a worker process, a reference to the serialized object.
-        send: Callback that sends messages to the controller.
         is_process_wide: Whether no other rank runs in this process, so the session applies to all
             threads and environment variables can be set.
 
@@ -80,7 +74,7 @@ def run_train_loop(
                 set_env_vars(make_worker_env(session.assignment))
             loop = _make_copy(train_loop)
             with loop.backend_config.train_func_context():
-                send(FunctionStarted(time=time.time()))
+                session.send(FunctionStarted(time=time.time()))
                 session.timer.start()
                 session.thread_guard.reset_reporting_thread()
                 try:
@@ -90,7 +84,7 @@ def run_train_loop(
                 except BaseException:
                     _send_times(session)
                     raised_at = time.time()  # other ranks fail once the backend's context ends
-                    send(FunctionFailed(time=raised_at))
+                    session.send(FunctionFailed(time=raised_at))
                     raise
                 session.thread_guard.reset_reporting_thread()
                 session.progress.flush()

@@ -13,7 +13,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
@@ -104,10 +103,8 @@ class ThreadWorkerGroup(InProcessExecution):
                 runner.run,
                 session,
                 self._payload,
-                send,
                 partial(_finish_from_thread, loop, on_messages, rank, ended),
-                environment=use_caller_process(session, send) if is_only_rank else nullcontext(),
-                is_process_wide=is_only_rank,
+                use_environment=use_caller_process if is_only_rank else None,
             )
             if self._submit_call is not None:
                 self._submit_call(call)
