@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,14 @@ from tqdm import tqdm
 
 from drawbar import train
 from drawbar.train._protocol.messages import OutputLine
-from drawbar.train._worker.output import capture_output
+from drawbar.train._worker.output import capture_output, tee_output
 from tests.train.runs import fit
 
 
 @contextmanager
-def capture(
-    log: Path, *, errors_only: bool = False, redirect_fds: bool = True
-) -> Iterator[list[OutputLine]]:
+def capture(log: Path, *, errors_only: bool = False) -> Iterator[list[OutputLine]]:
     sent: list[OutputLine] = []
-    with capture_output(log, sent.append, errors_only=errors_only, redirect_fds=redirect_fds):
+    with capture_output(log, sent.append, errors_only=errors_only):
         yield sent
 
 
@@ -77,12 +75,9 @@ def test_capture_flushes_c_stdout_at_the_end(log: Path) -> None:
 
 
 @pytest.mark.parametrize("errors_only", [False, True])
-@pytest.mark.parametrize("redirect_fds", [False, True])
-def test_capture_with_full_disk_warns_once_and_sends_lines(
-    errors_only: bool, redirect_fds: bool
-) -> None:
+def test_capture_with_full_disk_warns_once_and_sends_lines(errors_only: bool) -> None:
     full = Path("/dev/full")
-    with capture(full, errors_only=errors_only, redirect_fds=redirect_fds) as sent:
+    with capture(full, errors_only=errors_only) as sent:
         print("one", flush=True)
         print("two", file=sys.stderr)
     warning = f"Output is missing from {full} from this point on: [Errno 28] No space left"
@@ -99,7 +94,7 @@ def test_capture_sends_output_of_child_without_python_output(log: Path) -> None:
         sent.append(line)
         is_sent.set()
 
-    with capture_output(log, send, errors_only=False, redirect_fds=True):
+    with capture_output(log, send, errors_only=False):
         subprocess.run(["echo", "a child"], check=True)
         assert is_sent.wait(300)
     assert sent == [OutputLine(text="a child", stream="stderr")]
@@ -146,7 +141,7 @@ def test_logging_basic_config_inside_capture_takes_effect(log: Path) -> None:
     script = (
         "import logging, pathlib; from drawbar.train._worker.output import capture_output\n"
         f"log = pathlib.Path({str(log)!r})\n"
-        "with capture_output(log, print, errors_only=True, redirect_fds=True):\n"
+        "with capture_output(log, print, errors_only=True):\n"
         "  logging.basicConfig(level=logging.INFO); logging.info('configured')"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -226,10 +221,12 @@ def test_capture_sends_lines_of_several_threads(log: Path) -> None:
     assert sorted(line.text for line in sent) == sorted("0123" * 200)
 
 
-@pytest.mark.parametrize("redirect_fds", [True, False])
-def test_capture_restores_streams_after_exception(log: Path, redirect_fds: bool) -> None:
+@pytest.mark.parametrize("capture_or_tee", [capture, tee_output])
+def test_capture_restores_streams_after_exception(
+    log: Path, capture_or_tee: Callable[[Path], AbstractContextManager[object]]
+) -> None:
     before = (sys.stdout, sys.stderr, logging.getLogRecordFactory(), os.fstat(1).st_ino)
-    with pytest.raises(ValueError, match="boom"), capture(log, redirect_fds=redirect_fds):
+    with pytest.raises(ValueError, match="boom"), capture_or_tee(log):
         raise ValueError("boom")
     assert before == (sys.stdout, sys.stderr, logging.getLogRecordFactory(), os.fstat(1).st_ino)
 
@@ -242,13 +239,17 @@ def test_capture_receives_output_of_handler_with_earlier_stream(log: Path) -> No
     assert sent == [OutputLine(text="second run", stream="stderr")]
 
 
-def test_capture_without_redirect_writes_to_stream_and_log(
-    log: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with capture_output(log, None, errors_only=False, redirect_fds=False):
+def test_tee_writes_to_stream_and_log(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with tee_output(log):
         print("seen twice")
         assert sys.stdout.encoding.lower() == "utf-8"
     assert log.read_text() == capfd.readouterr().out == "seen twice\n"
+
+
+def test_tee_with_full_disk_writes_to_stream(capfd: pytest.CaptureFixture[str]) -> None:
+    with tee_output(Path("/dev/full")):
+        print("printed", flush=True)
+    assert capfd.readouterr().out == "printed\n"
 
 
 def test_captured_stdout_supports_fileno_reconfigure_and_buffer(log: Path) -> None:

@@ -39,25 +39,20 @@ MAX_FORWARDED_BYTES = 16 * 1024
 
 
 @contextmanager
-def capture_output(
-    log_path: Path, send: SendLine | None, *, errors_only: bool, redirect_fds: bool
-) -> Iterator[None]:
-    """Write the output of this process to a log and send lines to the driver.
+def capture_output(log_path: Path, send: SendLine, *, errors_only: bool) -> Iterator[None]:
+    """Redirect the output of this process to a log and send lines to the driver.
 
-    On exit, also after an exception, the streams, file descriptors, and log record factory are
-    restored, and an unfinished last line is sent. If the log cannot be written, for example because
-    the disk is full, lines are still sent.
+    File descriptors 1 and 2 are redirected too, so output of children and C++ libraries is
+    captured. On exit, also after an exception, the streams, file descriptors, and log record
+    factory are restored, and an unfinished last line is sent. If the log cannot be written, for
+    example because the disk is full, lines are still sent.
 
     Args:
         log_path: Log file, opened for appending. Its directory is created.
         send: Receives each line for the driver's console. It is called in the printing thread, or,
             for output of C code and children, in a separate thread; never in a forked child.
-            None sends nothing.
         errors_only: Do not send printed lines. Log records of level ERROR and above are always
             sent, and are marked, because the console may show them instead of printed lines.
-        redirect_fds: Redirect file descriptors 1 and 2 to the log, so that output of children and
-            C++ libraries is captured too. If False, `sys.stdout` and `sys.stderr` write to their
-            previous targets and to the log, so `pdb` and `input()` keep working.
 
     Raises:
         OSError: The log cannot be created.
@@ -68,23 +63,40 @@ def capture_output(
         log = undo.enter_context(open(log_path, "ab", buffering=0))
         on_write_error = _make_write_error_handler(log_path, send)
         log_file = None
-        if redirect_fds and send and not errors_only:
+        if not errors_only:
             log_file = undo.enter_context(_forward_native_output(log_path, send))
         for name in _FILENO:
-            splitter = _LineSplitter(name, send) if send and not errors_only else None
-            if redirect_fds:
-                _redirect(_FILENO[name], log.fileno(), getattr(sys, name), undo)
-                stream: _LogStream | _TeeStream = _LogStream(
-                    name, splitter, log_file, on_write_error
-                )
-            else:
-                stream = _TeeStream(name, getattr(sys, name), log, splitter, on_write_error)
-            undo.callback(setattr, sys, name, getattr(sys, name))
-            undo.callback(stream.stop_capture)
-            setattr(sys, name, stream)
-        if send:
-            undo.enter_context(_forward_error_records(send))
+            splitter = None if errors_only else _LineSplitter(name, send)
+            _redirect(_FILENO[name], log.fileno(), getattr(sys, name), undo)
+            _replace_stream(name, _LogStream(name, splitter, log_file, on_write_error), undo)
+        undo.enter_context(_forward_error_records(send))
         yield
+
+
+@contextmanager
+def tee_output(log_path: Path) -> Iterator[None]:
+    """Write the output of Python code to its previous target and to a log.
+
+    `pdb` and `input()` keep working. On exit, also after an exception, the streams are restored.
+    Errors of writing to the log are ignored.
+
+    Args:
+        log_path: Log file, opened for appending. Its directory is created.
+
+    Raises:
+        OSError: The log cannot be created.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_path, "ab", buffering=0) as log, ExitStack() as undo:
+        for name in _FILENO:
+            _replace_stream(name, _TeeStream(name, getattr(sys, name), log), undo)
+        yield
+
+
+def _replace_stream(name: StreamName, stream: _LogStream | _TeeStream, undo: ExitStack) -> None:
+    undo.callback(setattr, sys, name, getattr(sys, name))
+    undo.callback(stream.stop_capture)
+    setattr(sys, name, stream)
 
 
 @contextmanager
@@ -96,7 +108,7 @@ def _forward_native_output(path: Path, send: SendLine) -> Iterator[LogFile]:
     splitter.finish()
 
 
-def _make_write_error_handler(path: Path, send: SendLine | None) -> OnWriteError:
+def _make_write_error_handler(path: Path, send: SendLine) -> OnWriteError:
     """Return a handler for log write errors that sends only the first one.
 
     The user's `print` does not raise these errors: a full log disk must not end training.
@@ -105,7 +117,7 @@ def _make_write_error_handler(path: Path, send: SendLine | None) -> OnWriteError
 
     def on_write_error(error: OSError) -> None:
         nonlocal has_warned
-        if send is None or has_warned or _threads.fork_count != fork_count:
+        if has_warned or _threads.fork_count != fork_count:
             return
         has_warned = True
         text = f"Output is missing from {path} from this point on: {error}"
@@ -208,14 +220,10 @@ class _TeeStream(LoggedStream):
         name: StreamName,
         original: TextIO,
         log: io.FileIO,
-        splitter: _LineSplitter | None,
-        on_write_error: OnWriteError,
     ) -> None:
         self._stream_name = name
         self.stream_without_log = original
         self._log: io.FileIO | None = log
-        self._splitter = splitter
-        self._on_write_error = on_write_error
 
     def write(self, text: str) -> int:
         current = getattr(sys, self._stream_name)
@@ -223,14 +231,9 @@ class _TeeStream(LoggedStream):
             return cast(int, current.write(text))
         written = self.stream_without_log.write(text)
         if self._log is not None:
-            try:
+            # The disk may be full, or the capture may have just ended and closed the log.
+            with suppress(OSError, ValueError):
                 self._log.write(text.encode("utf-8", "backslashreplace"))
-            except ValueError:  # the capture has just ended and closed the log
-                pass
-            except OSError as error:
-                self._on_write_error(error)
-        if self._splitter:
-            self._splitter.feed(text)
         return written
 
     def writelines(self, lines: list[str]) -> None:
@@ -242,8 +245,6 @@ class _TeeStream(LoggedStream):
 
     def stop_capture(self) -> None:
         self._log = None
-        if self._splitter:
-            self._splitter.finish()
 
 
 class _LineSplitter(LineSplitter):

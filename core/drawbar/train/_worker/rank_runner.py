@@ -18,7 +18,7 @@ from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message, OutputLine, RankFailed, RankInterrupted
 from drawbar.train._serialization import Serialized
 from drawbar.train._worker.failure import describe_exception
-from drawbar.train._worker.output import capture_output
+from drawbar.train._worker.output import capture_output, tee_output
 from drawbar.train._worker.resource_sampler import sample_resources
 from drawbar.train._worker.session import ProgramProxy, Session
 from drawbar.train._worker.stack import Stack, capture_stack
@@ -151,7 +151,7 @@ def use_worker_process(session: Session) -> Iterator[None]:
     assert driver_env is not None  # every worker process receives it
     with (
         _transfer_if_node_local(session),
-        capture_output(log, session.send, errors_only=rank != 0, redirect_fds=True),
+        capture_output(log, session.send, errors_only=rank != 0),
         driver_env.apply(),
     ):
         yield
@@ -168,7 +168,7 @@ def use_caller_process(session: Session) -> Iterator[None]:
     with (
         _transfer_if_node_local(session),
         preserve_environment(),
-        capture_output(log, None, errors_only=False, redirect_fds=False),
+        tee_output(log),
     ):
         yield
 
