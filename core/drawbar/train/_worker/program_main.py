@@ -167,7 +167,7 @@ def _serve_stack_requests(connection: socket.socket) -> None:
     """Send the stacks of this process for each request."""
     for _ in connection.makefile("rb"):
         lines, text = collect_stacks(threading.main_thread().ident)
-        _send(connection, {"stack": {"lines": lines, "text": text}})
+        _send(connection, {"stack": {"frames": lines, "text": text}})
 
 
 def collect_stacks(main_ident: int | None) -> tuple[list[tuple[str, int, str]], str]:

@@ -34,7 +34,7 @@ from drawbar.train._worker.activity import ActivityMonitor
 from drawbar.train._worker.output import write_to_log
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.session_client import RankConnection
-from drawbar.train._worker.stack import Frame, Stack, detect_stopped_process
+from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker.training_thread import AttemptInterrupted
 
 PROGRAM_MARKER_VARIABLE = "DRAWBAR_PROGRAM"
@@ -59,18 +59,11 @@ class ProgramFailure(msgspec.Struct, frozen=True):
     is_exit: bool
 
 
-class ProgramStack(msgspec.Struct, frozen=True):
-    """Stack of a program: the main thread's frames, and all threads as text."""
-
-    lines: list[tuple[str, int, str]]
-    text: str
-
-
 class ProgramMessage(msgspec.Struct, frozen=True):
     """Message from a program: one of the two fields is set."""
 
     failed: ProgramFailure | None = None
-    stack: ProgramStack | None = None
+    stack: Stack | None = None
 
 
 def run_program(
@@ -205,24 +198,23 @@ class ProgramProcess:
         else:
             self._rank_connection.send_command(command)
 
-    def capture_stack(self) -> Stack:
+    def capture_stack(self) -> Stack | None:
         """Return the stack of the program, or that its process is stopped.
 
-        Raises:
-            TimeoutError: The program does not reply, or is being started.
+        Returns:
+            The stack, or None if the program does not reply.
         """
         if self._process is None:
-            raise TimeoutError("the program is being started")
+            return None  # the program is being started
         while not self._stacks.empty():
             self._stacks.get()  # discard late replies to earlier requests
-        self._control.sendall(b"stack\n")
         try:
+            self._control.sendall(b"stack\n")
             return self._stacks.get(timeout=_STACK_TIMEOUT_S)
+        except OSError:
+            return None  # the program has ended
         except queue.Empty:
-            stopped = detect_stopped_process(self._process.pid)
-            if stopped is None:
-                raise TimeoutError(f"{self._process} does not reply") from None
-            return stopped
+            return detect_stopped_process(self._process.pid)
 
     def kill(self) -> None:
         """Kill the program and its process group."""
@@ -271,8 +263,7 @@ class ProgramProcess:
             message = msgspec.json.decode(line, type=ProgramMessage)
             self._failure = message.failed or self._failure
             if message.stack is not None:
-                frames = tuple(Frame(*frame) for frame in message.stack.lines)
-                self._stacks.put(Stack(frames=frames, text=message.stack.text))
+                self._stacks.put(message.stack)
         return bool(data)
 
     def _on_output(self, pipe: IO[bytes], stream: Literal["stdout", "stderr"]) -> bool:

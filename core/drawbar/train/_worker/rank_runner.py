@@ -122,11 +122,7 @@ class RankRunner:
             The stack, or None if the program does not reply.
         """
         program = self.program
-        if program is None:
-            return capture_stack(self._thread)
-        with contextlib.suppress(OSError):  # TimeoutError is one too
-            return program.capture_stack()
-        return None
+        return capture_stack(self._thread) if program is None else program.capture_stack()
 
 
 def execute(call: Serialized) -> object:

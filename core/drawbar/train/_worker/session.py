@@ -67,8 +67,8 @@ class ProgramProxy(Protocol):
         """Handle a command from the controller. Called from any thread; never blocks."""
         ...
 
-    def capture_stack(self) -> Stack:
-        """Return the stack of the program."""
+    def capture_stack(self) -> Stack | None:
+        """Return the stack of the program, or None if it does not reply."""
         ...
 
     def kill(self) -> None:

@@ -13,8 +13,8 @@ from drawbar.train._protocol.codec import Codec
 from drawbar.train._worker.program_main import collect_stacks
 
 
-class Frame(msgspec.Struct, frozen=True):
-    """One frame of a stack."""
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One frame of a stack. It is encoded as [file, line, function]."""
 
     file: str
     line: int
