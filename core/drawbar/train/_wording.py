@@ -9,3 +9,12 @@ def format_count(number: int, noun: str) -> str:
 def escape_surrogates(text: str) -> str:
     """Escape lone surrogates, which the journal cannot store. File names may contain them."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether a text can be encoded as UTF-8. Lone surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

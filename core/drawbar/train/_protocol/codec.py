@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from drawbar.train._serialization import Serialized, SerializedParts
+from drawbar.train._wording import is_encodable
 
 T = TypeVar("T")
 
@@ -147,7 +148,7 @@ def _make_extensions(value: object) -> object:
     if type(value) is int and not -(2**63) <= value < 2**64:
         size = value.bit_length() // 8 + 1
         return msgspec.msgpack.Ext(_BIG_INTEGER, value.to_bytes(size, "big", signed=True))
-    if isinstance(value, str) and not _is_valid_unicode(value):
+    if isinstance(value, str) and not is_encodable(value):
         return msgspec.msgpack.Ext(_INVALID_UNICODE, value.encode(errors="surrogatepass"))
     if isinstance(value, list | tuple):
         return [_make_extensions(item) for item in value]
@@ -157,14 +158,6 @@ def _make_extensions(value: object) -> object:
             return msgspec.msgpack.Ext(_MAPPING, msgspec.msgpack.encode(pairs))
         return dict(pairs)
     return value
-
-
-def _is_valid_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _decode_extension(code: int, data: memoryview) -> object:

@@ -19,6 +19,7 @@ from drawbar.train._storage.manifest import read_manifest
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.run_files import RUN_FILE_NAMES, TRAINER_FILE
+from drawbar.train._wording import is_encodable
 
 _MAX_NAME_BYTES = 255  # limit of common filesystems
 _MAX_PATH_BYTES = 4095
@@ -116,7 +117,7 @@ def _check_upload_mode(mode: object) -> None:
 
 def _check_name(name: str) -> None:
     plain = name == Path(name).name and name[:1] not in (".", "") and name not in RUN_FILE_NAMES
-    if not plain or "\0" in name or not _is_utf8(name) or len(name.encode()) > _MAX_NAME_BYTES:
+    if not plain or "\0" in name or not is_encodable(name) or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(
             f"checkpoint_dir_name={name!r} is not a valid name. Use a directory name without '/' "
             f"and without a leading '.', of at most {_MAX_NAME_BYTES} bytes in UTF-8. "
@@ -232,7 +233,7 @@ def check_files(directory: Path, contents: DirectoryContents, run: RunDirectory)
     # Check before anything is written: a path that is too long would fail during the commit.
     max_path_bytes = _MAX_PATH_BYTES - _STAGING_PATH_BYTES - len(os.fsencode(run.local_path))
     for file in contents.files:
-        if not file.path.isascii() and not _is_utf8(file.path):
+        if not file.path.isascii() and not is_encodable(file.path):
             raw_path = os.fsencode(directory / file.path)
             raise ValueError(
                 f"A checkpoint cannot contain {raw_path!r}, because its name is not UTF-8. "
@@ -274,11 +275,3 @@ def can_move(directory: Path, files: Sequence[FileEntry], run: RunDirectory) -> 
 def _is_run_directory(path: str) -> bool:
     # Check for two files: a user's file may have the name of the journal.
     return all(os.path.exists(f"{path}/{name}") for name in (JOURNAL_FILE, TRAINER_FILE))
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
