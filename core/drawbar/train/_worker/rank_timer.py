@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from contextlib import contextmanager
 from typing import TypeVar
 
 from drawbar.train._protocol.messages import RankTimes
@@ -61,9 +61,14 @@ class RankTimer:
 
     # -- measurements
 
-    def measure(self, key: str) -> Measurement:
-        """Return a context manager that measures its body under this key."""
-        return Measurement(self, key)
+    @contextmanager
+    def measure(self, key: str) -> Iterator[None]:
+        """Measure the `with` block under this key."""
+        self.begin(key)
+        try:
+            yield
+        finally:
+            self.end(key)
 
     def measure_items(self, key: str, items: Iterable[T]) -> Iterator[T]:
         """Yield the items, and measure the time that waiting for each of them takes."""
@@ -177,24 +182,3 @@ class RankTimer:
             steps=self.num_steps,
             seconds={key: round(value, 6) for key, value in seconds.items()},
         )
-
-
-class Measurement:
-    """Context manager that measures its body."""
-
-    __slots__ = ("_key", "_timer")
-
-    def __init__(self, timer: RankTimer, key: str) -> None:
-        self._timer = timer
-        self._key = key
-
-    def __enter__(self) -> None:
-        self._timer.begin(self._key)
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._timer.end(self._key)
