@@ -40,43 +40,33 @@ def sample_resources(
     if assignment.ranks.local_rank != 0:
         yield
         return
-    sampler = _SamplerThread(ResourceSampler(assignment), send)
-    try:
-        yield
-    finally:
-        sampler.stop()
+    sampler = ResourceSampler(assignment)
+    stopped = threading.Event()
+    send_lock = threading.Lock()
 
-
-class _SamplerThread:
-    """Thread that sends samples until `stop`."""
-
-    def __init__(self, sampler: ResourceSampler, send: Callable[[ResourceSample], None]) -> None:
-        self._sampler = sampler
-        self._send = send
-        self._stopped = threading.Event()
-        self._send_lock = threading.Lock()
-        threading.Thread(target=self._run, name="drawbar-resources", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop sending samples. Does not wait for a sample that is being measured."""
-        self._stopped.set()
-        # The final message of the rank follows, so wait until a sample has been sent.
-        with self._send_lock:
-            pass
-
-    def _run(self) -> None:
+    def send_samples() -> None:
         seconds = FIRST_SAMPLE_SECONDS
         try:
-            while not self._stopped.wait(seconds):
+            while not stopped.wait(seconds):
                 seconds = min(2 * max(seconds, 1.0), SAMPLE_SECONDS)
-                sample = self._sampler.take()
-                with self._send_lock:
-                    if self._stopped.is_set():
+                sample = sampler.take()
+                with send_lock:
+                    if stopped.is_set():
                         return
-                    self._send(sample)
+                    send(sample)
         # Samples must never fail a run: the connection may be closed, or an NVML call may fail.
         except Exception as error:
             _logger.debug("sampling of resources on this node has stopped: %r", error)
+
+    threading.Thread(target=send_samples, name="drawbar-resources", daemon=True).start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        # The final message of the rank follows, so wait until a sample has been sent. Do not wait
+        # for a sample that is being measured.
+        with send_lock:
+            pass
 
 
 class ResourceSampler:
@@ -110,7 +100,7 @@ class ResourceSampler:
             num_cpus=os.cpu_count(),
             rss_bytes=memory.rss_bytes if memory else None,
             num_processes=memory.num_processes if memory else None,
-            memory_total_bytes=_get_total_memory(),
+            memory_total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             disk_free_bytes=disk[0] if disk else None,
             disk_total_bytes=disk[1] if disk else None,
             gpus=self._gpus.measure(),
@@ -141,13 +131,6 @@ def _read_cpu_times() -> _CpuTimes | None:
         return None
     idle = sum(values[3:5])
     return _CpuTimes(sum(values) - idle, sum(values))
-
-
-def _get_total_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
 
 
 class _Memory(NamedTuple):
