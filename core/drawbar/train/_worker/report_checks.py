@@ -24,6 +24,7 @@ from drawbar.train._wording import is_encodable
 _MAX_NAME_BYTES = 255  # limit of common filesystems
 _MAX_PATH_BYTES = 4095
 _STAGING_PATH_BYTES = 200  # upper limit for the part of a staging path below the run directory
+_INTERNAL_DIRECTORIES = ("logs", "stacks", ".workers", ".uncommitted")
 
 
 class CheckpointUploadMode(Enum):
@@ -141,58 +142,23 @@ def _check_upload_fn(function: object) -> None:
         ) from None
 
 
-@dataclass(frozen=True)
-class ReservedPaths:
-    """Directories of a run on this node that must not be reported as a checkpoint.
-
-    They are resolved only once, because every checkpoint is compared with them.
-
-    Attributes:
-        paths_by_inode: The run directory, its internal directories, and all parents, by device and
-            inode.
-        subdirectories: The internal directories, which may be created later.
-    """
-
-    paths_by_inode: dict[tuple[int, int], str]
-    subdirectories: tuple[str, ...]
-
-    @staticmethod
-    def from_run_directory(run: RunDirectory) -> ReservedPaths:
-        """Collect the reserved directories of a run."""
-        roots = [RunDirectory(Path(os.path.realpath(path))) for path in run.list_local_paths()]
-        parents = [
-            str(path)
-            for root in roots
-            for path in (root.local_path, *root.local_path.parents, root.staging.path)
-        ]
-        names = ("logs", "stacks", ".workers", ".uncommitted")
-        subdirectories = [f"{root.local_path}/{name}" for root in roots for name in names]
-        return ReservedPaths(
-            {
-                inode: path
-                for path in (*subdirectories, *parents)
-                if (inode := _get_inode(path)) is not None
-            },
-            tuple(subdirectories),
-        )
-
-
-def check_directory(directory: Path, reserved: ReservedPaths) -> None:
+def check_directory(directory: Path, run: RunDirectory) -> None:
     """Check that a directory is neither internal to the run nor a parent of it.
 
     Raises:
         ValueError: It is the storage path, the run directory, a parent of them, or an internal
             directory of the run.
     """
-    inode = _get_inode(directory)
-    reserved_path = None if inode is None else reserved.paths_by_inode.get(inode)
-    # Filesystems reuse the inodes of deleted directories, so look up the reserved path again.
-    if reserved_path is not None and _get_inode(reserved_path) == inode:
-        raise _make_reserved_error(directory, reserved_path)
-    real_path = f"{os.path.realpath(directory)}/"
-    for subdirectory in reserved.subdirectories:
-        if real_path.startswith(f"{subdirectory}/"):
-            raise _make_reserved_error(directory, subdirectory)
+    real_path = Path(os.path.realpath(directory))
+    for local_path in run.list_local_paths():
+        root = Path(os.path.realpath(local_path))
+        internal = [root / name for name in _INTERNAL_DIRECTORIES]
+        for path in internal:
+            if real_path.is_relative_to(path):
+                raise _make_reserved_error(directory, path)
+        for path in (*internal, root, *root.parents, RunDirectory(root).staging.path):
+            if _is_same_directory(path, directory):
+                raise _make_reserved_error(directory, path)
 
 
 def check_remote_directory(path: RemotePath) -> None:
@@ -205,18 +171,17 @@ def check_remote_directory(path: RemotePath) -> None:
         raise _make_reserved_error(path, path)
 
 
-def _get_inode(path: str | Path) -> tuple[int, int] | None:
+def _is_same_directory(path: Path, other: Path) -> bool:
     try:
-        # Compare device and inode: symbolic links and bind mounts are other paths to the same
+        # It compares device and inode: symbolic links and bind mounts are other paths to the same
         # directory.
-        status = os.stat(path)
+        return os.path.samefile(path, other)
     except OSError:
-        return None
-    return status.st_dev, status.st_ino
+        return False
 
 
 def _make_reserved_error(
-    directory: Path | RemotePath, reserved_path: str | RemotePath
+    directory: Path | RemotePath, reserved_path: Path | RemotePath
 ) -> ValueError:
     return ValueError(
         f"report() cannot use {directory} as a checkpoint, because {reserved_path} contains files "

@@ -11,7 +11,6 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -33,7 +32,6 @@ from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.report_checks import (
     CheckpointUploadFn,
     CheckpointUploadMode,
-    ReservedPaths,
     UploadOptions,
     can_move,
     check_directory,
@@ -89,10 +87,6 @@ class Uploads:
         self._upload_fns: dict[str, tuple[CheckpointUploadFn, Checkpoint]] = {}
         self._file_identities: dict[str, FileIdentities] = {}
         self.async_commits = AsyncCommits(self.persist_and_wait, command_queue.send)
-
-    @cached_property
-    def _reserved_directories(self) -> ReservedPaths:
-        return ReservedPaths.from_run_directory(self._directory)
 
     # -- offers
 
@@ -231,7 +225,7 @@ class Uploads:
             )
         in_staging = self._staging.has_directory(directory)
         if not in_staging:
-            check_directory(directory, self._reserved_directories)
+            check_directory(directory, self._directory)
         contents = (
             self._staging.scan_directory(directory) if in_staging else scan_directory(directory)
         )
