@@ -34,7 +34,7 @@ from drawbar.train._history.live_events import Notice
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker_group.ranks import assign_ranks, sort_by_rank
 from drawbar.train._worker_group.validators import Validator
-from drawbar.train._worker_group.worker_group import WorkerGroup
+from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 
 T = TypeVar("T")
 
@@ -196,9 +196,7 @@ class Controller:
             self._attempt.close()
         # Interrupt instead of kill, so that the function can clean up. Its last reports are
         # committed afterwards.
-        await self._group.end_attempt(
-            grace=STOP_GRACE_SECONDS, should_keep=True, should_replace=False, is_user_request=True
-        )
+        await self._group.end_attempt(AttemptEnd(grace=STOP_GRACE_SECONDS, is_user_request=True))
 
     def _emit_run_ended(self, status: str, error: str = "") -> None:
         num_reports = None

@@ -22,7 +22,7 @@ from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import AttemptEndCause, AttemptEnded
 from drawbar.train._history.live_events import WorkersFailed
 from drawbar.train._worker_failure import sort_root_cause_first
-from drawbar.train._worker_group.worker_group import WorkerGroup
+from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 
 RESTART_GRACE_SECONDS = 1.0
 """Time that a training function has to stop if its process can then be reused by a restart."""
@@ -136,14 +136,15 @@ class Recovery:
             self._run.spec.run_config.failure_config.reuse_workers
             and self._backend.can_reuse_processes
         )
+        # Wait longer only for processes that are reused. All others are killed anyway.
+        can_reuse = is_restart_possible and should_keep
         await self._group.end_attempt(
-            # Wait longer only for processes that are reused. All others are killed anyway.
-            grace=(
-                RESTART_GRACE_SECONDS if is_restart_possible and should_keep else FAIL_GRACE_SECONDS
-            ),
-            should_keep=should_keep,
-            # After a failed start, the next attempt creates the processes, after a delay.
-            should_replace=is_restart_possible and failure.cause != "startup",
+            AttemptEnd(
+                grace=RESTART_GRACE_SECONDS if can_reuse else FAIL_GRACE_SECONDS,
+                should_keep=should_keep,
+                # After a failed start, the next attempt creates the processes, after a delay.
+                should_replace=is_restart_possible and failure.cause != "startup",
+            )
         )
 
     async def _describe_deaths(self, attempt: Attempt, failure: AttemptFailure) -> None:

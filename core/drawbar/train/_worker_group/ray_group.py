@@ -19,12 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.codec import ProtocolError, RayValue
-from drawbar.train._protocol.commands import (
-    COMMANDS,
-    CollectiveResult,
-    Command,
-    InterruptFunction,
-)
+from drawbar.train._protocol.commands import COMMANDS, CollectiveResult, Command
 from drawbar.train._protocol.messages import (
     MESSAGE_BATCHES,
     ProcessRetired,
@@ -38,7 +33,7 @@ from drawbar.train._worker.stack import STACK, Stack, detect_stopped_process
 from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
 from drawbar.train._worker_group.cluster import is_node_available
-from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
+from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, OnWaiting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -167,35 +162,25 @@ class RayWorkerGroup:
         stacks = await asyncio.gather(*[_request_stack(slot) for slot in self._ranks.values()])
         return dict(zip(self._ranks, stacks, strict=True))
 
-    async def end_attempt(
-        self,
-        *,
-        grace: float,
-        should_keep: bool,
-        should_replace: bool,
-        is_user_request: bool = False,
-    ) -> None:
-        """Interrupt functions and kill processes that do not stop within `grace` seconds."""
+    async def end_attempt(self, end: AttemptEnd) -> None:
+        """Interrupt functions and kill processes that do not stop within `end.grace` seconds."""
         slots = self._pool.slots
         participants = [index for index, slot in slots.items() if slot.run_task is not None]
         dead = [index for index, slot in slots.items() if slot.is_dead]
         # First, so that replacements start while the other processes are still stopping.
-        self._pool.kill_slots(dead, should_replace=should_replace)
+        self._pool.kill_slots(dead, should_replace=end.should_replace)
         running = {rank: slot.run_task for rank, slot in self._ranks.items() if slot.is_running}
         for rank in running:
-            self.send_command(
-                rank,
-                InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
-            )
+            self.send_command(rank, end.interrupt)
         if running:
-            await asyncio.wait([task for task in running.values() if task], timeout=grace)
+            await asyncio.wait([task for task in running.values() if task], timeout=end.grace)
         # A process is kept only if its stream has ended: then its thread has left user code, and
         # nothing of the old attempt is written later.
         remaining = slots.keys()  # empty if kill() was called in the meantime
         for index in (set(participants) - set(dead)) & remaining:
             slot = slots[index]
-            if slot.is_dead or slot.is_running or slot.is_retired or not should_keep:
-                self._pool.kill_slots([index], should_replace=should_replace)
+            if slot.is_dead or slot.is_running or slot.is_retired or not end.should_keep:
+                self._pool.kill_slots([index], should_replace=end.should_replace)
             slot.run_task = None
 
     def relocate_on_next_start(self) -> None:

@@ -51,6 +51,7 @@ from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker_group.exit_status import ExitReport
 from drawbar.train._worker_group.worker_group import (
+    AttemptEnd,
     InProcessExecution,
     OnMessages,
     OnWaiting,
@@ -197,20 +198,12 @@ class SimulatedWorkerGroup(InProcessExecution):
         for rank in ranks:
             self._ranks[rank].handle_command(command)
 
-    async def end_attempt(
-        self,
-        *,
-        grace: float,
-        should_keep: bool,
-        should_replace: bool,
-        is_user_request: bool = False,
-    ) -> None:
+    async def end_attempt(self, end: AttemptEnd) -> None:
         """Interrupt and wait for every running function."""
-        interrupt = InterruptFunction(reason="the attempt is over", is_user_request=is_user_request)
-        self.broadcast_command(self._running, interrupt)
+        self.broadcast_command(self._running, end.interrupt)
         if self._running:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_ended.wait(), grace)
+                await asyncio.wait_for(self._all_ended.wait(), end.grace)
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return an empty stack for every running rank: simulated ranks have no frames."""
@@ -221,7 +214,7 @@ class SimulatedWorkerGroup(InProcessExecution):
 
     async def stop(self) -> None:
         """Interrupt running functions and end the thread."""
-        await self.end_attempt(grace=STOP_SECONDS, should_keep=True, should_replace=False)
+        await self.end_attempt(AttemptEnd(grace=STOP_SECONDS))
         self.kill()
 
     def kill(self) -> None:

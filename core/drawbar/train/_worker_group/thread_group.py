@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.rank_runner import RankRunner, use_caller_process
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.worker_group import (
+    AttemptEnd,
     InProcessExecution,
     OnMessages,
     OnWaiting,
@@ -120,24 +121,14 @@ class ThreadWorkerGroup(InProcessExecution):
         for rank in ranks:
             self.send_command(rank, command)
 
-    async def end_attempt(
-        self,
-        *,
-        grace: float,
-        should_keep: bool,
-        should_replace: bool,
-        is_user_request: bool = False,
-    ) -> None:
+    async def end_attempt(self, end: AttemptEnd) -> None:
         """Interrupt and wait for every running function.
 
         Threads cannot be killed, but the programs that they run can.
         """
         for rank in self._list_running():
-            self.send_command(
-                rank,
-                InterruptFunction(reason="the attempt is over", is_user_request=is_user_request),
-            )
-        await self._wait_until_ended(grace)
+            self.send_command(rank, end.interrupt)
+        await self._wait_until_ended(end.grace)
         self.kill()
         if any(self._runners[rank].program is not None for rank in self._list_running()):
             await self._wait_until_ended(KILL_SECONDS)
@@ -166,7 +157,7 @@ class ThreadWorkerGroup(InProcessExecution):
 
     async def stop(self) -> None:
         """Interrupt running functions, which would wait forever for a failed controller."""
-        await self.end_attempt(grace=STOP_SECONDS, should_keep=True, should_replace=False)
+        await self.end_attempt(AttemptEnd(grace=STOP_SECONDS))
 
     def kill(self) -> None:
         """Kill the programs of running functions. Threads cannot be killed."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.commands import Command, InterruptFunction
+from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, WorkerDied
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
@@ -34,7 +34,7 @@ from drawbar.train._worker_group.torchrun_messages import (
     StopRequested,
 )
 from drawbar.train._worker_group.torchrun_server import TorchrunServer, get_peer_address
-from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
+from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, OnWaiting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -148,24 +148,14 @@ class TorchrunWorkerGroup:
             self._local_group.send_command(0, command)
         self._server.send([rank for rank in ranks if rank > 0], command)
 
-    async def end_attempt(
-        self,
-        *,
-        grace: float,
-        should_keep: bool,
-        should_replace: bool,
-        is_user_request: bool = False,
-    ) -> None:
+    async def end_attempt(self, end: AttemptEnd) -> None:
         """Interrupt and wait for every running function. Only torchrun kills its processes."""
         running = {
             rank: ended for rank, ended in self._functions_ended.items() if not ended.is_set()
         }
-        interrupt = InterruptFunction(reason="the attempt is over", is_user_request=is_user_request)
-        self.broadcast_command(running, interrupt)
-        local_end = self._local_group.end_attempt(
-            grace=grace, should_keep=should_keep, should_replace=should_replace
-        )
-        peer_ends = [asyncio.wait_for(ended.wait(), grace) for ended in running.values()]
+        self.broadcast_command(running, end.interrupt)
+        local_end = self._local_group.end_attempt(end)
+        peer_ends = [asyncio.wait_for(ended.wait(), end.grace) for ended in running.values()]
         # A function that does not stop in time must not shorten the time of the others.
         await asyncio.gather(local_end, *peer_ends, return_exceptions=True)
 
@@ -194,7 +184,7 @@ class TorchrunWorkerGroup:
 
     async def stop(self) -> None:
         """Interrupt running functions."""
-        await self.end_attempt(grace=STOP_SECONDS, should_keep=True, should_replace=False)
+        await self.end_attempt(AttemptEnd(grace=STOP_SECONDS))
 
     def kill(self) -> None:
         """Do nothing: torchrun kills its processes."""

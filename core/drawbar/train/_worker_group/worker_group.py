@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Sized
+from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
 from drawbar.train._config.backend import BackendWorkerGroup
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.commands import Command
+from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import GroupMessage
 from drawbar.train._worker.stack import Stack
 
@@ -17,6 +18,30 @@ R = TypeVar("R")
 OnMessages = Callable[[int, Sequence[GroupMessage]], None]
 OnWaiting = Callable[[int, bool], None]
 """Receives the number of ready workers, and whether the resources of all workers are reserved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnd:
+    """Request to end an attempt.
+
+    Attributes:
+        grace: Maximum time to wait, in seconds. Processes whose function is still running are then
+            killed.
+        should_keep: Whether processes whose function has ended are kept for another attempt instead
+            of being killed.
+        should_replace: Whether new processes start at once in place of dead and killed ones.
+        is_user_request: Whether the user has stopped the run.
+    """
+
+    grace: float
+    should_keep: bool = True
+    should_replace: bool = False
+    is_user_request: bool = False
+
+    @property
+    def interrupt(self) -> InterruptFunction:
+        """Command that interrupts the functions."""
+        return InterruptFunction(reason="the attempt is over", is_user_request=self.is_user_request)
 
 
 class WorkerGroup(BackendWorkerGroup, Protocol):
@@ -68,24 +93,8 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         """
         ...
 
-    async def end_attempt(
-        self,
-        *,
-        grace: float,
-        should_keep: bool,
-        should_replace: bool,
-        is_user_request: bool = False,
-    ) -> None:
-        """Interrupt training functions that are still running, and wait until they end.
-
-        Args:
-            grace: Maximum time to wait, in seconds. Processes whose function is still running are
-                then killed.
-            should_keep: Whether processes whose function has ended are kept for another attempt
-                instead of being killed.
-            should_replace: Whether new processes start at once in place of dead and killed ones.
-            is_user_request: Whether the user has stopped the run.
-        """
+    async def end_attempt(self, end: AttemptEnd) -> None:
+        """Interrupt training functions that are still running, and wait until they end."""
         ...
 
     async def stop(self) -> None:
