@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,8 +27,6 @@ from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.decisions import (
     GiveUp,
     Restart,
-    UsedBudget,
-    count_used_budget,
     decide_after_failure,
     startup_delay,
 )
@@ -51,26 +50,26 @@ NONE, UNFINISHED, FINISHED, DAMAGED = RunDirectoryState
 
 
 @pytest.mark.parametrize(
-    ("cause", "budget", "counter"),
+    ("cause", "budget"),
     [
-        ("worker", "max_failures", "failures"),
-        ("hang", "max_failures", "failures"),
-        ("preemption", "max_preemption_failures", "preemptions"),
-        ("startup", "max_startup_failures", "startups"),
+        ("worker", "max_failures"),
+        ("hang", "max_failures"),
+        ("preemption", "max_preemption_failures"),
+        ("startup", "max_startup_failures"),
     ],
 )
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_after_failure_restarts_until_budget_is_used(
-    cause: AttemptEndCause, budget: str, counter: str, limit: int
+    cause: AttemptEndCause, budget: str, limit: int
 ) -> None:
     config = FailureConfig(**{budget: limit})  # type: ignore[arg-type]  # the key varies
-    used = UsedBudget()
+    failure_counts = Counter[AttemptEndCause]()
     for number in range(limit):
-        decision = decide_after_failure(cause, used, config)
-        assert decision == Restart(UsedBudget(**{counter: number + 1}))
+        decision = decide_after_failure(cause, failure_counts, config)
+        assert decision == Restart(Counter({cause: number + 1}))
         assert isinstance(decision, Restart)
-        used = decision.used
-    assert decide_after_failure(cause, used, config) == GiveUp(
+        failure_counts = decision.failure_counts
+    assert decide_after_failure(cause, failure_counts, config) == GiveUp(
         f"FailureConfig.{budget}={limit} is used up"
     )
 
@@ -78,33 +77,40 @@ def test_after_failure_restarts_until_budget_is_used(
 @pytest.mark.parametrize("cause", ["worker", "hang", "preemption", "startup"])
 def test_after_failure_with_limit_minus_one_always_restarts(cause: AttemptEndCause) -> None:
     config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)
-    used = UsedBudget(failures=10**6, preemptions=10**6, startups=10**6)
-    assert decide_after_failure(cause, used, config) == Restart(used.add(cause))
+    failure_counts = Counter[AttemptEndCause]({cause: 10**6})
+    assert decide_after_failure(cause, failure_counts, config) == Restart(
+        Counter({cause: 10**6 + 1})
+    )
 
 
 @pytest.mark.parametrize("cause", ["configuration", "divergence", "storage"])
 def test_after_failure_gives_up_on_permanent_errors(cause: AttemptEndCause) -> None:
     config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)
-    assert decide_after_failure(cause, UsedBudget(), config) == GiveUp(
+    assert decide_after_failure(cause, Counter(), config) == GiveUp(
         "it would fail again in the same way"
     )
 
 
 def test_resize_does_not_use_a_failure_budget() -> None:
     none_left = FailureConfig(max_failures=0, max_preemption_failures=0, max_startup_failures=0)
-    assert decide_after_failure("resize", UsedBudget(), none_left) == Restart(UsedBudget())
+    assert decide_after_failure("resize", Counter(), none_left) == Restart(Counter())
 
 
 def test_failure_budgets_are_independent() -> None:
-    used = UsedBudget(failures=0, preemptions=5, startups=5)
-    assert isinstance(decide_after_failure("worker", used, FailureConfig(max_failures=1)), Restart)
-    assert used.add("worker") == UsedBudget(failures=1, preemptions=5, startups=5)
+    failure_counts = Counter[AttemptEndCause]({"preemption": 5, "startup": 5})
+    decision = decide_after_failure("worker", failure_counts, FailureConfig(max_failures=1))
+    assert decision == Restart(Counter({"worker": 1, "preemption": 5, "startup": 5}))
+    assert failure_counts == Counter({"preemption": 5, "startup": 5})
 
 
-def test_count_used_budget_sums_attempts_of_earlier_drivers() -> None:
-    causes: list[AttemptEndCause] = ["worker", "hang", "preemption", "startup", "resize", "storage"]
-    assert count_used_budget([]) == UsedBudget()
-    assert count_used_budget(causes) == UsedBudget(failures=2, preemptions=1, startups=1)
+@pytest.mark.parametrize("cause", ["worker", "hang"])
+def test_failed_workers_and_hangs_share_a_budget(cause: AttemptEndCause) -> None:
+    failure_counts = Counter[AttemptEndCause]({"worker": 1, "hang": 1})
+    config = FailureConfig(max_failures=3)
+    decision = decide_after_failure(cause, failure_counts, config)
+    assert isinstance(decision, Restart)
+    assert decision.budget == "max_failures: 0 of 3 left"
+    assert isinstance(decide_after_failure(cause, decision.failure_counts, config), GiveUp)
 
 
 @pytest.mark.parametrize(

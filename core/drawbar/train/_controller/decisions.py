@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, field
 
 from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._history.events import AttemptEndCause
@@ -13,37 +13,16 @@ MAX_STARTUP_DELAY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class UsedBudget:
-    """Number of failures that count toward each budget."""
-
-    failures: int = 0
-    preemptions: int = 0
-    startups: int = 0
-
-    def add(self, cause: AttemptEndCause) -> UsedBudget:
-        """Return the budget after one more attempt that ended with this cause."""
-        match cause:
-            case "worker" | "hang":
-                return replace(self, failures=self.failures + 1)
-            case "preemption":
-                return replace(self, preemptions=self.preemptions + 1)
-            case "startup":
-                return replace(self, startups=self.startups + 1)
-            case _:
-                return self
-
-
-@dataclass(frozen=True)
 class Restart:
     """Start another attempt from the latest committed checkpoint.
 
     Attributes:
-        used: Used budgets, including this failure.
+        failure_counts: Number of failures by cause, including this one.
         budget: Remaining part of the budget that this failure counts in, "" if it counts in none.
         delay: Seconds to wait before the start.
     """
 
-    used: UsedBudget
+    failure_counts: Counter[AttemptEndCause]
     budget: str = field(default="", compare=False)
     delay: float = 0.0
 
@@ -56,7 +35,7 @@ class GiveUp:
 
 
 def decide_after_failure(
-    cause: AttemptEndCause, used: UsedBudget, config: FailureConfig
+    cause: AttemptEndCause, failure_counts: Counter[AttemptEndCause], config: FailureConfig
 ) -> Restart | GiveUp:
     """Decide whether another attempt follows a failed one.
 
@@ -65,25 +44,27 @@ def decide_after_failure(
 
     Args:
         cause: How the attempt ended.
-        used: Budgets used by earlier attempts.
+        failure_counts: Number of failures of earlier attempts by cause.
         config: Limits of the budgets.
     """
     match cause:
         case "worker" | "hang":
-            count, name, limit = used.failures, "max_failures", config.max_failures
+            count = failure_counts["worker"] + failure_counts["hang"]
+            name, limit = "max_failures", config.max_failures
         case "preemption":
-            count, name = used.preemptions, "max_preemption_failures"
-            limit = config.max_preemption_failures
+            count = failure_counts["preemption"]
+            name, limit = "max_preemption_failures", config.max_preemption_failures
         case "startup":
-            count, name, limit = used.startups, "max_startup_failures", config.max_startup_failures
+            count = failure_counts["startup"]
+            name, limit = "max_startup_failures", config.max_startup_failures
         case "resize":
-            return Restart(used)
+            return Restart(failure_counts)
         case "configuration" | "divergence" | "storage":
             return GiveUp("it would fail again in the same way")
     # -1 is no limit.
     if limit < 0 or count < limit:
         remaining = "no limit" if limit < 0 else f"{limit - count - 1} of {limit} left"
-        return Restart(used.add(cause), f"{name}: {remaining}")
+        return Restart(failure_counts + Counter([cause]), f"{name}: {remaining}")
     return GiveUp(f"FailureConfig.{name}={limit} is used up")
 
 
@@ -97,11 +78,3 @@ def startup_delay(failed_starts: int) -> float:
         return 0.0
     doublings = min(failed_starts - 1, 20)
     return min(STARTUP_DELAY_SECONDS * 2.0**doublings, MAX_STARTUP_DELAY_SECONDS)
-
-
-def count_used_budget(causes: Iterable[AttemptEndCause]) -> UsedBudget:
-    """Return the budgets used by earlier attempts of a run that resumes in a new driver."""
-    used = UsedBudget()
-    for cause in causes:
-        used = used.add(cause)
-    return used

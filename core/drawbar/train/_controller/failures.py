@@ -231,7 +231,7 @@ def describe_delay(failure: AttemptFailure, restart: Restart) -> str:
     cause = "" if failure.failures else f" ({type(error).__name__}: {error})"
     return (
         f"The workers did not start{cause}. Starting them again in {restart.delay:g} s "
-        f"(startup failure {restart.used.startups})"
+        f"(startup failure {restart.failure_counts['startup']})"
     )
 
 

@@ -61,7 +61,7 @@ class Recovery:
         self._checkpoints = checkpoints
         self._emit = emit
         self._wait_for_events = wait_for_events
-        self._used_budget = run.used_budget
+        self._failure_counts = run.failure_counts
         self._failed_starts = 0  # in a row
 
     async def handle_failure(
@@ -111,12 +111,12 @@ class Recovery:
             decision = replace(decision, delay=startup_delay(self._failed_starts))
         self._emit_failure(number, attempt, failure, decision)
         if isinstance(decision, Restart):
-            self._used_budget = decision.used
+            self._failure_counts = decision.failure_counts
         return decision
 
     def _decide(self, cause: AttemptEndCause) -> Restart | GiveUp:
         config = self._run.spec.run_config.failure_config
-        return decide_after_failure(cause, self._used_budget, config)
+        return decide_after_failure(cause, self._failure_counts, config)
 
     async def _stop_workers(self, failure: AttemptFailure, *, should_relocate: bool) -> None:
         """End the attempt on all workers. Processes that a restart can reuse are kept.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -12,9 +13,8 @@ from drawbar.train._config.data_config import DataConfig
 from drawbar.train._config.run_config import RunConfig, RunContext
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.train_function import FunctionIdentity
-from drawbar.train._controller.decisions import UsedBudget
 from drawbar.train._errors import TrainingFailedError
-from drawbar.train._history.events import AttemptStarted
+from drawbar.train._history.events import AttemptEndCause, AttemptStarted
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.result import Result
@@ -112,7 +112,7 @@ class OpenRun:
         reports: Stores the reports of the next attempts.
         state: Current state of the run.
         next_attempt: Number of the next attempt.
-        used_budget: Failure budgets that earlier attempts have used.
+        failure_counts: Number of failures of earlier attempts by cause.
         warning: Warning for the user; may be empty.
     """
 
@@ -123,7 +123,7 @@ class OpenRun:
     reports: ReportLog
     state: RunState
     next_attempt: int
-    used_budget: UsedBudget
+    failure_counts: Counter[AttemptEndCause]
     warning: str
 
     @property

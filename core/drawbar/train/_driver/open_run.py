@@ -12,6 +12,7 @@ import secrets
 import subprocess
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,6 @@ from pathlib import PurePath
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH, RunConfig
 from drawbar.train._config.secrets import redact_arguments
 from drawbar.train._config.train_function import FunctionIdentity
-from drawbar.train._controller.decisions import count_used_budget
 from drawbar.train._controller.run import OpenRun, RunSpec
 from drawbar.train._driver.preflight import check_storage_path
 from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
@@ -136,7 +136,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         reports=ReportLog(directory, journal),
         state=RunHistory([*existing.events, *start_events], existing.reports).make_state(),
         next_attempt=existing.next_attempt,
-        used_budget=count_used_budget(_list_failures_since_last_end(existing.events)),
+        failure_counts=Counter(_list_failures_since_last_end(existing.events)),
         warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
     )
 
