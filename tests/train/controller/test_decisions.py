@@ -298,7 +298,7 @@ def test_root_cause_of_plain_exception_does_not_wait() -> None:
 
 def test_preemption_after_a_checkpoint_without_budget_raises_preemption_error() -> None:
     error = make_training_failed_error(
-        "preemption", [], None, reason="no budget", path="/runs/a", recoverable="Resume it."
+        AttemptFailure("preemption"), reason="no budget", path="/runs/a", recoverable="Resume it."
     )
     assert isinstance(error, PreemptionError)
     assert str(error) == (

@@ -7,7 +7,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,17 +106,9 @@ class AttemptFailure:
         Args:
             timeout: Maximum time in seconds for each of both cases.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(timeout, PEER_DEATH_WAIT_S)):
-                while self._is_missing_peer_death():
-                    self._changed.clear()
-                    await self._changed.wait()
-        with contextlib.suppress(TimeoutError):
-            # A rank that hangs in its clean-up may never send its failure.
-            async with asyncio.timeout(timeout):
-                while self._has_earlier_failure():
-                    self._changed.clear()
-                    await self._changed.wait()
+        await self._wait_while(self._is_missing_peer_death, min(timeout, PEER_DEATH_WAIT_S))
+        # A rank that hangs in its clean-up may never send its failure.
+        await self._wait_while(self._has_earlier_failure, timeout)
 
     async def wait_for_rank_zero_exit(self) -> None:
         """Wait until rank 0 has ended by itself, if so far only other ranks have exited.
@@ -124,9 +116,13 @@ class AttemptFailure:
         All ranks reject wrong arguments in the same way, but the output of rank 0 is the one that
         is shown, and rank 0 may be the last to get there.
         """
+        await self._wait_while(self._only_other_ranks_exited, EXIT_SECONDS)
+
+    async def _wait_while(self, is_incomplete: Callable[[], bool], timeout: float) -> None:
+        """Wait for further messages while a condition is true, for at most `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_SECONDS):
-                while self._only_other_ranks_exited():
+            async with asyncio.timeout(timeout):
+                while is_incomplete():
                     self._changed.clear()
                     await self._changed.wait()
 
@@ -187,18 +183,18 @@ async def describe_death(
 
 
 async def describe_startup_death(
-    error: Exception, directory: RunDirectory, since: float
+    failure: AttemptFailure, directory: RunDirectory
 ) -> WorkerFailure | None:
     """Describe a worker process that died before the training function started.
 
     Args:
-        error: Exception that was raised while the workers started.
+        failure: Failure of an attempt whose workers did not start.
         directory: The run's directory.
-        since: Start of the attempt, in seconds since the epoch.
 
     Returns:
-        None if the error does not report a death.
+        None if the exception does not report a death.
     """
+    error = failure.exception
     if not is_worker_death(error):
         return None
     text = str(error)
@@ -209,7 +205,7 @@ async def describe_startup_death(
         # The host name is unknown, but only the name of the file depends on it.
         reports_directory = directory.get_exit_report_path("", pid).parent
         exit_report = await wait_for_report_of_pid(
-            reports_directory, pid, since, EXIT_REPORT_SECONDS
+            reports_directory, pid, failure.started, EXIT_REPORT_SECONDS
         )
     ip_match = re.search(r"^\s*ip: (\S+)", text, re.MULTILINE)
     is_init_error = getattr(error, "actor_init_failed", False)
@@ -284,26 +280,19 @@ def classify_startup_error(error: Exception) -> AttemptEndCause:
 
 
 def make_training_failed_error(
-    cause: AttemptEndCause,
-    failures: Sequence[WorkerFailure],
-    exception: Exception | None,
-    *,
-    reason: str,
-    path: str,
-    recoverable: str,
+    failure: AttemptFailure, *, reason: str, path: str, recoverable: str
 ) -> TrainingFailedError:
     """Return the error that `fit()` raises.
 
     Its message describes the root cause in full, and every other failure in one line.
 
     Args:
-        cause: What ended the last attempt of the run.
-        failures: Failures of the workers, the root cause first.
-        exception: Exception that was raised outside the workers, or None.
+        failure: Failure of the last attempt of the run, with the root cause first.
         reason: Why the run does not restart.
         path: Run directory.
         recoverable: Description of the latest checkpoint and of files that were not committed.
     """
+    cause, failures, exception = failure.cause, failure.failures, failure.exception
     footer = f"\n\nThe run ends: {reason}.\nRun directory: {path}\n{recoverable}"
     if isinstance(exception, InsufficientResourcesError):
         return InsufficientResourcesError(f"{exception}{footer}", path=path)
@@ -317,7 +306,7 @@ def make_training_failed_error(
         return ControllerError(message, exception, path=path)
     message = failures[0].describe()
     if len(failures) > 1:
-        others = "\n".join(f"  {_in_one_line(failure, failures[0])}" for failure in failures[1:])
+        others = "\n".join(f"  {_in_one_line(other, failures[0])}" for other in failures[1:])
         message += f"\n\nOther failures:\n{others}"
     if cause == "preemption":
         return PreemptionError(message + footer, path=path)
@@ -358,7 +347,7 @@ def _read_tail(path: Path, nbytes: int = 20_000) -> str:
 # process that has not imported Ray, no exception is one of Ray's.
 
 
-def is_worker_death(error: Exception) -> bool:
+def is_worker_death(error: Exception | None) -> bool:
     """Return whether Ray raised this error because the process of an actor died."""
     if "ray" not in sys.modules:
         return False

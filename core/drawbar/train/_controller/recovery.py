@@ -90,11 +90,7 @@ class Recovery:
             await self._wait_for_events()
             attempt.close()
             await self._describe_deaths(attempt, failure)
-        elif failure.exception is not None and (
-            startup_failure := await describe_startup_death(
-                failure.exception, self._run.directory, failure.started
-            )
-        ):
+        elif startup_failure := await describe_startup_death(failure, self._run.directory):
             failure.failures.append(startup_failure)
         # All failures are known now. Sort them by time: they arrive in any order.
         failure.failures = sort_root_cause_first(failure.failures)
@@ -191,9 +187,7 @@ class Recovery:
     def make_error(self, failure: AttemptFailure, decision: GiveUp) -> TrainingFailedError:
         """Return the error of a run that does not restart."""
         return make_training_failed_error(
-            failure.cause,
-            failure.failures,
-            failure.exception,
+            failure,
             reason=decision.reason,
             path=self._run.directory.uri,
             recoverable=self._checkpoints.describe_remaining_files(),
