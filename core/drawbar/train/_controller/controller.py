@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from drawbar.train._controller import failures
+from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.attempt import Attempt, HangCheckDue, MessagesReceived
 from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointEvent
@@ -26,7 +27,7 @@ from drawbar.train._controller.event_queue import EventQueue
 from drawbar.train._controller.failures import AttemptFailure
 from drawbar.train._controller.node_watcher import NodesDraining, NodeWatcher
 from drawbar.train._controller.recovery import Recovery
-from drawbar.train._controller.run import AssignmentPlanner, ControllerOutcome, OpenRun
+from drawbar.train._controller.run import ControllerOutcome, OpenRun
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
 from drawbar.train._history import events
 from drawbar.train._history.event_stream import Emit
@@ -64,7 +65,7 @@ class Controller:
     def __init__(
         self,
         run: OpenRun,
-        planner: AssignmentPlanner,
+        planner: RunAssignmentPlanner,
         group: WorkerGroup,
         validator: Validator | None,
         emit: Emit,

@@ -39,7 +39,7 @@ class NodeWatcher:
     """Poll Ray for draining nodes.
 
     Args:
-        get_draining_nodes: Returns the draining nodes, as `AssignmentPlanner.get_draining_nodes`.
+        get_draining_nodes: `RunAssignmentPlanner.get_draining_nodes`.
         put_event: Puts an event on the controller's queue.
         emit: Callback that publishes events.
     """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from drawbar.train._config.backend import BackendConfig
 from drawbar.train._config.data_config import DataConfig
@@ -14,45 +14,17 @@ from drawbar.train._config.run_config import RunConfig, RunContext
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._errors import TrainingFailedError
-from drawbar.train._history.events import AttemptEndCause, AttemptStarted
+from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._history.journal import Journal
 from drawbar.train._history.report_log import ReportLog
 from drawbar.train._history.result import Result
 from drawbar.train._history.timeline import RunState
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo, WorkerSpec
+from drawbar.train._protocol.assignment import WorkerSpec
 from drawbar.train._protocol.messages import RankFinished
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker_group.validators import ValidationTask
-
-
-class AssignmentPlanner(Protocol):
-    """Plan the workers of each attempt."""
-
-    @property
-    def metadata(self) -> dict[str, object]:
-        """Metadata of the trainer for workers and checkpoints."""
-        ...
-
-    def make_assignments(
-        self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
-    ) -> list[WorkerAssignment]:
-        """Shard the datasets and return the assignment of each worker, in the order of workers."""
-        ...
-
-    @property
-    def notices(self) -> list[str]:
-        """Console lines about the datasets of the most recent assignments."""
-        ...
-
-    def describe_wait(self, num_ready: int, is_placed: bool) -> str:
-        """Describe in one line the resources that workers are waiting for before they start."""
-        ...
-
-    def get_draining_nodes(self) -> dict[str, int]:
-        """Return the draining nodes: id to deadline in ms since the epoch, 0 if unknown."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

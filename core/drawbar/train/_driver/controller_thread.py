@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.callbacks import CallbackRunner
 from drawbar.train._controller.controller import Controller
 from drawbar.train._controller.run import ControllerOutcome, OpenRun, RunOutcome, RunSpec
-from drawbar.train._driver.assignments import RunAssignmentPlanner
 from drawbar.train._driver.control_socket import ControlSocket
 from drawbar.train._driver.metrics_publisher import MetricsPublisher
 from drawbar.train._driver.open_run import open_run
@@ -324,7 +324,7 @@ def _plan_run(run: OpenRun, emit: Emit) -> RunAssignmentPlanner:
     if checkpoint is not None and not directory.checkpoints.list_intact():
         checkpoint.check_exists()
     plan = RunAssignmentPlanner(run)
-    for text in plan.describe_left_out_rows():
+    for text in plan.notices:
         emit(Notice(text))
     return plan
 

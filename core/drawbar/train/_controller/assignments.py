@@ -41,19 +41,15 @@ class RunAssignmentPlanner:
         # Without Ray workers, Ray may not be running.
         self._is_on_ray = cluster.is_connected_to_ray()
 
-    def describe_left_out_rows(self) -> list[str]:
-        """Return a console line for each dataset that has rows which no rank receives."""
-        return [] if self._datasets is None else self._datasets.describe_left_out_rows()
-
     @property
     def notices(self) -> list[str]:
-        """Console lines about the datasets of the most recent assignments."""
+        """Console lines about the datasets: before the start, or of the latest assignments."""
         return [] if self._datasets is None else self._datasets.notices
 
     def make_assignments(
         self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
     ) -> list[WorkerAssignment]:
-        """Return the assignment of each slot."""
+        """Shard the datasets and return the assignment of each worker, in the order of workers."""
         checkpoint = self._resolve_checkpoint(start)
         manifest = checkpoint.manifest if checkpoint else None
         positions = manifest.data_positions if manifest else {}
@@ -125,7 +121,7 @@ class RunAssignmentPlanner:
         )
 
     def get_draining_nodes(self) -> dict[str, int]:
-        """Return the nodes that will be removed soon."""
+        """Return the draining nodes: id to deadline in ms since the epoch, 0 if unknown."""
         return get_draining_nodes() if self._is_on_ray else {}
 
 
@@ -147,7 +143,8 @@ class RunDatasets:
 
     Attributes:
         fitted_preprocessor: The fitted preprocessor, or None.
-        notices: Console lines about the shards of the latest attempt.
+        notices: Console lines about rows that no rank receives; after `make_shards`, about the
+            shards of the latest attempt.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -179,15 +176,11 @@ class RunDatasets:
         split.materialize_splits(materialized, self._config, world_sizes, self._materialized)
         self._shards: list[dict[str, DatasetShard]] = []
         self._has_started = False
-        self.notices: list[str] = []
+        self.notices = split.describe_left_out_rows(self._datasets, self._config, self._max_workers)
 
     @property
     def _max_workers(self) -> int:
         return max(self._scaling.max_workers, 1)
-
-    def describe_left_out_rows(self) -> list[str]:
-        """Return a console line for each dataset that has rows which no rank receives."""
-        return split.describe_left_out_rows(self._datasets, self._config, self._max_workers)
 
     def make_shards(
         self, node_ids: Sequence[str], positions: Mapping[str, object]
