@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,8 @@ import ray
 import ray.data
 from ray._private import state, worker
 
-from drawbar.train import _ray_compat
+from drawbar.train import InsufficientResourcesError, ScalingConfig, _ray_compat
+from drawbar.train._worker_group.cluster import check_cluster_fits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -48,6 +50,18 @@ def test_nodes_have_available_resources_and_no_autoscaler() -> None:
     assert not _ray_compat.has_growing_node_group()
     assert not _ray_compat.is_autoscaler_v2_enabled()
     assert _ray_compat.is_head_of_local_ray()
+
+
+def test_cluster_with_growing_node_group_rejects_no_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    too_many = ScalingConfig(num_workers=1000)
+    with pytest.raises(InsufficientResourcesError, match="at most 8 fit on the whole cluster"):
+        check_cluster_fits(too_many)
+    groups = [SimpleNamespace(min_count=0, max_count=2)]
+    config = SimpleNamespace(node_group_configs=groups)
+    monkeypatch.setattr(state.state, "get_cluster_config", lambda: config)
+    check_cluster_fits(too_many)
 
 
 def test_object_is_owned_by_process_that_put_it() -> None:

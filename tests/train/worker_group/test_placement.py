@@ -9,7 +9,7 @@ import msgspec
 import psutil
 import pytest
 
-from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.scaling_config import PlacementStrategy, ScalingConfig
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._worker_group.capacity import (
@@ -33,6 +33,22 @@ def node(name: str, labels: dict[str, str] | None = None, /, **total: float) -> 
     )
 
 
+def make_scaling(
+    workers: int,
+    bundle: dict[str, float],
+    strategy: PlacementStrategy = "PACK",
+    selectors: list[dict[str, str]] | None = None,
+) -> ScalingConfig:
+    return ScalingConfig(
+        num_workers=workers,
+        use_gpu="GPU" in bundle,
+        use_tpu="TPU" in bundle,
+        resources_per_worker=bundle,
+        placement_strategy=strategy,
+        label_selector=selectors,
+    )
+
+
 SMALL, LARGE = node("small", {"zone": "a"}, CPU=2), node("large", {"zone": "b"}, CPU=8, GPU=2)
 
 
@@ -50,9 +66,9 @@ SMALL, LARGE = node("small", {"zone": "a"}, CPU=2), node("large", {"zone": "b"},
     ],
 )
 def test_check_group_fits_accepts_fitting_group(
-    workers: int, bundle: dict[str, float], strategy: str
+    workers: int, bundle: dict[str, float], strategy: PlacementStrategy
 ) -> None:
-    check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=False)
+    check_group_fits([SMALL, LARGE], make_scaling(workers, bundle, strategy))
 
 
 @pytest.mark.parametrize(
@@ -77,26 +93,25 @@ def test_check_group_fits_accepts_fitting_group(
     ],
 )
 def test_check_group_fits_rejects_oversized_group(
-    workers: int, bundle: dict[str, float], strategy: str, message: str
+    workers: int, bundle: dict[str, float], strategy: PlacementStrategy, message: str
 ) -> None:
     with pytest.raises(InsufficientResourcesError, match=message):
-        check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=False)
-    check_group_fits([SMALL, LARGE], bundle, workers, strategy, can_autoscale=True)
+        check_group_fits([SMALL, LARGE], make_scaling(workers, bundle, strategy))
 
 
 def test_check_group_fits_computes_fractions_exactly() -> None:
-    check_group_fits([node("n", CPU=0.3)], {"CPU": 0.1}, 3, "PACK", can_autoscale=False)
+    check_group_fits([node("n", CPU=0.3)], make_scaling(3, {"CPU": 0.1}))
 
 
 def test_check_group_fits_formats_memory_in_gib() -> None:
     nodes = [node("n", memory=2.0 * 2**30)]
     with pytest.raises(InsufficientResourcesError, match=r"memory=4.0 GiB, .* memory=2.0 GiB"):
-        check_group_fits(nodes, {"memory": 4.0 * 2**30}, 1, "PACK", can_autoscale=False)
+        check_group_fits(nodes, make_scaling(1, {"memory": 4.0 * 2**30}))
 
 
 def test_check_group_fits_without_nodes_raises() -> None:
     with pytest.raises(InsufficientResourcesError, match="no live node"):
-        check_group_fits([], {"CPU": 1}, 1, "PACK", can_autoscale=False)
+        check_group_fits([], make_scaling(1, {"CPU": 1}))
 
 
 @pytest.mark.parametrize(
@@ -114,18 +129,16 @@ def test_check_group_fits_without_nodes_raises() -> None:
     ],
 )
 def test_check_group_fits_rejects_unmatched_selectors(
-    selectors: list[dict[str, str]], strategy: str, message: str
+    selectors: list[dict[str, str]], strategy: PlacementStrategy, message: str
 ) -> None:
-    workers = len(selectors)
+    scaling = make_scaling(len(selectors), {"CPU": 1}, strategy, selectors)
     with pytest.raises(InsufficientResourcesError, match=message):
-        check_group_fits(
-            [SMALL, LARGE], {"CPU": 1}, workers, strategy, selectors, can_autoscale=False
-        )
+        check_group_fits([SMALL, LARGE], scaling)
 
 
 def test_check_group_fits_accepts_selectors_per_worker() -> None:
     selectors = [{"zone": "a"}] * 2 + [{"zone": "!a"}] * 8
-    check_group_fits([SMALL, LARGE], {"CPU": 1}, 10, "PACK", selectors, can_autoscale=False)
+    check_group_fits([SMALL, LARGE], make_scaling(10, {"CPU": 1}, selectors=selectors))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +195,7 @@ def test_list_node_resources_of_real_cluster() -> None:
     assert only.labels["ray.io/node-id"] == only.node_id
     assert not can_autoscale()
     with pytest.raises(InsufficientResourcesError, match=f"host {only.hostname}.* has CPU=8"):
-        check_group_fits([only], {"CPU": 50}, 1, "PACK", can_autoscale=False)
+        check_group_fits([only], make_scaling(1, {"CPU": 50}))
 
 
 def test_placement_release_with_suspended_gcs_returns(

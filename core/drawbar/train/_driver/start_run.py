@@ -176,14 +176,7 @@ def _count_workers(scaling: ScalingConfig) -> int:
             "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
     )
-    check_group_fits(
-        [machine],
-        scaling.bundle,
-        scaling.min_workers,
-        scaling.placement_strategy,
-        scaling.label_selectors[: scaling.min_workers],
-        can_autoscale=False,
-    )
+    check_group_fits([machine], scaling)
     return min(count_fitting_bundles(machine.total, scaling.bundle), scaling.max_workers)
 
 

@@ -3,8 +3,8 @@
 Ray leaves a placement group that can never be placed pending forever and reports nothing
 (ray-project/ray#18835). Before a group is requested, `check_group_fits` therefore checks what the
 empty nodes can hold, and rejects a group that can never be placed. It never rejects a group that
-could be placed, and rejects nothing if the cluster can grow. Pure functions: `cluster.py` queries
-Ray.
+could be placed. `check_cluster_fits` skips this check if the cluster can grow. Pure functions:
+`cluster.py` queries Ray.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._wording import format_count
 
@@ -34,36 +35,25 @@ class NodeResources:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def check_group_fits(
-    nodes: Sequence[NodeResources],
-    bundle: Mapping[str, float],
-    num_workers: int,
-    strategy: str,
-    labels: Sequence[Mapping[str, str]] = (),
-    *,
-    can_autoscale: bool,
-) -> None:
-    """Reject a worker group that the cluster can never hold, even when it is empty.
+def check_group_fits(nodes: Sequence[NodeResources], scaling: ScalingConfig) -> None:
+    """Reject a worker group that these nodes can never hold, even when they are idle.
 
     Args:
         nodes: Live nodes.
-        bundle: Resources of each worker.
-        num_workers: Number of workers.
-        strategy: Ray's placement strategy, such as "PACK".
-        labels: One label selector per worker, or none.
-        can_autoscale: Whether the cluster can add nodes. If so, nothing is rejected.
+        scaling: Resources and minimum number of the workers.
 
     Raises:
         InsufficientResourcesError: The group can never be placed. The message contains the
             requested values and the most that the cluster can provide.
     """
-    # Ray does not report the resources of nodes that an autoscaler can add.
-    if can_autoscale or not num_workers:
+    num_workers, strategy = scaling.min_workers, scaling.placement_strategy
+    if not num_workers:
         return
     if not nodes:
         raise InsufficientResourcesError("the Ray cluster has no live node")
-    bundle = {name: amount for name, amount in bundle.items() if amount}
+    bundle = scaling.bundle
     _check_names(nodes, bundle)
+    labels = scaling.label_selectors[:num_workers]
     requested = Counter(tuple(sorted(selector.items())) for selector in labels)
     selectors = requested or Counter({(): num_workers})
     for items, count in selectors.items():

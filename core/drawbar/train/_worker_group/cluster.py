@@ -135,14 +135,9 @@ _READ_ONLY_NODE_TYPE = re.compile(r"node_[0-9a-f]{56}")
 
 def check_cluster_fits(scaling: ScalingConfig) -> None:
     """Reject workers that the connected cluster can never hold. See `check_group_fits`."""
-    check_group_fits(
-        list_node_resources(),
-        scaling.bundle,
-        scaling.min_workers,
-        scaling.placement_strategy,
-        scaling.label_selectors[: scaling.min_workers],
-        can_autoscale=can_autoscale(),
-    )
+    # Ray does not report the resources of nodes that an autoscaler can add.
+    if not can_autoscale():
+        check_group_fits(list_node_resources(), scaling)
 
 
 def check_dataset_cpus(scaling: ScalingConfig, streamed_datasets: Sequence[str]) -> None:
