@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -78,6 +78,8 @@ from drawbar.train._serialization import serialize
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
+T = TypeVar("T")
+
 
 class Attempt:
     """State of one attempt.
@@ -112,12 +114,11 @@ class Attempt:
         self.workers = list(workers)
         self.finished: dict[int, RankFinished] = {}
         self.requests = ControllerRequests()
-        self.reports = ReportEmitter(self.number, emit, group.send_command, group.broadcast_command)
-        self._emit = self.reports.emit_after_reports
-        self.progress_recorder = ProgressRecorder(self.number, self._emit)
-        self._send_command = self.reports.send_after_reports
-        self._broadcast_command = self.reports.broadcast_after_reports
-        self.rank_times = RankTimesRecorder(self.number, run.directory.local_path, self._emit)
+        self.reports = ReportEmitter(self.number, emit)
+        self.progress_recorder = ProgressRecorder(self.number, emit)
+        self.rank_times = RankTimesRecorder(self.number, run.directory.local_path, emit)
+        self._emit = emit
+        self._broadcast_command = group.broadcast_command
         # Only callbacks receive rounds.
         self._should_emit_rounds = bool(run.spec.run_config.callbacks)
         self._checkpoints = checkpoints
@@ -126,7 +127,7 @@ class Attempt:
             len(workers), start.first_report_index, should_keep_all_rounds=self._should_emit_rounds
         )
         checkpoints.start_attempt(
-            self._progress, CommitContext(run.run_id, self.number, len(workers), self._send_command)
+            self._progress, CommitContext(run.run_id, self.number, len(workers), group.send_command)
         )
         self._round_metrics: dict[int, list[dict[str, object]]] = {}
         # The hang timeout starts here and does not include the start of the workers.
@@ -141,18 +142,36 @@ class Attempt:
 
     def on_messages(self, rank: int, messages: Sequence[GroupMessage]) -> None:
         """Handle messages from a rank in order. An exception ends the attempt with an `error`."""
+        reports: list[Report] = []
         for message in messages:
+            if isinstance(message, Report):
+                reports.append(message)
+                continue
+            self._try(self._handle_reports, rank, reports)
+            reports = []
             if self.has_ended:
                 self._handle_late_message(rank, message)
-                continue
-            try:
-                if not isinstance(message, Report):
-                    self.reports.flush()
-                self._handle_message(rank, message)
-            except Exception as error:
-                self.reports.try_flush(self._set_error)
-                self._set_error(error)
-        self.reports.try_flush(self._set_error)
+            else:
+                self._try(self._handle_message, rank, message)
+        self._try(self._handle_reports, rank, reports)
+
+    def _try(self, handle: Callable[[int, T], None], rank: int, received: T) -> None:
+        """Handle messages of a rank. An exception in the driver ends the attempt."""
+        try:
+            handle(rank, received)
+        except Exception as error:
+            if not self.has_ended:
+                self.error = error
+                self.has_ended = True
+
+    def _handle_reports(self, rank: int, reports: Sequence[Report]) -> None:
+        """Handle consecutive reports of a rank."""
+        if reports and not self.has_ended:
+            # First, so that no command or event refers to a report that is not stored.
+            self.reports.emit(rank, reports)
+        for report in reports:
+            if not self.has_ended:
+                self._handle_message(rank, report)
 
     def fail(self, failure: AttemptFailure) -> bool:
         """End the attempt. Messages about failures are added to the failure from now on.
@@ -169,12 +188,6 @@ class Attempt:
         self.failure = failure
         self.has_ended = True
         return True
-
-    def _set_error(self, error: Exception) -> None:
-        """End the attempt because of an error in the driver."""
-        if not self.has_ended:
-            self.error = error
-            self.has_ended = True
 
     def close(self) -> None:
         """Ignore all further messages."""
@@ -198,17 +211,11 @@ class Attempt:
             # omitted: most are libraries' messages about lost peers, and the log contains them. The
             # output of a script is shown completely instead, as under torchrun.
             case OutputLine(stream="stdout") | OutputBytes():
-                self._emit_output(rank, message)
+                self._emit(_make_output_event(rank, message))
             case ProgressSet():
                 self.progress_recorder.on_progress(message)
             case _ if self.failure is not None:
                 self.failure.on_message(rank, message)
-
-    def _emit_output(self, rank: int, message: OutputLine | OutputBytes) -> None:
-        if isinstance(message, OutputLine):
-            self._emit(LinePrinted(rank, message))
-        else:
-            self._emit(BytesWritten(message.data, message.stream))
 
     def _handle_message(self, rank: int, message: GroupMessage) -> None:
         if isinstance(message, ResourceSample):
@@ -220,7 +227,7 @@ class Attempt:
             case Report():
                 self._on_report(rank, message)
             case OutputLine() | OutputBytes():
-                self._emit_output(rank, message)
+                self._emit(_make_output_event(rank, message))
             case Heartbeat():
                 pass  # only updates the time of the last activity
             case CheckpointWaitStarted():
@@ -304,7 +311,6 @@ class Attempt:
             self._emit(RoundCompleted(manifest.index, metrics, checkpoint))
 
     def _on_report(self, rank: int, report: Report) -> None:
-        self.reports.add(rank, report)
         if report.times is not None:
             self.rank_times.add(rank, report.times)
         self._last_locations[rank] = report.location
@@ -366,6 +372,12 @@ class Attempt:
         reason = self._progress.find_divergence()
         if reason is not None:
             self.fail(AttemptFailure("divergence", [describe_divergence(reason)]))
+
+
+def _make_output_event(rank: int, message: OutputLine | OutputBytes) -> LinePrinted | BytesWritten:
+    if isinstance(message, OutputLine):
+        return LinePrinted(rank, message)
+    return BytesWritten(message.data, message.stream)
 
 
 class MessagesReceived(msgspec.Struct, frozen=True):
