@@ -21,7 +21,7 @@ from drawbar.train._worker_group.capacity import (
     describe_missing_resources,
     describe_starting_workers,
 )
-from drawbar.train._worker_group.ranks import format_visible_devices, sort_by_rank
+from drawbar.train._worker_group.ranks import format_visible_devices
 
 if TYPE_CHECKING:
     import ray
@@ -47,19 +47,19 @@ class RunAssignmentPlanner:
         return [] if self._datasets is None else self._datasets.notices
 
     def make_assignments(
-        self, start: AttemptStarted, workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]
+        self, start: AttemptStarted, workers: Sequence[tuple[WorkerInfo, Ranks]]
     ) -> list[WorkerAssignment]:
-        """Shard the datasets and return the assignment of each worker, in the order of workers."""
+        """Shard the datasets and return the assignment of each worker, in rank order."""
         checkpoint = self._resolve_checkpoint(start)
         manifest = checkpoint.manifest if checkpoint else None
         positions = manifest.data_positions if manifest else {}
         shards: Sequence[object] = [None] * len(workers)
         if self._datasets is not None:
-            nodes = [worker.node_id for worker in sort_by_rank(workers, ranks)]
+            nodes = [worker.node_id for worker, _ in workers]
             shards = self._datasets.make_shards(nodes, positions)
-        specs = self._make_worker_specs(workers)
+        specs = self._make_worker_specs([worker for worker, _ in workers])
         node_pids: dict[str, tuple[int, ...]] = {}
-        for worker in workers:
+        for worker, _ in workers:
             node_pids[worker.node_id] = (*node_pids.get(worker.node_id, ()), worker.pid)
         return [
             WorkerAssignment(
@@ -69,14 +69,14 @@ class RunAssignmentPlanner:
                 attempt=start.attempt,
                 first_report_index=start.first_report_index,
                 resume_checkpoint=checkpoint,
-                ranks=worker_ranks,
+                ranks=ranks,
                 gpu_ids=worker.gpu_ids,
                 # Only the lowest local rank needs them, so 64 ranks do not send 64 lists.
-                node_pids=() if worker_ranks.local_rank else node_pids[worker.node_id],
-                dataset_shards=shards[worker_ranks.world_rank],
+                node_pids=() if ranks.local_rank else node_pids[worker.node_id],
+                dataset_shards=shards[ranks.world_rank],
                 data_positions=positions,
             )
-            for worker, worker_ranks in zip(workers, ranks, strict=True)
+            for worker, ranks in workers
         ]
 
     def _resolve_checkpoint(self, start: AttemptStarted) -> Checkpoint | None:

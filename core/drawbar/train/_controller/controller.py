@@ -33,7 +33,6 @@ from drawbar.train._history import events
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.live_events import Notice
 from drawbar.train._threads import run_in_daemon_thread
-from drawbar.train._worker_group.ranks import assign_ranks, sort_by_rank
 from drawbar.train._worker_group.validators import Validator
 from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 
@@ -225,15 +224,10 @@ class Controller:
             workers = await self._group.start(
                 lambda *missing: self._emit(Notice(self._planner.describe_wait(*missing)))
             )
-            ranks = assign_ranks(workers)
-            # Set before the hooks, which address workers by rank.
-            self._group.set_ranks(ranks)
             await self._backend.run_start_hooks()
             # Computing datasets may take minutes. In a daemon thread, it delays neither stop() nor
             # the exit of the program.
-            assignments = await run_in_daemon_thread(
-                self._planner.make_assignments, start, workers, ranks
-            )
+            assignments = await run_in_daemon_thread(self._planner.make_assignments, start, workers)
         except Exception as error:
             cause = failures.classify_startup_error(error)
             return AttemptFailure(cause, exception=error, started=start.time)
@@ -241,7 +235,7 @@ class Controller:
             self._emit(Notice(text))
         attempt = self._attempt = Attempt(
             start,
-            sort_by_rank(workers, ranks),
+            [worker for worker, _ in workers],
             run=self._run,
             group=self._group,
             checkpoints=self._checkpoints,
@@ -250,11 +244,7 @@ class Controller:
         )
         # Emit before the functions start, so that the journal has the workers before their reports.
         self._emit(
-            events.WorkersStarted(
-                time=time.time(),
-                attempt=self._attempt_number,
-                workers=list(zip(workers, ranks, strict=True)),
-            )
+            events.WorkersStarted(time=time.time(), attempt=self._attempt_number, workers=workers)
         )
         put = self._queue.put
         self._group.run(

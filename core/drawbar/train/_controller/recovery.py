@@ -100,7 +100,7 @@ class Recovery:
         if failure.cause not in ("startup", "configuration"):
             await self._backend.run_shutdown_hook()
         if _should_relocate(attempt):
-            self._group.relocate_on_next_start()
+            self._group.kill()  # the next start places all processes again
         decision = self._decide(failure.cause)
         self._failed_starts = self._failed_starts + 1 if failure.cause == "startup" else 0
         if isinstance(decision, Restart):

@@ -121,8 +121,11 @@ class ActorPool:
         self._placement: Placement | None = None
         self.slots: dict[int, ActorSlot] = {}
 
-    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
+    async def start(self, on_waiting: OnWaiting) -> list[ActorSlot]:
         """Create all missing processes at once and wait until enough of them are ready.
+
+        Returns:
+            The ready processes, by slot.
 
         Raises:
             Exception: A process failed to start.
@@ -146,7 +149,7 @@ class ActorPool:
             if not ready:
                 remove_orphaned_groups()
                 on_waiting(len(self.list_ready()), self._is_placed())
-        return [slot.info.result() for slot in self.list_ready()]
+        return self.list_ready()
 
     def list_ready(self) -> list[ActorSlot]:
         """Return the processes that are ready or have failed to start, by slot."""

@@ -44,10 +44,10 @@ def assign_ranks(workers: Sequence[WorkerInfo]) -> list[Ranks]:
     return [ranks[slot] for slot in range(len(workers))]
 
 
-def sort_by_rank(workers: Sequence[WorkerInfo], ranks: Sequence[Ranks]) -> list[WorkerInfo]:
-    """Return the workers in rank order."""
-    pairs = zip(workers, ranks, strict=True)
-    return [worker for worker, _ in sorted(pairs, key=lambda pair: pair[1].world_rank)]
+def rank_workers(workers: Sequence[WorkerInfo]) -> list[tuple[WorkerInfo, Ranks]]:
+    """Assign ranks to the workers, and return them with their ranks, in rank order."""
+    pairs = zip(workers, assign_ranks(workers), strict=True)
+    return sorted(pairs, key=lambda pair: pair[1].world_rank)
 
 
 def get_gpu_sort_key(gpu_id: str) -> tuple[int, int, str]:

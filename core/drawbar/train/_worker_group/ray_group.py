@@ -33,6 +33,7 @@ from drawbar.train._worker.stack import STACK, Stack, detect_stopped_process
 from drawbar.train._worker_failure import WorkerFailure
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
 from drawbar.train._worker_group.cluster import is_node_available
+from drawbar.train._worker_group.ranks import assign_ranks, rank_workers
 from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, OnWaiting
 
 P = ParamSpec("P")
@@ -63,11 +64,16 @@ class RayWorkerGroup:
 
     # -- processes
 
-    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
+    async def start(self, on_waiting: OnWaiting) -> list[tuple[WorkerInfo, Ranks]]:
         """Create all missing processes at once and wait until enough of them are ready."""
-        workers = await self._pool.start(on_waiting)
+        slots = await self._pool.start(on_waiting)
+        workers = [slot.info.result() for slot in slots]
         suppress_death_messages((worker.node_id, worker.pid) for worker in workers)
-        return workers
+        ranks_by_slot = assign_ranks(workers)
+        self._ranks = {
+            ranks.world_rank: slot for slot, ranks in zip(slots, ranks_by_slot, strict=True)
+        }
+        return rank_workers(workers)
 
     @property
     def num_idle_workers(self) -> int:
@@ -75,12 +81,6 @@ class RayWorkerGroup:
         return sum(slot.run_task is None for slot in self._pool.list_ready())
 
     # -- one attempt
-
-    def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Set the rank of each worker that `start` returned."""
-        # Not strict: workers that became ready since then are idle and have no rank.
-        pairs = zip(ranks, self._pool.list_ready(), strict=False)
-        self._ranks = {rank.world_rank: slot for rank, slot in pairs}
 
     def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt: one call per worker, whose stream is read from now on."""
@@ -182,10 +182,6 @@ class RayWorkerGroup:
             if slot.is_dead or slot.is_running or slot.is_retired or not end.should_keep:
                 self._pool.kill_slots([index], should_replace=end.should_replace)
             slot.run_task = None
-
-    def relocate_on_next_start(self) -> None:
-        """Kill all processes and release the placement, so that the next start places all again."""
-        self.kill()
 
     # -- the end
 

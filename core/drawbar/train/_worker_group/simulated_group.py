@@ -50,6 +50,7 @@ from drawbar.train._worker.command_queue import CommandKey, get_command_key
 from drawbar.train._worker.failure import describe_exception
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker_group.exit_status import ExitReport
+from drawbar.train._worker_group.ranks import rank_workers
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
     InProcessExecution,
@@ -135,9 +136,9 @@ class SimulatedWorkerGroup(InProcessExecution):
         """Always 0: simulated processes start at once."""
         return 0
 
-    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
+    async def start(self, on_waiting: OnWaiting) -> list[tuple[WorkerInfo, Ranks]]:
         """Return the workers, `RANKS_PER_NODE` of them on each node."""
-        return [self._make_info(rank) for rank in range(self._num_workers)]
+        return rank_workers([self._make_info(rank) for rank in range(self._num_workers)])
 
     def _make_info(self, rank: int) -> WorkerInfo:
         node, gpu = divmod(rank, RANKS_PER_NODE)
@@ -148,9 +149,6 @@ class SimulatedWorkerGroup(InProcessExecution):
             pid=self._pids[rank],
             gpu_ids=(str(gpu),),
         )
-
-    def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Do nothing: slots are ranks here."""
 
     def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt."""
@@ -208,9 +206,6 @@ class SimulatedWorkerGroup(InProcessExecution):
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return an empty stack for every running rank: simulated ranks have no frames."""
         return {rank: Stack(text=f"simulated rank {rank}\n") for rank in self._running}
-
-    def relocate_on_next_start(self) -> None:
-        """Do nothing: simulated processes cannot be placed elsewhere."""
 
     async def stop(self) -> None:
         """Interrupt running functions and end the thread."""

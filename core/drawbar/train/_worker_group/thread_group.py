@@ -22,6 +22,7 @@ from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.rank_runner import RankRunner, use_caller_process
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.train_loop import TrainLoop
+from drawbar.train._worker_group.ranks import rank_workers
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
     InProcessExecution,
@@ -68,7 +69,7 @@ class ThreadWorkerGroup(InProcessExecution):
     def __len__(self) -> int:
         return self._num_workers
 
-    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
+    async def start(self, on_waiting: OnWaiting) -> list[tuple[WorkerInfo, Ranks]]:
         """Return the workers after the uploads of the previous attempt have ended."""
         for runner in self._runners:
             # No process dies with the attempt, so an upload that is still writing would put its old
@@ -76,19 +77,18 @@ class ThreadWorkerGroup(InProcessExecution):
             if runner.session is not None:
                 await run_in_daemon_thread(runner.session.uploads.async_commits.join)
         hostname = os.uname().nodename
-        return [
-            WorkerInfo(
-                node_id=hostname,
-                node_ip="127.0.0.1",
-                hostname=hostname,
-                pid=os.getpid(),
-                gpu_ids=gpu_ids,
-            )
-            for gpu_ids in self._gpu_ids
-        ]
-
-    def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Do nothing: slots are ranks here."""
+        return rank_workers(
+            [
+                WorkerInfo(
+                    node_id=hostname,
+                    node_ip="127.0.0.1",
+                    hostname=hostname,
+                    pid=os.getpid(),
+                    gpu_ids=gpu_ids,
+                )
+                for gpu_ids in self._gpu_ids
+            ]
+        )
 
     def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt."""
@@ -151,9 +151,6 @@ class ThreadWorkerGroup(InProcessExecution):
             ]
         )
         return dict(zip(self._functions_ended, stacks, strict=True))
-
-    def relocate_on_next_start(self) -> None:
-        """Do nothing: threads cannot be placed elsewhere."""
 
     async def stop(self) -> None:
         """Interrupt running functions, which would wait forever for a failed controller."""

@@ -23,6 +23,7 @@ from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, WorkerDied
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker.stack import Stack, detect_stopped_process
+from drawbar.train._worker_group.ranks import rank_workers
 from drawbar.train._worker_group.thread_group import ThreadWorkerGroup
 from drawbar.train._worker_group.torchrun_messages import (
     CaptureStack,
@@ -80,7 +81,7 @@ class TorchrunWorkerGroup:
     def __len__(self) -> int:
         return 1 + self._server.count
 
-    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
+    async def start(self, on_waiting: OnWaiting) -> list[tuple[WorkerInfo, Ranks]]:
         """Wait until every process has called `fit()`."""
         await self._local_group.start(on_waiting)
         num_joined = 0
@@ -88,13 +89,8 @@ class TorchrunWorkerGroup:
             num_joined = await run_in_daemon_thread(self._server.wait_for_peers, JOIN_NOTICE_S)
             if num_joined < self._server.count:
                 on_waiting(1 + num_joined, True)
-        return [
-            self._local_info,
-            *(self._server.worker_infos[rank] for rank in sorted(self._server.worker_infos)),
-        ]
-
-    def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Do nothing: torchrun has assigned the ranks."""
+        peers = [self._server.worker_infos[rank] for rank in sorted(self._server.worker_infos)]
+        return rank_workers([self._local_info, *peers])
 
     def run(self, assignments: Sequence[WorkerAssignment], on_messages: OnMessages) -> None:
         """Start an attempt."""
@@ -178,9 +174,6 @@ class TorchrunWorkerGroup:
         return (
             detect_stopped_process(peer.pid) if peer.hostname == self._local_info.hostname else None
         )
-
-    def relocate_on_next_start(self) -> None:
-        """Do nothing: torchrun has placed the processes."""
 
     async def stop(self) -> None:
         """Interrupt running functions."""

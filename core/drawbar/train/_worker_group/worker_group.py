@@ -52,23 +52,17 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         """Number of workers that became ready too late to take part in the attempt."""
         ...
 
-    async def start(self, on_waiting: OnWaiting) -> list[WorkerInfo]:
-        """Start the missing workers, and wait until enough of them are ready.
+    async def start(self, on_waiting: OnWaiting) -> list[tuple[WorkerInfo, Ranks]]:
+        """Start the missing workers, wait until enough of them are ready, and assign ranks.
 
-        An elastic group may return fewer workers than its maximum.
+        An elastic group may return fewer workers than its maximum. The other methods identify
+        workers by their rank.
 
         Args:
             on_waiting: Called every few seconds while workers are missing.
 
         Returns:
-            The ready workers. `set_ranks` takes the ranks in the same order.
-        """
-        ...
-
-    def set_ranks(self, ranks: Sequence[Ranks]) -> None:
-        """Set the rank of each worker that `start` returned.
-
-        The other methods identify workers by their rank.
+            The ready workers with their ranks, in rank order.
         """
         ...
 
@@ -102,11 +96,7 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill every process immediately."""
-        ...
-
-    def relocate_on_next_start(self) -> None:
-        """Let the next `start` choose new nodes for all processes."""
+        """Kill every process immediately. The next `start` may place new ones on other nodes."""
         ...
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
