@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from drawbar import train
-from drawbar.train import runs
+from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, runs
 from tests.train.runs import fit
 
 
@@ -68,3 +70,35 @@ def test_exporter_of_damaged_and_copied_runs_has_each_once(tmp_path: Path) -> No
     text = runs.MetricsExporter().format(records)
     assert text.count(b"\ndrawbar_reports_total{") == 2
     assert b'drawbar_run_state{run="lost",run_id="",state="unknown"} 1.0' in text
+
+
+def test_stalled_ranks_of_killed_driver_are_cleared_on_resume(tmp_path: Path) -> None:
+    fit(report_twice, tmp_path)
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    stalled = {"event": "ranks_quiet", "time": 1, "attempt": 0, "descriptions": {"0": "stalled"}}
+    journal.write_bytes(b"".join([*lines[:-1], json.dumps(stalled).encode(), b"\n"]))
+
+    def get_num_stalled() -> float:
+        text = runs.MetricsExporter().format([runs.find_run(tmp_path / "run")])
+        return collect(text)["drawbar_stalled_ranks", ""]
+
+    assert get_num_stalled() == 1
+    for pipe in ("started", "release"):
+        os.mkfifo(tmp_path / pipe)
+
+    def train_function() -> None:
+        (tmp_path / "started").write_text("")
+        (tmp_path / "release").read_text()
+
+    run = DataParallelTrainer(
+        train_function,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name="run", storage_path=tmp_path),
+    ).start()
+    (tmp_path / "started").read_text()
+    stalled_ranks, num_stalled = run.stalled_ranks, get_num_stalled()
+    (tmp_path / "release").write_text("")
+    run.wait()
+    assert stalled_ranks == {}
+    assert num_stalled == 0

@@ -14,8 +14,7 @@ from drawbar.train._history import events, live_events
 from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._history.goodput_meter import GoodputMeter
 from drawbar.train._history.live_events import Event
-from drawbar.train._history.run_progress import RunProgress
-from drawbar.train._history.timeline import FINAL_STATUSES
+from drawbar.train._history.timeline import FINAL_STATUSES, AttemptTimes, RunState
 from drawbar.train._protocol.resources import ResourceSample
 
 
@@ -127,27 +126,19 @@ class RunMetrics:
         self._name = name
         self._run_id = ""
         self._lock = threading.Lock()
-        self._status = "starting"
+        self._state = RunState()
         self._report_times: dict[int, float] = {}  # by attempt: time of the last report
         self._goodput = GoodputMeter(self._report_times.get)
-        self._num_attempts = 0
-        self._last_attempt = 0
         self._restarts = Counter[str](dict.fromkeys(CAUSES, 0))
         self._end_cause = ""  # of the last attempt, until the next one starts
-        self._progress: RunProgress | None = None
         self._earlier_reports = 0
         self._attempt_reports = 0
         self._last_report_time: float | None = None
-        self._num_checkpoints = 0
         self._last_checkpoint: events.CheckpointCommitted | None = None
         self._earlier_blocked = Counter[str]()
         self._attempt_blocked = Counter[str]()
-        self._num_live = 0
-        self._num_stalled = 0
         self._lateness = 1.0
-        self._start_seconds = 0.0
         self._shutdown_seconds = 0.0
-        self._attempt_start_time = 0.0
         self._attempt_end_time: float | None = None
         self._resources: dict[tuple[str, int], ResourceSample] = {}
 
@@ -165,82 +156,58 @@ class RunMetrics:
                 case live_events.ReportsReceived():
                     self._attempt_reports += len(event.indices)
                     self._last_report_time = max(self._last_report_time or 0.0, event.times[-1])
-                case live_events.ProgressReceived() | events.ProgressRecorded():
-                    self._progress = event.progress
                 case live_events.ResourcesSampled():
                     self._resources[event.sample.node, event.sample.node_rank] = event.sample
                 case events.RunStarted():
                     self._on_run_started(event)
                 case events.AttemptStarted():
                     self._on_attempt_started(event)
-                case events.AttemptEnded() | events.RunEnded() | live_events.ControllerFailed():
+                case events.FirstReportReceived():
+                    self._last_report_time = max(self._last_report_time or 0.0, event.time)
+                case events.CheckpointCommitted():
+                    self._last_checkpoint = event
+                case events.RankTimesRecorded():
+                    self._attempt_blocked = _sum_blocked(event)
+                case events.StragglerFound():
+                    self._lateness = max(self._lateness, event.ratio)
+                case events.AttemptEnded() | events.RunEnded():
                     self._on_end(event)
                 case _:
-                    self._apply_to_attempt(event)
+                    pass
+            # At the end, because `_on_run_started` needs the status before the event.
+            self._state.apply(event)
+
+    @property
+    def _attempts(self) -> list[AttemptTimes]:
+        return self._state.timeline.attempts
 
     def on_activity(self, time: float | None) -> None:
         """Record the time of the last report of a run that is read from its directory."""
         with self._lock:
             if time is not None:
-                self._report_times[self._last_attempt] = time
+                attempt = self._attempts[-1].attempt if self._attempts else 0
+                self._report_times[attempt] = time
                 self._last_report_time = max(self._last_report_time or 0.0, time)
 
     def _on_run_started(self, event: events.RunStarted) -> None:
         self._run_id = event.run_id
-        if self._num_attempts and self._status not in FINAL_STATUSES and not self._end_cause:
+        if self._attempts and self._state.status not in FINAL_STATUSES and not self._end_cause:
             self._end_cause = "driver"
-        self._status = "starting"
-        self._num_live = 0
         self._last_report_time = event.time
 
     def _on_attempt_started(self, event: events.AttemptStarted) -> None:
         if self._end_cause:
             self._restarts[self._end_cause] += 1
         self._end_cause = ""
-        if self._status == "running":
-            self._status = "restarting"
         self._add_shutdown(event.time)
-        self._num_attempts += 1
-        self._last_attempt = event.attempt
-        self._attempt_start_time = event.time
         self._earlier_reports += self._attempt_reports
         self._attempt_reports = 0
         self._earlier_blocked.update(self._attempt_blocked)
         self._attempt_blocked = Counter()
         self._lateness = 1.0
-        self._num_live = self._num_stalled = 0
         self._resources = {}  # the nodes may be others
 
-    def _apply_to_attempt(self, event: Event) -> None:
-        match event:
-            case events.WorkersStarted():
-                self._status = "running"
-                self._num_live = len(event.workers)
-                self._start_seconds += max(event.time - self._attempt_start_time, 0.0)
-            case events.FirstReportReceived():
-                self._last_report_time = max(self._last_report_time or 0.0, event.time)
-            case events.CheckpointCommitted():
-                self._num_checkpoints += 1
-                self._last_checkpoint = event
-            case events.RankTimesRecorded():
-                blocked = Counter[str]()
-                for key, reason in _BLOCKED_KEYS.items():
-                    blocked[reason] += event.seconds.get(key, 0.0)  # type: ignore[assignment]
-                self._attempt_blocked = blocked
-            case events.RanksStalled():
-                self._num_stalled = len(event.descriptions)
-            case events.StragglerFound():
-                self._lateness = max(self._lateness, event.ratio)
-            case _:
-                pass
-
-    def _on_end(
-        self, event: events.AttemptEnded | events.RunEnded | live_events.ControllerFailed
-    ) -> None:
-        self._num_live = self._num_stalled = 0
-        if isinstance(event, live_events.ControllerFailed):
-            self._status = "failed"
-            return
+    def _on_end(self, event: events.AttemptEnded | events.RunEnded) -> None:
         # The journal alone has no reports, but their number.
         self._attempt_reports = self._attempt_reports or event.num_reports or 0
         if isinstance(event, events.AttemptEnded):
@@ -248,7 +215,6 @@ class RunMetrics:
             self._attempt_end_time = event.time
         else:
             self._end_cause = ""
-            self._status = event.outcome
             self._add_shutdown(event.time)
 
     def _add_shutdown(self, time: float) -> None:
@@ -267,7 +233,7 @@ class RunMetrics:
             num_reports: Number of reports. Default: according to its events.
         """
         with self._lock:
-            status = status or self._status
+            status = status or self._state.status
             values = [*self._collect_drawbar(now, status, num_reports), *self._collect_ray(status)]
             run = self._name, self._run_id
             return [MetricValue(name, (*run, *labels), value) for name, labels, value in values]
@@ -278,7 +244,7 @@ class RunMetrics:
         is_active = status in ("starting", "running", "restarting")
         for state in STATES:
             yield MetricValue("drawbar_run_state", (state,), float(state == status))
-        yield MetricValue("drawbar_attempts_total", (), self._num_attempts)
+        yield MetricValue("drawbar_attempts_total", (), len(self._attempts))
         for cause, count in self._restarts.items():
             yield MetricValue("drawbar_restarts_total", (cause,), count)
         goodput = self._goodput.compute(is_active=is_active, now=now if is_active else None)
@@ -290,21 +256,30 @@ class RunMetrics:
         if self._last_report_time is not None:
             age = max(now - self._last_report_time, 0.0)
             yield MetricValue("drawbar_last_report_age_seconds", (), age)
-        if self._progress is not None and self._progress.percent is not None:
-            yield MetricValue("drawbar_progress_ratio", (), max(self._progress.percent, 0.0) / 100)
+        progress = self._state.progress
+        if progress is not None and progress.percent is not None:
+            yield MetricValue("drawbar_progress_ratio", (), max(progress.percent, 0.0) / 100)
         checkpoint = self._last_checkpoint
-        yield MetricValue("drawbar_checkpoints_total", (), self._num_checkpoints)
+        num_checkpoints = sum(attempt.num_checkpoints for attempt in self._attempts)
+        yield MetricValue("drawbar_checkpoints_total", (), num_checkpoints)
         if checkpoint is not None:
             yield MetricValue("drawbar_checkpoint_seconds", (), checkpoint.seconds)
             yield MetricValue("drawbar_checkpoint_bytes", (), checkpoint.nbytes)
         for reason in dict.fromkeys(_BLOCKED_KEYS.values()):
             yield MetricValue("drawbar_blocked_seconds", (reason,), self._get_blocked(reason))
-        yield MetricValue("drawbar_live_ranks", (), self._num_live if is_active else 0)
-        yield MetricValue("drawbar_stalled_ranks", (), self._num_stalled)
+        yield MetricValue("drawbar_live_ranks", (), self._count_live() if is_active else 0)
+        yield MetricValue("drawbar_stalled_ranks", (), len(self._state.stalled_ranks))
         yield MetricValue("drawbar_lateness_ratio", (), self._lateness)
         if is_active:
             for sample in self._resources.values():
                 yield from _collect_resources(sample)
+
+    def _count_live(self) -> int:
+        if not self._attempts or self._state.status != "running":
+            return 0
+        # The status remains "running" from the end of an attempt to the start of the next one.
+        last = self._attempts[-1]
+        return last.world_size if last.end_time is None else 0
 
     def _get_blocked(self, reason: str) -> float:
         return float(self._earlier_blocked[reason] + self._attempt_blocked[reason])
@@ -312,12 +287,24 @@ class RunMetrics:
     def _collect_ray(self, status: str) -> Iterator[MetricValue]:
         for state, ray_state in RAY_STATES.items():
             yield MetricValue("ray_train_controller_state", (ray_state,), float(state == status))
-        yield MetricValue("ray_train_worker_group_start_total_time_s", (), self._start_seconds)
+        start_seconds = sum(
+            max(attempt.workers_ready_time - attempt.start_time, 0.0)
+            for attempt in self._attempts
+            if attempt.workers_ready_time is not None
+        )
+        yield MetricValue("ray_train_worker_group_start_total_time_s", (), start_seconds)
         yield MetricValue(
             "ray_train_worker_group_shutdown_total_time_s", (), self._shutdown_seconds
         )
         blocked = self._get_blocked("checkpoint")
         yield MetricValue("ray_train_report_total_blocked_time_s", ("mean", ""), blocked)
+
+
+def _sum_blocked(event: events.RankTimesRecorded) -> Counter[str]:
+    blocked = Counter[str]()
+    for key, reason in _BLOCKED_KEYS.items():
+        blocked[reason] += event.seconds.get(key, 0.0)  # type: ignore[assignment]
+    return blocked
 
 
 def _collect_resources(sample: ResourceSample) -> Iterator[MetricValue]:

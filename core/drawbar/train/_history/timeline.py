@@ -203,7 +203,8 @@ class RunState:
             self.progress = msgspec.structs.replace(self.progress, rate=None)
         match event:
             case events.RunStarted():
-                self.status, self.error = "starting", ""
+                # A driver may have been killed while ranks were stalled.
+                self.status, self.error, self.stalled_ranks = "starting", "", {}
                 self.is_detached, self.config = event.detached, event.config
             # While the first start of the workers is retried, the status remains "starting".
             case events.AttemptStarted() if self.status == "running":
