@@ -146,6 +146,7 @@ DAMAGES = [
     b"\n",
     b"\xff\xfe\x00\n",
     b"null\n",
+    b"one line\rwith a carriage return\n",
     b'{"event":"run_ended"}\n',
     b'{"event":"run_ended","time":1.0,"outcome":"\xff"}\n',
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.events import (
@@ -58,10 +58,11 @@ def check_run(
     history = RunHistory.read(directory)
     events = history.events
     reports = _read_reports(history)
-    _check_events(events, reports)
-    _check_numbers(events, reports)
-    _check_history(history)
-    for name in _list_checkpoint_names(events):
+    attempts = {attempt.attempt: attempt for attempt in list_attempt_reports(events)}
+    _check_events(events, attempts, reports)
+    _check_numbers(attempts, reports)
+    _check_history(history, attempts.values())
+    for name in get_checkpoint_indices(events):  # in commit order
         _check_checkpoint(directory, name)
 
 
@@ -80,12 +81,13 @@ def _read_reports(history: RunHistory) -> dict[int, dict[int, list[int]]]:
 
 
 def _check_events(
-    events: Sequence[JournaledEvent], reports: dict[int, dict[int, list[int]]]
+    events: Sequence[JournaledEvent],
+    attempts: dict[int, AttemptReports],
+    reports: dict[int, dict[int, list[int]]],
 ) -> None:
     """Check the order of attempts and checkpoints, and that reports precede their checkpoint."""
     attempt, first, workers = -1, 0, 0
     existing: dict[str, int] = {}
-    attempts = {attempt.attempt: attempt for attempt in list_attempt_reports(events)}
     for event in events:
         committed = max(existing.values(), default=-1)
         match event:
@@ -117,26 +119,22 @@ def _check_events(
 
 
 def _check_numbers(
-    events: Sequence[JournaledEvent], reports: dict[int, dict[int, list[int]]]
+    attempts: dict[int, AttemptReports], reports: dict[int, dict[int, list[int]]]
 ) -> None:
     """Check that the reports of each rank have no gap or duplicate in an attempt."""
-    attempts = {attempt.attempt: attempt for attempt in list_attempt_reports(events)}
-    firsts = {
-        event.attempt: event.first_report_index
-        for event in events
-        if isinstance(event, AttemptStarted)
-    }
     for number, by_rank in reports.items():
         # If the journal was lost, the reports of the attempts in it remain.
-        assert number in firsts or number < min(firsts, default=0), (
+        attempt = attempts.get(number)
+        assert attempt is not None or number < min(attempts, default=0), (
             f"attempt {number} has reports, but was not started"
         )
         for rank, indices in by_rank.items():
             stored = set(indices)
+            first = indices[0] if attempt is None else attempt.first
             expected = [
                 index
-                for index in range(firsts.get(number, indices[0]), indices[-1] + 1)
-                if index in stored or not _is_lost(attempts.get(number), rank, index)
+                for index in range(first, indices[-1] + 1)
+                if index in stored or not _is_lost(attempt, rank, index)
             ]
             assert indices == expected, (
                 f"the reports of rank {rank} in attempt {number} have a gap or a duplicate"
@@ -148,11 +146,10 @@ def _is_lost(attempt: AttemptReports | None, rank: int, index: int) -> bool:
     return any(first <= index < end for first, end in lost)
 
 
-def _check_history(history: RunHistory) -> None:
+def _check_history(history: RunHistory, attempts: Collection[AttemptReports]) -> None:
     indices_by_rank: dict[int, list[int]] = {}
     for _, block in history.iter_blocks():
         indices_by_rank.setdefault(block.rank, []).extend(block.indices)
-    attempts = list_attempt_reports(history.events)
     for rank, indices in indices_by_rank.items():
         indices.sort()
         # In an elastic group, a rank can join, leave, and join again.
@@ -175,15 +172,10 @@ def _has_rank(history: RunHistory, attempt: AttemptReports, rank: int) -> bool:
     return rank in history.reports.get_last(attempt.attempt)
 
 
-def _list_checkpoint_names(events: Sequence[JournaledEvent]) -> list[str]:
-    return list(get_checkpoint_indices(events))  # in commit order
-
-
 def _check_checkpoint(directory: RunDirectory, name: str) -> None:
     try:
         directory.checkpoints.get_checkpoint(name).verify()
     except CheckpointError as error:
-        if name in _list_checkpoint_names(
-            RunHistory.read(directory).events
-        ):  # not deleted in the meantime
+        # It may have been deleted in the meantime.
+        if name in get_checkpoint_indices(RunHistory.read(directory).events):
             raise AssertionError(f"a committed checkpoint is lost: {error}") from error

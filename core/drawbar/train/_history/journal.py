@@ -8,6 +8,7 @@ before it acts on the event, for example before it deletes a checkpoint.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
@@ -75,19 +76,15 @@ class Journal(JournalFile):
             UnsupportedFormatError: A newer version of Drawbar has written the journal. The file is
                 not changed.
         """
-        try:
-            return list(replay(self._path)), True
-        except DamagedRunError:
-            pass
-        readable_lines: list[bytes] = []
-        damaged_lines: list[bytes] = []
-        # Lines are independent, so a damaged line does not affect the others.
-        for line in self._path.read_bytes().splitlines(keepends=True):
-            (readable_lines if _is_readable(line) else damaged_lines).append(line)
+        data = self._path.read_bytes()
+        events, unreadable = decode_readable_events(data, self._path)
+        if not unreadable:
+            return events, True
+        lines = dict(enumerate(io.BytesIO(data), start=1))
         with open(self._path.with_name("journal.damaged"), "ab") as damaged:
-            damaged.writelines(damaged_lines)
-        self.replace_contents(b"".join(readable_lines))
-        return list(replay(self._path)), False
+            damaged.writelines(lines.pop(number) for number in unreadable)
+        self.replace_contents(b"".join(lines.values()))
+        return events, False
 
 
 def _describe_event(event: JournaledEvent) -> str:
@@ -96,14 +93,6 @@ def _describe_event(event: JournaledEvent) -> str:
             return f"the failure of attempt {event.attempt}, {'; '.join(event.failure_headlines)}"
         case _:
             return type(event).__name__
-
-
-def _is_readable(line: bytes) -> bool:
-    try:
-        _decode(line, "")
-    except DECODE_ERRORS:
-        return False
-    return True
 
 
 class _Header(msgspec.Struct):
@@ -184,7 +173,8 @@ def decode_readable_events(
     """
     events: list[JournaledEvent] = []
     unreadable: list[int] = []
-    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+    # Unlike `splitlines`, this does not split a damaged line at "\r".
+    for number, line in enumerate(io.BytesIO(data), start=1):
         try:
             events += decode_events([line], path)
         except DamagedRunError:
