@@ -101,14 +101,13 @@ def ended(time: float, outcome: str = "finished") -> events.RunEnded:
 def compute_goodput(
     journal: Journal,
     *,
-    is_active: bool = False,
     now: float | None = None,
     last_report_times: dict[int, float] | None = None,
 ) -> Goodput:
     meter = GoodputMeter((last_report_times or {}).get)
     for event in journal:
         meter.apply(event)
-    return meter.compute(is_active=is_active, now=now)
+    return meter.compute(now=now)
 
 
 def assert_parts(goodput: Goodput, **parts: float) -> None:
@@ -249,10 +248,8 @@ def test_goodput_of_run_stopped_by_user_has_pause() -> None:
 
 def test_goodput_of_active_run_counts_until_now() -> None:
     journal = [started(0), attempt(0, 1), *function(0, 3, 4)]
-    assert_parts(
-        compute_goodput(journal, is_active=True, now=10), startup=2, placement=2, productive=6
-    )
-    assert_parts(compute_goodput(journal[:2], is_active=True, now=3), startup=1, placement=2)
+    assert_parts(compute_goodput(journal, now=10), startup=2, placement=2, productive=6)
+    assert_parts(compute_goodput(journal[:2], now=3), startup=1, placement=2)
 
 
 def test_goodput_with_clock_set_back_counts_the_rest() -> None:
@@ -296,9 +293,9 @@ def make_random_events(rng: random.Random, number: int, now: float) -> Journal:
 
 def test_goodput_of_any_journal_has_positive_parts_that_sum_to_at_most_its_time() -> None:
     for seed in range(300):
-        journal, now, total = make_random_journal(seed)
-        for is_active in (False, True):
-            goodput = compute_goodput(journal, is_active=is_active, now=now)
+        journal, last_time, total = make_random_journal(seed)
+        for now in (None, last_time):
+            goodput = compute_goodput(journal, now=now)
             assert all(seconds > 0 for seconds in goodput.parts.values()), seed
             assert goodput.elapsed + goodput.paused <= total + 1e-3, seed
             assert 0 <= goodput.effective <= goodput.goodput <= 1, seed

@@ -285,4 +285,4 @@ class LiveGoodput:
         self._offset += len(lines)
         for event in decode_readable_events(lines)[0]:
             self._meter.apply(event)
-        return self._meter.compute(is_active=is_active, now=time.time() if is_active else None)
+        return self._meter.compute(now=time.time() if is_active else None)

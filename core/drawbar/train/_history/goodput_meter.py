@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drawbar.train._history import events
@@ -162,15 +162,14 @@ class GoodputMeter:
             case _:
                 pass
 
-    def compute(self, *, is_active: bool, now: float | None = None) -> Goodput:
+    def compute(self, *, now: float | None) -> Goodput:
         """Return the goodput.
 
         Args:
-            is_active: Whether a process hosts the run. If not, and the journal has no end of the
-                run, that process has died after the last event.
-            now: Current time, in seconds since the epoch, of an active run.
+            now: Current time, in seconds since the epoch, or None if no process hosts the run. If
+                the journal then has no end of the run, that process has died after the last event.
         """
-        clock = self.clock
+        clock, is_active = self.clock, now is not None
         until = now if is_active else self._find_last_report_time()
         if until is not None and self._last_time is not None:
             clock += max(until - self._last_time, 0.0)
@@ -207,15 +206,8 @@ class GoodputMeter:
             start = self._limit_start(start, clock)
             part = self._waiting_part
             parts[part] = parts.get(part, 0.0) + start - self._waiting_since
-        work = _AttemptWork(
-            number=last.number,
-            start=start,
-            end=clock if self._is_in_attempt else last.end,
-            kept_until=last.kept_until,
-            measured=last.measured,
-            commits=last.commits[-1:],
-            stalled=last.stalled,
-        )
+        end = clock if self._is_in_attempt else last.end
+        work = replace(last, start=start, end=end)
         if self._is_in_attempt and not is_running:  # the process that hosted the run is dead
             work.keep_committed()
         work.add_parts(parts, rest="unsaved")

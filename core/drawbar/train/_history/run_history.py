@@ -164,7 +164,7 @@ class RunHistory:
         meter = GoodputMeter(self.reports.get_last_time)
         for event in self.events:
             meter.apply(event)
-        return meter.compute(is_active=is_active, now=time.time() if is_active else None)
+        return meter.compute(now=time.time() if is_active else None)
 
     # -- last reports
 

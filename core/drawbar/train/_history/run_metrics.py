@@ -247,7 +247,7 @@ class RunMetrics:
         yield MetricValue("drawbar_attempts_total", (), len(self._attempts))
         for cause, count in self._restarts.items():
             yield MetricValue("drawbar_restarts_total", (cause,), count)
-        goodput = self._goodput.compute(is_active=is_active, now=now if is_active else None)
+        goodput = self._goodput.compute(now=now if is_active else None)
         for part, seconds in ({"productive": 0.0} | dict(goodput.parts)).items():
             yield MetricValue("drawbar_goodput_seconds", (part,), seconds)
         yield MetricValue("drawbar_goodput_ratio", (), goodput.goodput)
