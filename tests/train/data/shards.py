@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cloudpickle
+import pytest
 
-from drawbar.train import DataConfig
+from drawbar.train import DataConfig, _driver_env
 from drawbar.train._data import split, streams, user_datasets
 from drawbar.train._worker_group import cluster
+from drawbar.train.backend import set_tune_trial
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
@@ -64,6 +67,11 @@ def shut_down(shards: Sequence[Any]) -> None:
     streams.shut_down_streams([{"train": shard} for shard in shards])
 
 
-def wait_briefly_for_cpus() -> None:
-    """Let this process wait only 0.1 s for CPUs of Tune trials that have just ended."""
-    cluster._PLACEMENT_RELEASE_S = 0.1
+@contextlib.contextmanager
+def run_as_tune_trial() -> Iterator[None]:
+    """Assign runs to a trial of Ray Tune that waits only 0.1 s for CPUs of ended trials."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "_PLACEMENT_RELEASE_S", 0.1)
+        patch.setattr(_driver_env, "_tune_trials", [])
+        set_tune_trial(name="trial", id="1", directory="", resources=None)
+        yield

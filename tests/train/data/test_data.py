@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
@@ -31,12 +31,9 @@ from drawbar.train import (
     TrainingFailedError,
     collective,
 )
-from drawbar.train.backend import set_tune_trial
-from tests.train.data.shards import make_shards, wait_briefly_for_cpus
-from tests.train.rank_data_probe import save
-
-if TYPE_CHECKING:
-    from tests.train.conftest import Drivers
+from tests.train.conftest import PATIENCE_S
+from tests.train.data.shards import make_shards, run_as_tune_trial, take
+from tests.train.rank_data_probe import save, saved
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
@@ -52,19 +49,22 @@ def fit(
     datasets: dict[str, Any],
     num_workers: int = 2,
     dataset_config: DataConfig | None = None,
+    cpus_per_worker: int = 1,
 ) -> Result:
     return DataParallelTrainer(
         function,
         datasets=datasets,
         dataset_config=dataset_config,
-        scaling_config=ScalingConfig(num_workers=num_workers),
+        scaling_config=ScalingConfig(
+            num_workers=num_workers, resources_per_worker={"CPU": cpus_per_worker}
+        ),
         run_config=config,
     ).fit()
 
 
 def lazy(rows: int) -> ray.data.Dataset:
-    """Make a dataset that is computed when it is read, by two tasks."""
-    return ray.data.range(rows, override_num_blocks=2)
+    """Make a dataset that is computed when it is read, by two tasks in one process."""
+    return ray.data.range(rows, override_num_blocks=2, concurrency=1)
 
 
 def in_memory(rows: int) -> ray.data.Dataset:
@@ -73,10 +73,6 @@ def in_memory(rows: int) -> ray.data.Dataset:
 
 def ids() -> list[int]:
     return ids_of("train")
-
-
-def ids_of_both() -> tuple[list[int], list[int]]:
-    return ids_of("train"), ids_of("valid")
 
 
 def ids_of(name: str) -> list[int]:
@@ -91,52 +87,67 @@ def assert_split(shards: list[list[int]], rows: int) -> None:
     assert len({len(shard) for shard in shards}) == 1
 
 
-def test_train_dataset_is_split_and_others_are_complete(
-    run_config: RunConfig,
-) -> None:
-    def function() -> tuple[list[int], list[int], float]:
-        shard: Any = train.get_dataset_shard("train")
-        left = shard.get_context().execution_options.resource_limits.cpu
-        found = iter(shard.iter_rows())
-        first = next(found)["id"]
-        valid = ids_of("valid")  # during another iteration: both share the remaining resources
-        return [first, *(row["id"] for row in found)], valid, left
+class RankReadings(NamedTuple):
+    """Results of one rank of a run that reads three datasets."""
 
-    datasets = {"train": lazy(100), "valid": lazy(10)}
-    values = fit(function, run_config, datasets).return_values
-    assert_split([shard for shard, _, _ in values], 100)
-    assert [sorted(whole) for _, whole, _ in values] == [list(range(10))] * 2
-    assert [left for _, _, left in values] == [6, 6]  # of 8 CPUs
+    train: list[int]
+    train_again: list[int]
+    valid: list[int]
+    cpus_left: float
+    coordinator: int
+    """Process that splits the dataset `partial`, of which this rank has read one row."""
 
 
-def test_dataset_shard_can_be_requested_and_read_again(run_config: RunConfig) -> None:
-    def function() -> list[list[int]]:
-        shard = train.get_dataset_shard("train")
-        rows = [row["id"] for row in shard.iter_rows()]
-        again = train.get_dataset_shard("train")
-        assert again is shard
-        return [rows, [row["id"] for row in again.materialize().take_all()]]
-
-    values = fit(function, run_config, {"train": lazy(100)}).return_values
-    for way in range(2):
-        assert_split([value[way] for value in values], 100)
-
-
-def test_restart_splits_dataset_again(run_config: RunConfig) -> None:
-    def function() -> list[int]:
-        if train.get_context().get_attempt() == 0:
-            next(iter(train.get_dataset_shard("train").iter_batches(batch_size=10)))
-            if train.get_context().get_world_rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            collective.barrier()
-        return ids()
-
-    config = RunConfig(
-        name="run",
-        storage_path=run_config.storage_path,
-        failure_config=FailureConfig(max_failures=1),
+def read_three_datasets() -> RankReadings:
+    shard: Any = train.get_dataset_shard("train")
+    rows = iter(shard.iter_rows())
+    first = next(rows)["id"]
+    valid = ids_of("valid")  # during another iteration: both share the remaining resources
+    again = train.get_dataset_shard("train")
+    assert again is shard
+    partial: Any = train.get_dataset_shard("partial")
+    next(iter(partial.iter_rows()))
+    (coordinator,) = partial.split_coordinators
+    return RankReadings(
+        train=[first, *(row["id"] for row in rows)],
+        train_again=[row["id"] for row in again.materialize().take_all()],
+        valid=valid,
+        cpus_left=shard.get_context().execution_options.resource_limits.cpu,
+        coordinator=ray.get(coordinator.__ray_call__.remote(lambda _: os.getpid())),
     )
-    assert_split(fit(function, config, {"train": lambda: lazy(100)}).return_values, 100)
+
+
+@pytest.fixture(scope="module")
+def readings(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[RankReadings]:
+    """Return the readings of both ranks of one run."""
+    many_rows = ray.data.range(100_000, override_num_blocks=50, concurrency=1)
+    datasets = {"train": lazy(100), "valid": lazy(10), "partial": many_rows}
+    config = RunConfig(storage_path=tmp_path_factory.mktemp("run"))
+    split = DataConfig(datasets_to_split=["train", "partial"])
+    values = fit(read_three_datasets, config, datasets, dataset_config=split).return_values
+    return list(values)
+
+
+def test_train_dataset_is_split_and_others_are_complete(readings: list[RankReadings]) -> None:
+    assert_split([each.train for each in readings], 100)
+    assert [sorted(each.valid) for each in readings] == [list(range(10))] * 2
+    assert [each.cpus_left for each in readings] == [6, 6]  # of 8 CPUs
+
+
+def test_dataset_shard_can_be_read_again(readings: list[RankReadings]) -> None:
+    assert_split([each.train_again for each in readings], 100)
+
+
+def test_split_coordinator_of_partially_read_shard_ends_with_the_run(
+    readings: list[RankReadings], wait_until_gone: Callable[..., None]
+) -> None:
+    pid = readings[0].coordinator
+    wait_until_gone([pid])
+    context = ray.get_runtime_context()
+    directory = Path(context.get_temp_dir(), context.get_session_name(), "logs")
+    logs = list(directory.glob(f"worker-*-{pid}.err"))
+    assert logs
+    assert not any("***" in each.read_text() for each in logs)
 
 
 def test_local_mode_reads_complete_dataset(run_config: RunConfig) -> None:
@@ -175,9 +186,11 @@ class OddAndEven(DataConfig):
         worker_node_ids: Any = None,
         **kwargs: Any,
     ) -> list[dict[str, ray.data.DataIterator]]:
-        valid = {name: each for name, each in datasets.items() if name == "valid"}
-        shards = super().configure(valid, world_size, worker_handles, worker_node_ids, **kwargs)
+        others = {name: each for name, each in datasets.items() if name != "train"}
+        shards = super().configure(others, world_size, worker_handles, worker_node_ids, **kwargs)
         assert len(worker_node_ids) == world_size
+        if "train" not in datasets:
+            return shards
         rows = datasets["train"].take_all()
         for rank, shard in enumerate(shards):
             mine = [row for row in rows if row["id"] % world_size == rank]
@@ -185,12 +198,14 @@ class OddAndEven(DataConfig):
         return shards
 
 
-def test_data_config_subclass_splits_with_configure(run_config: RunConfig) -> None:
-    datasets = {"train": lambda: lazy(10), "valid": in_memory(4)}
+def test_data_config_subclass_splits_with_configure() -> None:
     config = OddAndEven(datasets_to_split="all")
-    values = fit(ids_of_both, run_config, datasets, dataset_config=config).return_values
-    assert [sorted(rows) for rows, _ in values] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-    assert_split([valid for _, valid in values], 4)
+    odd_and_even = make_shards(lazy(10), 2, config=config)
+    found = [sorted(row["id"] for row in shard.iter_rows()) for shard in odd_and_even]
+    assert found == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    valid = make_shards(in_memory(4), 2, config=config, name="valid")
+    with ThreadPoolExecutor(2) as ranks:
+        assert_split(list(ranks.map(lambda shard: take(shard, 4)[0], valid)), 4)
 
 
 def test_data_config_subclass_with_uneven_shards_raises_without_keep() -> None:
@@ -259,78 +274,68 @@ def test_trainer_with_invalid_dataset_raises_before_start(run_config: RunConfig)
         fit(ids, run_config, {"train": [1, 2, 3]})
 
 
-def rest_of_ids() -> list[int]:
-    """Return the rows that this worker reads after two rows were read before rank 1 died."""
-    if train.get_context().get_attempt() == 0:
+def read_with_two_failures() -> tuple[list[int], list[int]]:
+    """Fail after two rows of each rank: at first without a checkpoint, and then with one.
+
+    Returns the ids that all ranks read before the checkpoint and the ids that this one read after.
+    """
+    attempt = train.get_context().get_attempt()
+    if attempt < 2:
         batches = iter(train.get_dataset_shard("train").iter_batches(batch_size=2))
-        next(batches)
-        save()
-        if train.get_context().get_world_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        batch = next(batches)
+        if attempt == 1:
+            save(ids=[int(each) for each in batch["id"]])
         collective.barrier()
-    return ids()
+        raise RuntimeError("on purpose")
+    return [each for rank in saved() for each in rank["ids"]], ids()
 
 
-def hold_cpu() -> None:
-    """Hold a CPU as another run does."""
-    ray.get(ray.util.placement_group([{"CPU": 1}]).ready())
+def test_workers_without_cpu_left_for_streamed_data_raise(run_config: RunConfig) -> None:
+    for dataset, config in (
+        (lazy(10), None),
+        (lambda: lazy(10), None),
+        (in_memory(10), DataConfig(preprocessor=MaxAbsScaler(["id"]))),
+    ):
+        with pytest.raises(InsufficientResourcesError, match="needs at least one CPU"):
+            fit(ids, run_config, {"train": dataset}, 2, config, cpus_per_worker=4)  # of 8 CPUs
 
 
-def test_workers_without_cpu_left_for_streamed_data_raise(
-    run_config: RunConfig, drivers: Drivers
-) -> None:
-    """Datasets in memory need no CPU, also when an epoch is resumed."""
+def test_restarts_without_cpu_left_split_dataset_in_memory_again(run_config: RunConfig) -> None:
+    failures = FailureConfig(max_failures=2)
+    values = fit(
+        read_with_two_failures,
+        dataclasses.replace(run_config, failure_config=failures),
+        {"train": lambda: in_memory(10)},
+        cpus_per_worker=4,  # of 8 CPUs
+    ).return_values
+    assert [len(rest) for _, rest in values] == [3, 3]
+    before = values[0][0]
+    assert sorted(before + values[0][1] + values[1][1]) == list(range(10))
 
-    def main() -> None:
-        ray.init(address="local", num_cpus=2, include_dashboard=False)
-        scaled = DataConfig(preprocessor=MaxAbsScaler(["id"]))
-        for dataset, config in (
-            (lazy(10), None),
-            (lambda: lazy(10), None),
-            (in_memory(10), scaled),
-        ):
-            with pytest.raises(InsufficientResourcesError, match="needs at least one CPU"):
-                fit(ids, run_config, {"train": dataset}, dataset_config=config)
-        restarts = dataclasses.replace(
-            run_config, name="restarts", failure_config=FailureConfig(max_failures=1)
-        )
-        values = fit(rest_of_ids, restarts, {"train": in_memory(10)}).return_values
-        assert [len(each) for each in values] == [3, 3]
-        wait_briefly_for_cpus()
-        busy = dataclasses.replace(run_config, name="busy cluster")
-        hold_cpu()
-        with pytest.raises(InsufficientResourcesError, match="hold CPU=2 of the cluster's CPU=2"):
-            fit(ids, busy, {"train": lazy(10)}, num_workers=1)
-        hold_cpu()
-        set_tune_trial(name="trial", id="1", directory="", resources=None)
+
+@contextlib.contextmanager
+def hold_cpus(count: int) -> Iterator[None]:
+    """Hold CPUs as another run does."""
+    group = ray.util.placement_group([{"CPU": count}])
+    assert group.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def test_streamed_data_without_cpu_left_by_other_runs_raises(run_config: RunConfig) -> None:
+    message = "hold CPU=8 of the cluster's CPU=8"
+    with hold_cpus(7), pytest.raises(InsufficientResourcesError, match=message):
+        fit(ids, run_config, {"train": lazy(10)}, num_workers=1)
+    with hold_cpus(8), run_as_tune_trial():
         for dataset, config in (
             (lazy(10), DataConfig()),
             (lazy(10), DataConfig(uneven_rows="keep")),
-            (lazy(10), scaled),
+            (lazy(10), DataConfig(preprocessor=MaxAbsScaler(["id"]))),
             (in_memory(10), Streamed()),
         ):
             with pytest.raises(InsufficientResourcesError, match="max_concurrent_trials"):
-                fit(ids, busy, {"train": dataset}, num_workers=0, dataset_config=config)
-        even = fit(ids, busy, {"train": in_memory(10)}, 0, OddAndEven()).return_value
+                fit(ids, run_config, {"train": dataset}, num_workers=0, dataset_config=config)
+        even = fit(ids, run_config, {"train": in_memory(10)}, 0, OddAndEven()).return_value
         assert sorted(even) == list(range(10))
-
-    drivers.run(main)
-
-
-def test_split_coordinator_of_partially_read_shard_ends_with_the_run(
-    run_config: RunConfig, wait_until_gone: Callable[..., None]
-) -> None:
-    def function() -> Any:
-        shard: Any = train.get_dataset_shard("train")
-        next(iter(shard.iter_rows()))
-        (coordinator,) = shard.split_coordinators
-        return ray.get(coordinator.__ray_call__.remote(lambda _: os.getpid()))
-
-    dataset = ray.data.range(100_000, override_num_blocks=50).map(lambda row: row)
-    pid = fit(function, run_config, {"train": dataset}).return_values[0]
-    wait_until_gone([pid])
-    context = ray.get_runtime_context()
-    directory = Path(context.get_temp_dir(), context.get_session_name(), "logs")
-    logs = list(directory.glob(f"worker-*-{pid}.err"))
-    assert logs
-    assert not any("***" in each.read_text() for each in logs)

@@ -38,12 +38,12 @@ def test_data_config_group_column_requires_keep() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_materialized_split_restart_resumes_within_epoch() -> None:
-    numbers = ray.data.range(23, override_num_blocks=4)
+    dataset = numbers(23)
     materialized: dict[str, Any] = {}
 
     def shards(workers: int, position: Any = None) -> list[Any]:
         config = DataConfig(uneven_rows="keep")
-        return make_shards(numbers, workers, position, config=config, materialized=materialized)
+        return make_shards(dataset, workers, position, config=config, materialized=materialized)
 
     ranks = shards(2)
     begun = [iter(each.iter_rows()) for each in ranks]
@@ -58,7 +58,7 @@ def test_materialized_split_restart_resumes_within_epoch() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("make", [ray.data.range, lambda rows: one(rows)])
+@pytest.mark.parametrize("make", [lambda rows: numbers(rows), lambda rows: one(rows)])
 def test_materialized_split_with_pad_fills_shorter_shards(make: Any) -> None:
     config = DataConfig(uneven_rows="pad")
     shards = make_shards(make(7), 3, config=config)
@@ -124,6 +124,11 @@ def test_group_column_with_one_worker_keeps_groups_consecutive(run_config: RunCo
     ).fit()
     (rows,) = result.return_values
     assert rows == [[1, 4, 0, 2, 6, 3, 5], list(range(7))]  # "valid" is not split
+
+
+def numbers(rows: int) -> ray.data.Dataset:
+    """A dataset that is computed by several tasks in one process."""
+    return ray.data.range(rows, override_num_blocks=4, concurrency=1)
 
 
 def one(rows: int = 1) -> ray.data.Dataset:

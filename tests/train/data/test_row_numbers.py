@@ -152,7 +152,7 @@ def rows_before_failure(path: Path) -> list[int]:
 def test_data_ledger_after_restart_of_shuffled_exact_split_has_no_repeated_rows(
     tmp_path: Path, uneven_rows: UnevenRows
 ) -> None:
-    dataset = ray.data.range(23, override_num_blocks=4)
+    dataset = ray.data.range(23, override_num_blocks=4, concurrency=1)
     result = fit(tmp_path, dataset, DataConfig(uneven_rows=uneven_rows), **SHUFFLE)
     before = rows_before_failure(tmp_path)
     assert before != [0, 1, 2, 3]
@@ -170,7 +170,7 @@ def test_data_ledger_after_restart_of_shuffled_exact_split_has_no_repeated_rows(
 def test_shuffled_exact_split_resumes_in_the_order_of_an_uninterrupted_epoch(
     tmp_path: Path,
 ) -> None:
-    dataset = ray.data.range(23, override_num_blocks=4)
+    dataset = ray.data.range(23, override_num_blocks=4, concurrency=1)
     result = fit(tmp_path, dataset, DataConfig(uneven_rows="keep"), **SHUFFLE)
 
     def read_all() -> list[int]:
