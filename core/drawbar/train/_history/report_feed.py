@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,15 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
-from drawbar.train._history.events import (
-    AttemptStarted,
-    JournaledEvent,
-    RunEnded,
-    RunStarted,
-    WorkersStarted,
-)
+from drawbar.train._history.events import JournaledEvent, RunEnded, RunStarted
 from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.report_blocks import decode_block
+from drawbar.train._history.report_ranges import AttemptReports, apply_to_attempts
 from drawbar.train._history.stored_reports import SegmentReader
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
@@ -100,14 +94,6 @@ class FeedPosition:
     default_index: int = 0
 
 
-@dataclass
-class _Attempt:
-    attempt: int
-    first: int
-    num_workers: int = 0
-    end: float = math.inf  # later attempts have replaced this report and all reports after it
-
-
 class ReportFeed:
     """Reports of a run in the order of its attempts, from a position on.
 
@@ -153,7 +139,7 @@ class ReportFeed:
         self._start: RunStarted | None = None
         self._outcome = ""
         self._journal_offset = 0
-        self._attempts: list[_Attempt] = []
+        self._attempts: list[AttemptReports] = []
         self._current = -1  # position in the list of attempts
         self._start_attempt = start.attempt
         self._next_index = dict(start.next_index)
@@ -267,14 +253,14 @@ class ReportFeed:
             if attempt.attempt >= self._start_attempt:
                 yield AttemptRow(attempt.attempt, attempt.first, attempt.num_workers)
 
-    def _find_first_needed(self, attempt: _Attempt) -> int:
+    def _find_first_needed(self, attempt: AttemptReports) -> int:
         if self._rank is not None:
             return self._next_index.get(self._rank, self._default_index)
         if len(self._next_index) < attempt.num_workers:
             return self._default_index
         return min(self._next_index.values(), default=self._default_index)
 
-    def _iter_attempt(self, attempt: _Attempt) -> Iterator[ReportRow]:
+    def _iter_attempt(self, attempt: AttemptReports) -> Iterator[ReportRow]:
         if attempt.attempt < self._start_attempt or self._segments is None:
             return
         for line in self._segments.read_lines():
@@ -305,18 +291,10 @@ class ReportFeed:
             self._apply(event)
 
     def _apply(self, event: JournaledEvent) -> None:
+        apply_to_attempts(self._attempts, event)
         match event:
             case RunStarted():
                 self._start, self._outcome = event, ""
-            case AttemptStarted():
-                # The ends of the attempts are in ascending order, so this stops early.
-                for earlier in reversed(self._attempts):
-                    if earlier.end <= event.first_report_index:
-                        break
-                    earlier.end = event.first_report_index
-                self._attempts.append(_Attempt(event.attempt, event.first_report_index))
-            case WorkersStarted() if self._attempts:
-                self._attempts[-1].num_workers = len(event.workers)
             case RunEnded():
                 self._outcome = event.outcome
             case _:

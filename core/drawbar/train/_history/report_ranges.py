@@ -100,25 +100,33 @@ def list_attempt_reports(events: Iterable[JournaledEvent]) -> list[AttemptReport
     """
     attempts: list[AttemptReports] = []
     for event in events:
-        match event:
-            case AttemptStarted():
-                for earlier in attempts:
-                    earlier.end = min(earlier.end, event.first_report_index)
-                attempts.append(AttemptReports(event.attempt, event.first_report_index))
-            case ReportsLost():
-                for earlier in attempts:
-                    earlier.lost.append(event)
-            case WorkersStarted() if attempts:
-                attempts[-1].num_workers = len(event.workers)
-            case CheckpointCommitted():
-                for attempt in attempts:
-                    if attempt.attempt == event.attempt:
-                        attempt.add_checkpoint(event.name, event.index)
-            case AttemptEnded() | RunEnded() if attempts and event.num_reports is not None:
-                attempts[-1].num_reports = event.num_reports
-            case _:
-                pass
+        apply_to_attempts(attempts, event)
     return attempts
+
+
+def apply_to_attempts(attempts: list[AttemptReports], event: JournaledEvent) -> None:
+    """Update the reports of each attempt with the next event."""
+    match event:
+        case AttemptStarted():
+            # The ends of the attempts are in ascending order, so this stops early.
+            for earlier in reversed(attempts):
+                if earlier.end <= event.first_report_index:
+                    break
+                earlier.end = event.first_report_index
+            attempts.append(AttemptReports(event.attempt, event.first_report_index))
+        case ReportsLost():
+            for earlier in attempts:
+                earlier.lost.append(event)
+        case WorkersStarted() if attempts:
+            attempts[-1].num_workers = len(event.workers)
+        case CheckpointCommitted():
+            for attempt in attempts:
+                if attempt.attempt == event.attempt:
+                    attempt.add_checkpoint(event.name, event.index)
+        case AttemptEnded() | RunEnded() if attempts and event.num_reports is not None:
+            attempts[-1].num_reports = event.num_reports
+        case _:
+            pass
 
 
 def get_validation_metrics(events: Iterable[JournaledEvent]) -> dict[int, Metrics]:
