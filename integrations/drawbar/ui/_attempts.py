@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from drawbar.train import AttemptTimes
@@ -116,17 +116,10 @@ def describe_attempts(run: IndexedRun, spans: Sequence[AttemptSpan]) -> list[dic
         rest = span.failure_time - span.useful_end
         described.append(
             {
-                "attempt": times.attempt,
-                "world_size": times.world_size,
-                "start_time": times.start_time,
-                "workers_ready_time": times.workers_ready_time,
-                "function_start_time": times.function_start_time,
-                "first_report_time": times.first_report_time,
-                "end_time": times.end_time,
+                **asdict(times),
                 "last_activity_time": None,
                 "resume_checkpoint": get_resume_name(span.events),
                 "first_report": span.events[0].get("first_report_index"),
-                "outcome": times.outcome,
                 "status": _get_status(run, span, ended.get("cause")),
                 "failures": ended.get("failure_headlines", []),
                 "startup": times.startup_seconds,
@@ -141,7 +134,6 @@ def describe_attempts(run: IndexedRun, spans: Sequence[AttemptSpan]) -> list[dic
                     if previous is not None and has_function
                     else None
                 ),
-                "num_checkpoints": times.num_checkpoints,
                 "num_reports": ended.get("num_reports"),
             }
         )

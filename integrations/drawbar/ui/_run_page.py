@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec.structs import asdict
+
 from drawbar.train import Manifest
 from drawbar.ui._attempts import (
     AttemptSpan,
@@ -102,14 +104,10 @@ def _list_checkpoints(run: IndexedRun, spans: Sequence[AttemptSpan]) -> list[dic
 def _describe_manifest(manifest: Manifest) -> dict[str, Any]:
     validation = manifest.validation
     return {
-        "name": manifest.name,
-        "index": manifest.index,
-        "attempt": manifest.attempt,
-        "time": manifest.time,
+        **_describe_commit(asdict(manifest)),
         "bytes": manifest.nbytes,
         "num_files": len(manifest.files),
         "files": [{"path": file.path, "size": file.size} for file in manifest.files[:_MAX_FILES]],
-        "metrics": flatten_settings(manifest.metrics),
         "validation": None
         if validation is None
         else {
@@ -119,12 +117,11 @@ def _describe_manifest(manifest: Manifest) -> dict[str, Any]:
         },
         "status": manifest.status.value,
         "state": "stored",
-        "reason": "",
     }
 
 
 def _describe_commit(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a checkpoint of which only the event of its commit is known."""
+    """Describe a checkpoint of which only the event of its commit, or a part of it, is known."""
     return {
         "name": event["name"],
         "index": event.get("index"),
