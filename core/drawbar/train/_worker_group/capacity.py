@@ -3,8 +3,8 @@
 Ray leaves a placement group that can never be placed pending forever and reports nothing
 (ray-project/ray#18835). Before a group is requested, `check_group_fits` therefore checks what the
 empty nodes can hold, and rejects a group that can never be placed. It never rejects a group that
-could be placed. `check_cluster_fits` skips this check if the cluster can grow. Pure functions:
-`cluster.py` queries Ray.
+could be placed. Pure functions: `cluster.py` queries Ray, and skips the checks if the cluster can
+grow.
 """
 
 from __future__ import annotations
@@ -69,12 +69,7 @@ def check_group_fits(nodes: Sequence[NodeResources], scaling: ScalingConfig) -> 
 
 
 def check_cpus_for_datasets(
-    nodes: Sequence[NodeResources],
-    bundle: Mapping[str, float],
-    num_workers: int,
-    streamed_datasets: Sequence[str],
-    *,
-    can_autoscale: bool,
+    nodes: Sequence[NodeResources], scaling: ScalingConfig, streamed_datasets: Sequence[str]
 ) -> None:
     """Reject workers that take the CPUs with which their datasets are computed.
 
@@ -84,34 +79,22 @@ def check_cpus_for_datasets(
 
     Args:
         nodes: Live nodes.
-        bundle: Resources of each worker.
-        num_workers: Number of workers.
+        scaling: Resources and maximum number of the workers.
         streamed_datasets: Names of the datasets that are computed while they are read.
-        can_autoscale: Whether the cluster can add nodes. If so, nothing is rejected.
 
     Raises:
         InsufficientResourcesError: Less than one CPU remains, even if everything else is free.
     """
     total = sum(node.total.get("CPU", 0) for node in nodes)
-    remaining = total - num_workers * bundle.get("CPU", 0)
-    if can_autoscale or remaining >= 1:
-        return
-    names = ", ".join(f"datasets[{name!r}]" for name in streamed_datasets)
-    raise InsufficientResourcesError(
-        f"{format_count(num_workers, 'worker')} of {format_resources(bundle)} leave "
-        f"CPU={max(remaining, 0):g} of the cluster's CPU={total:g}, but Ray Data needs at least "
-        f"one CPU to execute {names}. The workers would wait for their data forever. "
-        "Lower ScalingConfig.num_workers or resources_per_worker, add CPUs, or materialize "
-        "datasets that fit into memory before fit()"
-    )
+    remaining = total - scaling.total_resources.get("CPU", 0)
+    if remaining < 1:
+        workers = format_count(scaling.max_workers, "worker")
+        usage = f"{workers} of {format_resources(scaling.bundle)} leave CPU={max(remaining, 0):g}"
+        raise _make_no_cpu_error(usage, total, streamed_datasets, "Lower")
 
 
 def check_unreserved_cpus(
-    nodes: Sequence[NodeResources],
-    reserved: float,
-    streamed_datasets: Sequence[str],
-    *,
-    can_autoscale: bool,
+    nodes: Sequence[NodeResources], reserved: float, streamed_datasets: Sequence[str]
 ) -> None:
     """Reject workers if the placement groups of all runs leave no CPU for their datasets.
 
@@ -122,21 +105,28 @@ def check_unreserved_cpus(
         nodes: Live nodes.
         reserved: CPUs in placement groups, including the groups of these workers.
         streamed_datasets: Names of the datasets that are computed while they are read.
-        can_autoscale: Whether the cluster can add nodes. If so, nothing is rejected.
 
     Raises:
         InsufficientResourcesError: Less than one CPU is outside placement groups.
     """
     total = sum(node.total.get("CPU", 0) for node in nodes)
-    if can_autoscale or total - reserved >= 1:
-        return
+    if total - reserved < 1:
+        groups = "placement groups of these workers and of other runs or trials"
+        usage = f"{groups} hold CPU={reserved:g}"
+        option = "tune.TuneConfig(max_concurrent_trials=...)"
+        remedy = f"Run fewer trials or runs at a time ({option}), lower"
+        raise _make_no_cpu_error(usage, total, streamed_datasets, remedy)
+
+
+def _make_no_cpu_error(
+    usage: str, total: float, streamed_datasets: Sequence[str], remedy: str
+) -> InsufficientResourcesError:
     names = ", ".join(f"datasets[{name!r}]" for name in streamed_datasets)
-    raise InsufficientResourcesError(
-        f"placement groups of these workers and of other runs or trials hold CPU={reserved:g} of "
-        f"the cluster's CPU={total:g}, but Ray Data needs at least one CPU to execute {names}. "
-        "The workers would wait for their data forever. Run fewer trials or runs at a time "
-        "(tune.TuneConfig(max_concurrent_trials=...)), lower ScalingConfig.num_workers or "
-        "resources_per_worker, add CPUs, or materialize datasets that fit into memory before fit()"
+    return InsufficientResourcesError(
+        f"{usage} of the cluster's CPU={total:g}, but Ray Data needs at least one CPU to execute "
+        f"{names}. The workers would wait for their data forever. {remedy} "
+        "ScalingConfig.num_workers or resources_per_worker, add CPUs, or materialize datasets "
+        "that fit into memory before fit()"
     )
 
 

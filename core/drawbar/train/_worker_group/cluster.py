@@ -142,14 +142,8 @@ def check_cluster_fits(scaling: ScalingConfig) -> None:
 
 def check_dataset_cpus(scaling: ScalingConfig, streamed_datasets: Sequence[str]) -> None:
     """Reject workers that leave no CPU for datasets. See `check_cpus_for_datasets`."""
-    if streamed_datasets and scaling.max_workers:
-        check_cpus_for_datasets(
-            list_node_resources(),
-            scaling.bundle,
-            scaling.max_workers,
-            streamed_datasets,
-            can_autoscale=can_autoscale(),
-        )
+    if streamed_datasets and scaling.max_workers and not can_autoscale():
+        check_cpus_for_datasets(list_node_resources(), scaling, streamed_datasets)
 
 
 def check_unreserved_dataset_cpus(streamed_datasets: Sequence[str]) -> None:
@@ -159,14 +153,9 @@ def check_unreserved_dataset_cpus(streamed_datasets: Sequence[str]) -> None:
     hold its placement group.
     """
     deadline = time.monotonic() + _PLACEMENT_RELEASE_S
-    while streamed_datasets:
+    while streamed_datasets and not can_autoscale():
         try:
-            check_unreserved_cpus(
-                list_node_resources(),
-                _count_reserved_cpus(),
-                streamed_datasets,
-                can_autoscale=can_autoscale(),
-            )
+            check_unreserved_cpus(list_node_resources(), _count_reserved_cpus(), streamed_datasets)
         except InsufficientResourcesError:
             if time.monotonic() > deadline:
                 raise
