@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import lightgbm
@@ -58,23 +57,35 @@ def test_check_estimator_fails_only_where_the_plain_one_does(ours: Any, plain: A
     assert failed_checks(ours) <= failed_checks(plain)
 
 
-@pytest.mark.parametrize(
-    ("classifier", "book"),
-    [(RayLGBMClassifier, "booster_"), (RayXGBClassifier, "get_booster")],
-)
-def test_classifiers_on_two_workers(classifier: Any, book: str) -> None:
+def share_of_wrong(truth: Any, predicted: Any) -> tuple[str, float, bool]:
+    """Custom metric of LightGBM."""
+    return "share_of_wrong", float(np.mean(predicted.argmax(axis=1) != truth)), False
+
+
+@pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
+def test_classifiers_on_two_workers_stop_early(classifier: Any) -> None:
+    is_lightgbm = classifier is RayLGBMClassifier
     x, y = load_digits(n_class=3, return_X_y=True)
-    model = classifier(n_estimators=8, scaling_config=TWO)
-    model.fit(x, y, sample_weight=np.ones(len(y)), eval_set=[(x, y)])
-    assert model.score(x, y) > 0.97
+    early_stopping = {} if is_lightgbm else {"early_stopping_rounds": 4}
+    model = classifier(n_estimators=200, learning_rate=0.5, scaling_config=TWO, **early_stopping)
+    arguments: dict[str, Any] = {}
+    if is_lightgbm:
+        arguments["eval_metric"] = ["multi_error", share_of_wrong]
+        arguments["callbacks"] = [lightgbm.early_stopping(4, verbose=False)]
+    valid = [(x[300:], y[300:])]
+    model.fit(x[:300], y[:300], sample_weight=np.ones(300), eval_set=valid, **arguments)
+    assert model.score(x, y) > 0.95
     assert model.predict_proba(x).shape == (len(y), 3)
     assert list(model.classes_) == [0, 1, 2]
     assert model.n_features_in_ == 64
-    assert hasattr(model, book)
-    evaluated = model.evals_result_ if classifier is RayLGBMClassifier else model.evals_result()
-    ((losses,),) = (values.values() for values in evaluated.values())
-    assert len(losses) == 8
-    assert losses[-1] < losses[0] / 2
+    assert hasattr(model, "booster_" if is_lightgbm else "get_booster")
+    evaluated = model.evals_result_ if is_lightgbm else model.evals_result()
+    (metrics,) = evaluated.values()
+    loss = "multi_logloss" if is_lightgbm else "mlogloss"
+    assert set(metrics) == {loss, *(("multi_error", "share_of_wrong") if is_lightgbm else ())}
+    best = model.best_iteration_ if is_lightgbm else model.best_iteration
+    assert 0 < best < len(metrics[loss]) < 200
+    assert metrics[loss][-1] < metrics[loss][0] / 2
 
 
 @pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
@@ -135,27 +146,6 @@ def test_rankers_keep_queries_whole(ranker: Any) -> None:
     assert np.corrcoef(model.predict(x), x[:, 0])[0, 1] > 0.8
 
 
-def test_early_stopping_and_a_metric_of_ones_own() -> None:
-    x, y = load_breast_cancer(return_X_y=True)
-
-    def wrong(truth: Any, predicted: Any) -> tuple[str, float, bool]:
-        return "wrong", float(np.mean((predicted > 0.5) != truth)), False
-
-    model = RayLGBMClassifier(n_estimators=200, learning_rate=0.5, scaling_config=TWO)
-    model.fit(
-        x[:300],
-        y[:300],
-        eval_set=[(x[300:], y[300:])],
-        eval_metric=["auc", wrong],
-        callbacks=[lightgbm.early_stopping(4, verbose=False)],
-    )
-    assert set(model.evals_result_["valid_0"]) == {"auc", "binary_logloss", "wrong"}
-    assert 0 < model.best_iteration_ < 200
-    stopper = RayXGBClassifier(n_estimators=200, early_stopping_rounds=4, scaling_config=HERE)
-    stopper.fit(x[:300], y[:300], eval_set=[(x[300:], y[300:])])
-    assert 0 < stopper.best_iteration < 200
-
-
 def test_callable_metric_on_unequal_parts_is_weighted_by_rows() -> None:
     x, y = load_diabetes(return_X_y=True)
     weight = np.where(np.arange(3) < 1, 9.0, 1.0)  # worker 0 has the first of three rows
@@ -165,16 +155,3 @@ def test_callable_metric_on_unequal_parts_is_weighted_by_rows() -> None:
     expected = mean_absolute_error(y[:3], model.predict(x[:3]), sample_weight=weight)
     history = model.evals_result()["validation_0"]["mean_absolute_error"]
     assert history[-1] == pytest.approx(expected, rel=1e-6)
-
-
-def test_predict_of_ray_dataset_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    x, y = load_diabetes(return_X_y=True)
-    frame = pd.DataFrame(x, columns=[f"c{i}" for i in range(10)])
-    model = RayXGBRegressor(n_estimators=2, scaling_config=HERE).fit(frame, y)
-    logger = logging.getLogger("ray.data")
-    logger.addHandler(caplog.handler)  # Ray Data's logger does not propagate to the root
-    try:
-        model.predict(ray.data.from_pandas(frame))
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "deprecated" not in caplog.text
