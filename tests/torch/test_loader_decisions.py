@@ -31,7 +31,7 @@ from drawbar.torch._device_transfer import iter_to_device, move_to_device
 from drawbar.torch._loader_registry import LoaderIdentity, describe_dataset, match_recorded
 from drawbar.torch._order_stream import OrderRandom, PrefixChecksum
 from drawbar.torch._reproducibility import derive_seed
-from drawbar.torch._sampler import EpochPosition, EpochSampler, rank_items
+from drawbar.torch._sampler import EpochPosition, EpochSampler
 from drawbar.train import RunConfig
 from drawbar.train.testing import run_in_threads
 from tests.torch.test_data_position import Ids
@@ -45,21 +45,22 @@ def samplers(source: Any, world_size: int, **options: Any) -> list[EpochSampler[
 
 
 def test_epoch_sampler_assigns_items_round_robin() -> None:
-    assert rank_items("abcdef", 0, 2, drop_last=False) == ["a", "c", "e"]
-    assert rank_items("abcdef", 1, 2, drop_last=False) == ["b", "d", "f"]
+    one, two = (list(sampler) for sampler in samplers("abcdef", 2))
+    assert one == ["a", "c", "e"]
+    assert two == ["b", "d", "f"]
 
 
 @pytest.mark.parametrize("items", [0, 1, 3, 8, 10])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_rank_items_are_equal_and_complete(items: int, world_size: int) -> None:
-    shares = [rank_items(range(items), r, world_size, drop_last=False) for r in range(world_size)]
+def test_epoch_sampler_shares_are_equal_and_complete(items: int, world_size: int) -> None:
+    shares = [list(sampler) for sampler in samplers(range(items), world_size)]
     assert len({len(each) for each in shares}) == 1
     assert {item for each in shares for item in each} == set(range(items))
     assert sum(map(len, shares)) - items < world_size
 
 
-def test_rank_items_with_drop_last_repeats_nothing() -> None:
-    shares = [rank_items(range(10), rank, 3, drop_last=True) for rank in range(3)]
+def test_epoch_sampler_with_drop_last_repeats_nothing() -> None:
+    shares = [list(sampler) for sampler in samplers(range(10), 3, drop_last=True)]
     assert sorted(item for each in shares for item in each) == list(range(9))
 
 

@@ -21,7 +21,6 @@ from torch.utils.data import Sampler
 from drawbar.torch._order_stream import OrderRandom, OrderStream
 from drawbar.torch._reproducibility import derive_seed
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 # Items of an unsized sampler drawn at once. Each draw replaces the random state of the process,
@@ -159,15 +158,7 @@ class EpochSampler(Sampler[T_co]):
         with OrderRandom(self.source, derive_seed(begin.seed, begin.epoch)).drawing():
             order = list(self.source)
         self.current_position = self._locate(begin, order)
-        return iter(
-            rank_items(
-                order,
-                self.rank,
-                self.num_replicas,
-                drop_last=self.drop_last,
-                begin=self.current_position.consumed,
-            )
-        )
+        return iter(self._take_share(order[self.current_position.consumed :], padding=order))
 
     def _locate(self, begin: EpochPosition, order: Sequence[object]) -> EpochPosition:
         """Return the position to begin at: the start of the order if it is not the recorded one."""
@@ -200,12 +191,19 @@ class EpochSampler(Sampler[T_co]):
         num_turns = 1
         while block := stream.read(num_turns * world_size):
             num_turns = max(1, min(2 * num_turns, _MAX_BLOCK_SIZE // world_size))
-            if extra := len(block) % world_size:  # only at the end of the epoch
-                if self.drop_last:
-                    block = block[:-extra]
-                else:
-                    block += islice(cycle(stream.head), world_size - extra)
-            yield from block[self.rank :: world_size]
+            yield from self._take_share(block, padding=stream.head)
+
+    def _take_share(self, items: Sequence[T_co], padding: Sequence[T_co]) -> Sequence[T_co]:
+        """Return this rank's items. All ranks get the same number of items.
+
+        Args:
+            items: Items of all ranks. Only at the end of the epoch, the last turn is incomplete.
+            padding: The first items of the epoch, which complete the last turn.
+        """
+        if num_extra := len(items) % self.num_replicas:
+            missing = islice(cycle(padding), self.num_replicas - num_extra)
+            items = items[:-num_extra] if self.drop_last else [*items, *missing]
+        return items[self.rank :: self.num_replicas]
 
     def _warn_of_other_order(self, begin: EpochPosition, difference: str) -> None:
         if self.rank != 0:
@@ -240,16 +238,6 @@ def get_length(source: object) -> int | None:
         return len(source)  # type: ignore[arg-type]  # TypeError is handled
     except (TypeError, NotImplementedError):
         return None
-
-
-def rank_items(
-    order: Sequence[T], rank: int, world_size: int, *, drop_last: bool, begin: int = 0
-) -> list[T]:
-    """Return the items of one rank from `begin` on. All ranks get the same number of items."""
-    length = num_rank_items(len(order) - begin, world_size, drop_last=drop_last)
-    items = list(order[begin + rank :: world_size][:length])
-    missing = range(len(items), length)
-    return items + [order[(begin + rank + turn * world_size) % len(order)] for turn in missing]
 
 
 def num_rank_items(items: int, world_size: int, *, drop_last: bool) -> int:
