@@ -23,11 +23,11 @@ from drawbar.torch._data_position import (
 )
 from drawbar.torch._device_transfer import iter_to_device
 from drawbar.torch._devices import get_device
-from drawbar.torch._loader_registry import TrackedLoader, get_registry
+from drawbar.torch._loader_registry import LoaderRegistry, TrackedLoader
 from drawbar.torch._reproducibility import current_seed, derive_seed
 from drawbar.torch._sampler import EpochSampler
 from drawbar.train import collective, get_context
-from drawbar.train.backend import measure_data_wait
+from drawbar.train.backend import attempt_local, measure_data_wait
 
 T = TypeVar("T")
 
@@ -114,7 +114,8 @@ def prepare_data_loader(
     if add_dist_sampler and not isinstance(loader.dataset, IterableDataset):
         sampler = _replace_sampler(loader)
     tracker = _make_tracker(loader, sampler)
-    tracked = get_registry().add(tracker, name, loader.dataset, is_recorded=resume)
+    registry = attempt_local(LoaderRegistry)
+    tracked = registry.add(tracker, name, loader.dataset, is_recorded=resume)
     device = get_device() if move_to_device else torch.device("cpu")
     # With prefetching, the dataset's state would include a batch before it is used.
     prefetch = auto_transfer and not isinstance(tracker, DatasetStateTracker)
@@ -147,9 +148,10 @@ class PreparedDataLoader(DataLoader[T]):
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # wraps the loader's iterator
         self._tracked.begin()
-        seed = derive_seed(self._worker_seed, *self._tracked.tracker.epoch_start)
+        tracker = self._tracked.tracker
+        seed = derive_seed(self._worker_seed, *tracker.epoch_start)
         self._loader.generator.manual_seed(seed)
-        return self._tracked.track(measure_data_wait(self._batches()))
+        return tracker.track(measure_data_wait(self._batches()))
 
     def _batches(self) -> Iterator[T]:
         if self._device.type == "cpu":  # batches are already there

@@ -15,18 +15,16 @@ import warnings
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from drawbar.torch._data_position import PositionTracker
 from drawbar.train import get_context
-from drawbar.train.backend import attempt_local, register_data_position
-
-T = TypeVar("T")
+from drawbar.train.backend import register_data_position
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,7 @@ class LoaderIdentity:
     ordinal: int = 0
 
 
+@dataclass(eq=False)
 class TrackedLoader:
     """A prepared loader. It joins an `EpochSequence` at its first iteration.
 
@@ -54,24 +53,17 @@ class TrackedLoader:
         name: Name of the loader; None to identify it by `identity`.
         identity: Identity of the loader.
         is_recorded: Whether checkpoints contain the position.
+        prepared_at: Event number of the preparation.
+        sequence: Sequence of the loader; None before its first iteration.
     """
 
-    def __init__(
-        self,
-        registry: LoaderRegistry,
-        tracker: PositionTracker,
-        name: str | None,
-        identity: LoaderIdentity,
-        *,
-        is_recorded: bool,
-    ) -> None:
-        self.tracker = tracker
-        self.name = name
-        self.identity = identity
-        self.is_recorded = is_recorded
-        self.prepared_at = registry.next_event_number()
-        self._registry = registry
-        self._sequence: EpochSequence | None = None
+    registry: LoaderRegistry
+    tracker: PositionTracker
+    name: str | None
+    identity: LoaderIdentity
+    is_recorded: bool
+    prepared_at: int
+    sequence: EpochSequence | None = None
 
     def begin(self) -> None:
         """Begin an iteration.
@@ -82,19 +74,15 @@ class TrackedLoader:
         Raises:
             ValueError: Several positions in the checkpoint may belong to this loader.
         """
-        sequence = self._sequence or self._registry.find_sequence(self)
+        sequence = self.sequence or self.registry.find_sequence(self)
         if sequence.tracker is None:
             if sequence.recorded is not None:
                 self.tracker.resume_from(sequence.recorded)
         elif sequence.tracker is not self.tracker:
             self.tracker.follow(sequence.tracker)
-        sequence.tracker, sequence.begun_at = self.tracker, self._registry.next_event_number()
-        self._sequence = sequence
+        sequence.tracker, sequence.begun_at = self.tracker, self.registry.next_event_number()
+        self.sequence = sequence
         self.tracker.start_epoch()
-
-    def track(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches of the iteration, and track the position."""
-        return self.tracker.track(batches)
 
 
 @dataclass
@@ -133,7 +121,7 @@ class EpochSequence:
 
 
 class LoaderRegistry:
-    """The loaders of one rank in one attempt. `get_registry` returns it."""
+    """The loaders of one rank in one attempt."""
 
     def __init__(self) -> None:
         self._rank = get_context().get_world_rank()
@@ -159,7 +147,8 @@ class LoaderRegistry:
         user_frame = sys._getframe(2)  # the caller of prepare_data_loader()
         first = LoaderIdentity(get_location(user_frame), describe_dataset(dataset))
         identity = replace(first, ordinal=len(self._not_iterated[first]))
-        loader = TrackedLoader(self, tracker, name, identity, is_recorded=is_recorded)
+        prepared_at = self.next_event_number()
+        loader = TrackedLoader(self, tracker, name, identity, is_recorded, prepared_at)
         if name is None:
             self._not_iterated[first].append(weakref.ref(loader))
             self._prepared.add(identity)
@@ -333,8 +322,3 @@ def describe_dataset(dataset: object) -> str:
         return f"{name}[{len(dataset)}]"  # type: ignore[arg-type]  # TypeError is handled
     except (TypeError, NotImplementedError):
         return name
-
-
-def get_registry() -> LoaderRegistry:
-    """Return the registry of this rank and attempt."""
-    return attempt_local(LoaderRegistry)
