@@ -4,6 +4,8 @@ A batch counts when the training function receives it. The loader itself is ahea
 worker processes load several batches in advance, and one more may be on its way to the GPU. All
 ranks receive the same number of batches between two reports, so the position of all ranks is the
 number of batches times the batch size times the world size.
+
+A tracker may outlive its loader, so it must not keep the loader's dataset alive.
 """
 
 from __future__ import annotations
@@ -11,43 +13,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from drawbar.torch._sampler import EpochPosition, EpochSampler
 
 T = TypeVar("T")
-
-
-class PositionTracker(Protocol):
-    """Counts the batches of a loader as the training function receives them.
-
-    The tracker of a loader may outlive it, so it must not keep the loader's dataset alive.
-
-    Attributes:
-        epoch_start: Epoch of the newest iteration, and its samples that were consumed before.
-    """
-
-    epoch_start: tuple[int, int]
-
-    def resume_from(self, state: Any) -> None:
-        """Resume from the value of `position()` in an earlier attempt."""
-        ...
-
-    def follow(self, previous: Any) -> None:
-        """Continue after the epochs of an earlier loader, given its tracker."""
-        ...
-
-    def start_epoch(self) -> None:
-        """Begin an iteration. Called before any data is loaded."""
-        ...
-
-    def track(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches of that iteration."""
-        ...
-
-    def position(self) -> object:
-        """Return the state for a checkpoint that is reported now; None if there is none."""
-        ...
 
 
 class SamplerPositionTracker:
@@ -59,6 +29,9 @@ class SamplerPositionTracker:
         sampler: The loader's sampler or batch sampler.
         items_per_batch: Number of the sampler's items in a batch; 0 if it is unknown, so that only
             complete epochs count.
+
+    Attributes:
+        epoch_start: Epoch of the newest iteration, and its samples that were consumed before.
     """
 
     def __init__(self, sampler: EpochSampler[Any], items_per_batch: int) -> None:
@@ -81,7 +54,7 @@ class SamplerPositionTracker:
         """Resume from a recorded position."""
         self._resume(EpochPosition(**state))
 
-    def follow(self, previous: Any) -> None:
+    def follow(self, previous: PositionTracker) -> None:
         """Begin with the next epoch of another loader, with the same seed."""
         if isinstance(previous, SamplerPositionTracker):
             self._resume(previous.next_position)
@@ -157,7 +130,7 @@ class DatasetStateTracker:
         if dataset is not None:
             dataset.load_state_dict(state)
 
-    def follow(self, previous: Any) -> None:
+    def follow(self, previous: PositionTracker) -> None:
         """Begin from the start, after another loader."""
 
     def start_epoch(self) -> None:
@@ -194,7 +167,7 @@ class EpochCounter:
         """Resume at a recorded epoch."""
         self._next = state["epoch"]
 
-    def follow(self, previous: Any) -> None:
+    def follow(self, previous: PositionTracker) -> None:
         """Begin with the next epoch of another loader."""
         if isinstance(previous, EpochCounter):
             self._next = previous._next
@@ -217,3 +190,6 @@ class EpochCounter:
     def position(self) -> object:
         """Return the running epoch, or the next one."""
         return {"epoch": self._next - self._is_running, "consumed": 0}
+
+
+PositionTracker: TypeAlias = SamplerPositionTracker | DatasetStateTracker | EpochCounter
