@@ -162,11 +162,14 @@ def describe_missing_scores(
     Returns None if a checkpoint has a score, or may get one from a running validation.
     """
     attribute = config.checkpoint_score_attribute
-    if attribute is None:
+    # This stops at the first score.
+    if attribute is None or any(
+        _is_settled(checkpoint) and get_score(checkpoint.metrics, attribute) is not None
+        for checkpoint in checkpoints
+    ):
         return None
     settled = [checkpoint for checkpoint in checkpoints if _is_settled(checkpoint)]
-    has_score = any(get_score(item.metrics, attribute) is not None for item in settled)
-    if has_score or not settled:
+    if not settled:
         return None
     newest = max(settled, key=lambda checkpoint: checkpoint.index)
     setting = f"CheckpointConfig(checkpoint_score_attribute={attribute!r})"
