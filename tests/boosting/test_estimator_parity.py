@@ -217,6 +217,15 @@ def test_lightgbm_goes_on_from_a_model_with_early_stopping(rows: Any) -> None:
     )
 
 
+def test_lightgbm_init_model_selects_the_same_rows_and_features(rows: Any) -> None:
+    x, y = rows
+    options = {"subsample": 0.6, "subsample_freq": 1, "colsample_bytree": 0.6, **QUIET}
+    first = lightgbm.LGBMClassifier(**PLAIN, **options).fit(x, y)
+    ours = RayLGBMClassifier(**HERE, **options).fit(x, y, init_model=first)
+    plain = lightgbm.LGBMClassifier(**PLAIN, **options).fit(x, y, init_model=first)
+    assert close(ours.predict_proba(x), plain.predict_proba(x))
+
+
 def test_lightgbm_weights_of_classes_by_name(rows: Any) -> None:
     x, y = rows
     names = np.where(y, "yes", "no")

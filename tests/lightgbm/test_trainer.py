@@ -14,7 +14,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss, r2_score, roc_auc_score
 
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
-from drawbar.train import Checkpoint, Result, ScalingConfig, ValidationConfig
+from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig, ValidationConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -338,6 +338,23 @@ def test_training_metric_does_not_trigger_early_stopping(
     found = metrics_of(result)
     assert found["train-auc"] == pytest.approx(roc_auc_score(train["y"], predicted), abs=1e-6)
     assert set(found) - set(metrics_of(alone)) == {"train-auc"}
+
+
+def test_early_stopping_uses_dataset_with_the_name_training(
+    run_config: RunConfig, binary: Any
+) -> None:
+    """LightGBM's default name of the training data, which early stopping ignores."""
+    x, y = binary
+    result = LightGBMTrainer(
+        params={"objective": "binary", "verbosity": -1},
+        label_column="y",
+        datasets={"train": frame(x[:1500], y[:1500]), "training": frame(x[1500:], y[1500:])},
+        num_boost_round=200,
+        early_stopping_rounds=3,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+    assert 0 < booster_of(result).best_iteration < 200
 
 
 def test_labels_of_two_classes_may_be_minus_one_and_one(

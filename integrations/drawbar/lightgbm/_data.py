@@ -67,7 +67,9 @@ def dataset_params(shard: Shard, params: Mapping[str, object]) -> dict[str, obje
     categorical = [
         number for number, feature in enumerate(shard.schema.features) if feature.categories
     ]
-    plain = {name: value for name, value in params.items() if not callable(value)}
+    plain = {  # a callable is a custom objective, which LightGBM calls "none"
+        name: "none" if callable(value) else value for name, value in params.items()
+    }
     return {**plain, "categorical_feature": categorical} if categorical else plain
 
 

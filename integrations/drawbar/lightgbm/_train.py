@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightgbm import Booster, Dataset
 from lightgbm.callback import CallbackEnv, EarlyStopException
 
 from drawbar._boosting import BoostingProgress
+from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._evaluation import make_eval_result
 from drawbar.lightgbm._parameters import drop_parameters, find_alias, get_parameter
@@ -83,59 +85,120 @@ def train(
     valid_sets = [valid_sets] if isinstance(valid_sets, Dataset) else list(valid_sets or ())
     valid_names = [valid_names] if isinstance(valid_names, str) else list(valid_names or ())
 
-    if not _list_report_callbacks(all_callbacks):
-        all_callbacks = [RayTrainReportCallback(), *all_callbacks]
-    reports = _list_report_callbacks(all_callbacks)
+    all_callbacks = add_report_callback(all_callbacks)
     initial = Booster(model_file=init_model) if isinstance(init_model, str | Path) else init_model
-    resume_checkpoint = start_training()
-    init_model, progress = load_resume_state(
-        None if is_random_forest(params) else resume_checkpoint, reports[0], initial
-    )
-    end = rounds + (0 if initial is None else initial.current_iteration())
-    begin = min(report.restore(progress) for report in reports)
-    if init_model is not None:
-        _require_no_init_score([train_set, *valid_sets], is_resume=init_model is not initial)
-        init_model.set_train_data_name(_train_data_name(train_set, valid_sets, valid_names))
-        env = partial(CallbackEnv, init_model, params, begin_iteration=begin, end_iteration=end)
-        is_stopped = _is_stopped_by_replay(init_model, progress, all_callbacks, env)
-        if is_stopped or progress.rounds >= end:
-            return init_model
-    return lightgbm.train(
-        offset_seeds(params, progress.rounds - begin),
-        train_set,
-        end - progress.rounds,
+    earlier, progress = load_resume_state(params, start_training(), all_callbacks, initial)
+    if earlier is not None:
+        _require_no_init_score([train_set, *valid_sets], is_resume=earlier is not initial)
+    return run_rounds(
+        params,
+        rounds + (0 if initial is None else initial.current_iteration()),
+        all_callbacks,
+        earlier,
+        progress,
+        train_name=_train_data_name(train_set, valid_sets, valid_names),
+        train_set=train_set,
         valid_sets=valid_sets or None,
         valid_names=valid_names or None,
         feval=feval,
-        init_model=init_model,
+        init_model=earlier,
         keep_training_booster=keep_training_booster,
-        callbacks=[
-            _WithBeginIteration(begin, callback, n - len(all_callbacks))
-            for n, callback in enumerate(all_callbacks)
-        ],
     )
 
 
-class _WithBeginIteration:
-    """Callback wrapper that passes the first round of the training, not of the resumed part."""
+def run_rounds(
+    params: dict[str, Any],
+    end: int,
+    callbacks: Sequence[Callback],
+    earlier: Booster | None,
+    progress: BoostingProgress,
+    *,
+    train_name: str,
+    **options: Any,
+) -> Booster:
+    """Train the remaining rounds with `lightgbm.train`.
 
-    def __init__(self, begin: int, callback: Callback, order: int) -> None:
-        self.order = getattr(callback, "order", order)  # default order, as in LightGBM
-        self.before_iteration = getattr(callback, "before_iteration", False)
-        self._begin = begin
-        self._callback = callback
+    Args:
+        params: Parameters of the booster.
+        end: Total number of rounds.
+        callbacks: Callbacks, with at least one `RayTrainReportCallback`.
+        earlier: Booster with the trees so far.
+        progress: Progress of this booster.
+        train_name: Name of the training data in evaluations, which early stopping ignores.
+        **options: Other arguments of `lightgbm.train`. Without `init_model`, the datasets must
+            start from the scores of `earlier`.
+
+    Returns:
+        The trained booster; `earlier` if there are no remaining rounds.
+    """
+    begin = min(report.restore(progress) for report in _list_report_callbacks(callbacks))
+    if earlier is not None:
+        earlier.set_train_data_name(train_name)
+        env = partial(CallbackEnv, earlier, params, begin_iteration=begin, end_iteration=end)
+        is_stopped = _is_stopped_by_replay(earlier, progress, callbacks, env)
+        if is_stopped or progress.rounds >= end:
+            return earlier
+
+    def prepare(env: CallbackEnv) -> None:
+        if env.iteration == progress.rounds:
+            assert isinstance(env.model, Booster)
+            env.model.set_train_data_name(train_name)
+            if earlier is not None and options.get("init_model") is None:
+                _c_api.prepend_trees(env.model, earlier)
+
+    ordered = _sort_callbacks(callbacks)
+    before = [callback for callback in ordered if getattr(callback, "before_iteration", False)]
+    after = [callback for callback in ordered if callback not in before]
+    return lightgbm.train(
+        _offset_seeds(params, progress.rounds - begin),
+        num_boost_round=end - progress.rounds,
+        callbacks=[
+            _CallbackGroup([prepare, *before], progress.rounds, begin, end, before_iteration=True),
+            _CallbackGroup(after, progress.rounds, begin, end, before_iteration=False),
+        ],
+        **options,
+    )
+
+
+@dataclass(eq=False)
+class _CallbackGroup:
+    """LightGBM callback that calls others with the rounds of the training, not of its resumed part.
+
+    Args:
+        callbacks: Callbacks, in the order of their calls.
+        first: First round after the resume.
+        begin: First round of the training.
+        end: Total number of rounds.
+        before_iteration: Whether LightGBM calls it before a round, instead of after.
+    """
+
+    callbacks: Sequence[Callback]
+    first: int
+    begin: int
+    end: int
+    before_iteration: bool
 
     def __call__(self, env: CallbackEnv) -> None:
-        self._callback(
-            CallbackEnv(
-                env.model,
-                env.params,
-                env.iteration,
-                self._begin,
-                env.end_iteration,
-                env.evaluation_result_list,
-            )
-        )
+        """Call the callbacks."""
+        iteration = self.first + env.iteration - env.begin_iteration
+        results = env.evaluation_result_list
+        env = CallbackEnv(env.model, env.params, iteration, self.begin, self.end, results)
+        for callback in self.callbacks:
+            callback(env)
+
+
+def _sort_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Sort callbacks like LightGBM, but keep the order of callbacks with the same `order`."""
+    numbered = enumerate(callbacks, -len(callbacks))  # default of `order`, as in LightGBM
+    by_order = sorted(numbered, key=lambda pair: getattr(pair[1], "order", pair[0]))
+    return [callback for _, callback in by_order]
+
+
+def add_report_callback(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks with a `RayTrainReportCallback`."""
+    if _list_report_callbacks(callbacks):
+        return list(callbacks)
+    return [RayTrainReportCallback(), *callbacks]
 
 
 def _list_report_callbacks(callbacks: Sequence[Callback]) -> list[RayTrainReportCallback]:
@@ -164,7 +227,7 @@ def _is_stopped_by_replay(
 ) -> bool:
     """Replay earlier rounds to the callbacks. Return whether they stop training."""
     try:
-        replay_evaluations(callbacks, progress, env)
+        _replay_evaluations(callbacks, progress, env)
     except EarlyStopException as stop:
         init_model.best_iteration = stop.best_iteration + 1
         return True
@@ -196,12 +259,7 @@ _REPLAYABLE_CALLBACKS = (type(lightgbm.early_stopping(1)), type(lightgbm.record_
 """Callbacks whose state consists only of the evaluations."""
 
 
-def is_random_forest(params: Mapping[str, object]) -> bool:
-    """Return whether the trees are independent, so that training cannot be resumed."""
-    return get_parameter(params, "boosting") in _FORESTS
-
-
-def offset_seeds(params: dict[str, Any], rounds: int) -> dict[str, Any]:
+def _offset_seeds(params: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Change the seeds, so that a resumed training does not repeat the draws of earlier rounds."""
     if not rounds:
         return params
@@ -221,12 +279,14 @@ def early_stopping(rounds: int, params: Mapping[str, object]) -> Callback:
 
 
 def load_resume_state(
+    params: Mapping[str, object],
     checkpoint: Checkpoint | None,
-    report: RayTrainReportCallback,
+    callbacks: Sequence[Callback],
     initial: Booster | None = None,
 ) -> tuple[Booster | None, BoostingProgress]:
     """Return booster and progress of a checkpoint, or else of the initial model."""
-    if checkpoint is not None:
+    if checkpoint is not None and get_parameter(params, "boosting") not in _FORESTS:
+        report = _list_report_callbacks(callbacks)[0]
         initial = report.get_model(checkpoint, report.filename)
         known = BoostingProgress.load(checkpoint)
         if known is not None:
@@ -237,7 +297,7 @@ def load_resume_state(
     return initial, BoostingProgress(rounds, details={"begin": rounds})
 
 
-def replay_evaluations(
+def _replay_evaluations(
     callbacks: Sequence[Callback], progress: BoostingProgress, env: Callable[..., CallbackEnv]
 ) -> None:
     """Replay the rounds of earlier attempts to callbacks whose state is the evaluations.

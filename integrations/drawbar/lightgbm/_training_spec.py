@@ -1,42 +1,32 @@
 """LightGBMTrainingSpec: train from parameters on each worker.
 
-The loop is the same as in `lightgbm.train`, with two differences. Metrics are made global before
-callbacks receive them. On resume, rows start from the predictions of the earlier trees, these trees
-are inserted before the new ones, and early stopping receives the evaluations so far. LightGBM sums
-leaf values in the order of the trees in training and prediction, so that the scores are identical
-to an uninterrupted run.
+On resume, rows start from the predictions of the earlier trees. The datasets contain no features,
+so that `lightgbm.train` cannot compute these predictions from an `init_model`. LightGBM sums leaf
+values in the order of the trees in training and prediction, so that the scores are identical to an
+uninterrupted run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from lightgbm import Booster
-from lightgbm.callback import CallbackEnv, EarlyStopException
-
-from drawbar._boosting import BoostingProgress, ColumnFormat, Shard, TrainingSpec
-from drawbar.lightgbm import _c_api
+from drawbar._boosting import ColumnFormat, Shard, TrainingSpec
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._data import compute_shared_bins, make_dataset
-from drawbar.lightgbm._evaluation import EvalResult
 from drawbar.lightgbm._parameters import (
     PARAMETER_ALIASES,
     PERCENTILE_OBJECTIVES,
     check_labels,
     check_parameters,
     choose_histogram_layout,
-    find_alias,
     get_parameter,
 )
-from drawbar.lightgbm._report_callback import RayTrainReportCallback
 from drawbar.lightgbm._train import (
+    add_report_callback,
     early_stopping,
-    is_random_forest,
     load_resume_state,
-    offset_seeds,
-    replay_evaluations,
+    run_rounds,
 )
 from drawbar.train import ScalingConfig, get_checkpoint
 
@@ -81,84 +71,36 @@ class LightGBMTrainingSpec(TrainingSpec):
         """Train on this worker and report each round."""
         for shard in shards.values():
             check_labels(shard, self.params)
-        report, params = self._report_callback(), self._params(len(shards["train"].schema.features))
-        earlier, progress = load_resume_state(
-            None if is_random_forest(params) else get_checkpoint(), report
+        params = self._params(len(shards["train"].schema.features))
+        callbacks = add_report_callback(self.callbacks)
+        if self.early_stopping_rounds is not None:
+            callbacks.append(early_stopping(self.early_stopping_rounds, params))
+        earlier, progress = load_resume_state(params, get_checkpoint(), callbacks)
+        bins = compute_shared_bins(shards["train"], params)
+        datasets = {
+            name: make_dataset(shard, bins, params, earlier) for name, shard in shards.items()
+        }
+        shards.clear()  # the datasets contain all data
+        train_set = datasets.pop("train")
+        for dataset in datasets.values():
+            dataset.reference = train_set  # LightGBM can only set it if there are raw data
+        if get_parameter(params, "is_provide_training_metric"):
+            datasets = {"train": train_set, **datasets}
+        run_rounds(
+            params,
+            self.num_boost_round,
+            callbacks,
+            earlier,
+            progress,
+            train_name="train",
+            train_set=train_set,
+            valid_sets=list(datasets.values()) or None,
+            valid_names=list(datasets),
+            feval=self.feval,
+            keep_training_booster=True,  # else, LightGBM converts the booster to text and back
         )
-        params = offset_seeds(params, progress.rounds)
-        booster = self._make_booster(shards, params, earlier)
-        shards.clear()  # the booster contains all data
-        self.run_rounds(booster, params, report, progress)
-
-    def _report_callback(self) -> RayTrainReportCallback:
-        reports = [
-            callback for callback in self.callbacks if isinstance(callback, RayTrainReportCallback)
-        ]
-        return reports[0] if reports else RayTrainReportCallback()
 
     def _params(self, features: int) -> dict[str, object]:
         """Add this worker's parameters to those that the user has not set."""
         params = {"verbosity": -1, **add_network_parameters(self.params)}
         return {**choose_histogram_layout(params, features), **params}
-
-    def _make_booster(
-        self, shards: dict[str, Shard], params: dict[str, object], earlier: Booster | None
-    ) -> Booster:
-        """Create the booster and its datasets."""
-        training, *validation = shards.values()
-        if callable(get_parameter(params, "objective")):
-            params = {**params, str(find_alias(params, "objective")): "none"}
-        bins = compute_shared_bins(training, params)
-        booster = Booster(params, make_dataset(training, bins, params, earlier))
-        booster.set_train_data_name(training.name)  # early stopping ignores this name
-        for shard in validation:
-            booster.add_valid(make_dataset(shard, bins, params, earlier), shard.name)
-        if earlier is not None:
-            _c_api.prepend_trees(booster, earlier)
-        return booster
-
-    def run_rounds(
-        self,
-        booster: Booster,
-        params: dict[str, object],
-        report: RayTrainReportCallback,
-        progress: BoostingProgress,
-    ) -> None:
-        """Train the remaining rounds."""
-        callbacks = [report, *(callback for callback in self.callbacks if callback is not report)]
-        if self.early_stopping_rounds is not None:
-            callbacks.append(early_stopping(self.early_stopping_rounds, params))
-        callbacks.sort(key=lambda callback: getattr(callback, "order", 0))
-        objective = get_parameter(params, "objective")
-        custom = objective if callable(objective) else None
-
-        begin = report.restore(progress)
-        env = partial(
-            CallbackEnv,
-            booster,
-            params,
-            begin_iteration=begin,
-            end_iteration=self.num_boost_round,
-        )
-        with_training = get_parameter(params, "is_provide_training_metric")
-
-        def evaluation() -> list[EvalResult]:
-            training_results = booster.eval_train(self.feval) if with_training else []
-            return [*training_results, *booster.eval_valid(self.feval)]
-
-        before = [
-            callback for callback in callbacks if getattr(callback, "before_iteration", False)
-        ]
-        after = [callback for callback in callbacks if callback not in before]
-        try:
-            replay_evaluations(after, progress, env)
-            for iteration in range(progress.rounds, self.num_boost_round):
-                for callback in before:
-                    callback(env(iteration=iteration, evaluation_result_list=None))
-                booster.update(fobj=custom)
-                results = evaluation()
-                for callback in after:
-                    callback(env(iteration=iteration, evaluation_result_list=results))
-
-        except EarlyStopException as stop:
-            booster.best_iteration = stop.best_iteration + 1
