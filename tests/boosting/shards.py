@@ -26,7 +26,7 @@ def load_on_rank(
     Args:
         columns: Columns by role, for example `{"label": "y"}`.
         tables: Tables of this rank by dataset. Default: the dataset "train" of the trainer.
-        **options: Options of the shards, for example `on_disk`.
+        **options: Options of the shards, for example `folder`.
     """
     if tables is None:
         return load_shards(["train"], ColumnRoles(**columns), **options)
@@ -37,8 +37,6 @@ def train_in_threads(
     trainer: LightGBMTrainer | XGBoostTrainer,
     backend_config: BackendConfig,
     get_tables: Callable[[], Mapping[str, pa.Table]],
-    *,
-    on_disk: bool = False,
 ) -> Result:
     """Train like the trainer's `fit()`, but in threads and on other data.
 
@@ -46,7 +44,6 @@ def train_in_threads(
         trainer: Trainer without a training function. Its datasets are not read.
         backend_config: Config of the library.
         get_tables: Function that returns the tables of this rank by dataset.
-        on_disk: Whether to store the rows in files instead of memory.
     """
     shared: Any = trainer.train_loop_per_worker
 
@@ -58,7 +55,6 @@ def train_in_threads(
             spec.columns,
             spec.column_format,
             source=lambda name: [tables[name]],
-            on_disk=on_disk,
         )
         spec.train(shards)
 

@@ -142,18 +142,15 @@ def test_load_shards_without_rows_yields_zero_weight_row(run_config: RunConfig) 
     assert block.base_margin.tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
 def test_blocks_have_one_size_and_hold_whole_queries(
-    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_disk: bool
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drawbar._boosting._reader.BLOCK_BYTES", 4 * 10)  # of one feature: ten rows
     group = np.repeat(np.arange(12), 4) + 100
     rows = {"y": np.zeros(48), "a": np.arange(48.0), "g": group}
     tables = [{name: values[i : i + 7] for name, values in rows.items()} for i in range(0, 48, 7)]
     columns = {"label": "y", "group": "g"}
-    (loaded,) = load_on_ranks(
-        run_config, columns, {"train": tables}, on_disk=on_disk, folder=tmp_path
-    )
+    (loaded,) = load_on_ranks(run_config, columns, {"train": tables})
     blocks = loaded["train"]
     assert np.concatenate([b.features[0] for b in blocks]).tolist() == list(range(48))
     assert (
@@ -177,7 +174,7 @@ def test_blocks_of_rows_that_wait_on_disk_are_views_of_a_file(
         folder.mkdir()
         here = words[rank:]
         table = pa.table({"y": [1.0] * len(here), "c": here})
-        shards = load_on_rank(columns, {"train": [table]}, on_disk=True, folder=folder)
+        shards = load_on_rank(columns, {"train": [table]}, folder=folder)
         assert not list(folder.iterdir())  # not even now, so that a killed worker leaves none
         one_by_one = [block.to_numpy().tolist() for block in shards["train"]]
         (block,) = shards["train"].list_blocks()

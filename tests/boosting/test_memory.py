@@ -45,7 +45,7 @@ def function():
     tables = (table(seed) for seed in range(ROWS // PIECE))
     source = lambda _: tables
     reading = fit.column_format
-    fit.train(load_shards(("train",), fit.columns, reading, source=source, on_disk=True))
+    fit.train(load_shards(("train",), fit.columns, reading, source=source))
 
 table(0).to_pandas()  # warm up imports and caches, which are not counted
 base, peak, over = private(), 0, threading.Event()

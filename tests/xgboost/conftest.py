@@ -61,7 +61,7 @@ def fit_in_threads(tmp_path: Path) -> FitInThreads:
             rank = get_context().get_world_rank()
             return {name: pa.Table.from_pandas(frames[rank]) for name, frames in parts.items()}
 
-        result = train_in_threads(trainer, XGBoostConfig(), get_tables, on_disk=True)
+        result = train_in_threads(trainer, XGBoostConfig(), get_tables)
         assert result.checkpoint is not None
         return XGBoostTrainer.get_model(result.checkpoint), result
 

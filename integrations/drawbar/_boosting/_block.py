@@ -1,4 +1,4 @@
-"""Blocks of numeric rows, stored in memory or on disk."""
+"""Blocks of numeric rows, stored on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import mmap
 import os
 import tempfile
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,45 +102,14 @@ def concat_blocks(blocks: Sequence[Block]) -> Block:
     return Block(features=tuple(map(np.concatenate, features)), **concatenated)
 
 
-class BlockStore(ABC):
-    """Ordered storage of blocks."""
-
-    @abstractmethod
-    def append(self, block: Block) -> None:
-        """Append a block."""
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Block]:
-        """Iterate over the blocks from the first one."""
-
-    @abstractmethod
-    def new_empty(self) -> BlockStore:
-        """Create an empty store of the same kind and location."""
-
-
-class MemoryBlockStore(BlockStore):
-    """Block store in memory."""
-
-    def __init__(self) -> None:
-        self._blocks: list[Block] = []
-
-    def append(self, block: Block) -> None:
-        """Append a block."""
-        self._blocks.append(block)
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks)
-
-    def new_empty(self) -> MemoryBlockStore:
-        """Create an empty store."""
-        return MemoryBlockStore()
-
-
-class DiskBlockStore(BlockStore):
-    """Block store in an unnamed file, which is deleted however the process ends.
+class BlockStore:
+    """Ordered storage of blocks in an unnamed file, which is deleted however the process ends.
 
     The blocks are views of the mapped file. They use the page cache instead of process memory and
     stay valid without a time limit. Features that are already shared are not written.
+
+    XGBoost reads the rows in four passes. In memory, rows and bins would take 1.7 times the rows.
+    LightGBM would hold the rows in addition to its sample and bins.
 
     Args:
         folder: Directory of the file. Default: the system's temporary directory.
@@ -172,6 +140,6 @@ class DiskBlockStore(BlockStore):
             loaded = block.map(lambda _: pa.ipc.read_tensor(reader).to_numpy(), skip_shared=True)
             yield replace(loaded, shared_features=frozenset(range(len(loaded.features))))
 
-    def new_empty(self) -> DiskBlockStore:
+    def new_empty(self) -> BlockStore:
         """Create an empty store in the same directory."""
-        return DiskBlockStore(self._folder)
+        return BlockStore(self._folder)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawbar._boosting._block import BlockStore, DiskBlockStore, MemoryBlockStore
+from drawbar._boosting._block import BlockStore
 from drawbar._boosting._columns import ColumnRoles
 from drawbar._boosting._reader import ColumnFormat, ShardSummary, read_blocks
 from drawbar._boosting._schema import build_schema
@@ -23,7 +23,6 @@ def load_shards(
     reading: ColumnFormat | None = None,
     *,
     source: TableSource | None = None,
-    on_disk: bool = False,
     folder: Path | None = None,
     should_cache: bool = False,
 ) -> dict[str, Shard]:
@@ -36,8 +35,7 @@ def load_shards(
         columns: Roles of the columns.
         reading: Column formats that the library accepts. Default: float32 for all columns.
         source: Source of the tables. Default: the trainer's datasets.
-        on_disk: Whether to store the rows in files instead of memory.
-        folder: Directory for these files. Default: the system's temporary directory.
+        folder: Directory for the files with the rows. Default: the system's temporary directory.
         should_cache: Whether to keep the rows while this process lives, so that a worker that
             survives the failure of another one does not read them again.
 
@@ -52,9 +50,7 @@ def load_shards(
     key = ("drawbar._boosting", context.get_run_id(), context.get_world_size(), rank)
     loaded = context.cache.get(key)
     if loaded is None:
-        stores = {
-            name: DiskBlockStore(folder) if on_disk else MemoryBlockStore() for name in datasets
-        }
+        stores = {name: BlockStore(folder) for name in datasets}
         local_summaries = {
             name: _read(name, source, columns, stores[name], reading) for name in datasets
         }

@@ -34,12 +34,9 @@ class TrainingSpec(ABC):
         early_stopping_rounds: Stop when a metric has not improved for this number of rounds. The
             library determines which metrics count. None disables early stopping.
         callbacks: Callbacks of the library, pickled to each worker.
-        external_memory: Whether to store rows on disk instead of memory, or the directory for it.
+        external_memory: Whether the library's dataset is on disk, or the directory for all files.
         cache_data: Whether to keep loaded data while the process lives, for restarts.
     """
-
-    stages_on_disk: ClassVar[bool] = False
-    """Whether rows are on disk until the library reads them, also without external memory."""
 
     column_format: ClassVar[ColumnFormat] = ColumnFormat()
     """Column formats that the library accepts."""
@@ -136,7 +133,6 @@ class TrainingSpec(ABC):
             self.datasets,
             self.columns,
             self.column_format,
-            on_disk=self.stages_on_disk or bool(self.external_memory),
             folder=self.storage_directory,
             should_cache=self.cache_data,
         )

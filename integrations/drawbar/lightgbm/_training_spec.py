@@ -40,7 +40,6 @@ class LightGBMTrainingSpec(TrainingSpec):
         feval: Custom metric of `lightgbm.train`, or a list of them.
     """
 
-    stages_on_disk = True  # in memory, rows would be held in addition to the sample and the bins
     parameter_aliases = PARAMETER_ALIASES
     column_format = ColumnFormat(keep_float64=True, negative_is_missing=True)  # as in LightGBM
 

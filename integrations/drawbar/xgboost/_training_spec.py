@@ -32,8 +32,6 @@ class XGBoostTrainingSpec(TrainingSpec):
     """
 
     parameter_aliases = PARAMETER_ALIASES
-    # XGBoost reads the rows in four passes. In memory, rows and bins would take 1.7 times the rows.
-    stages_on_disk = True
 
     obj: Callable[..., Any] | None = None
     custom_metric: Callable[..., tuple[str, float]] | None = None
