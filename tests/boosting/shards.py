@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +15,17 @@ from drawbar.train import Result
 from drawbar.train.backend import BackendConfig
 from drawbar.train.testing import run_in_threads
 from drawbar.xgboost import XGBoostTrainer
+
+
+@dataclass
+class TableShard:
+    """Shard of tables in memory, as `load_shards` reads it."""
+
+    tables: Iterable[pa.Table]
+    is_in_object_store: bool = False
+
+    def iter_arrow_tables(self) -> Iterator[pa.Table]:
+        return iter(self.tables)
 
 
 def load_on_rank(
@@ -30,7 +42,12 @@ def load_on_rank(
     """
     if tables is None:
         return load_shards(["train"], ColumnRoles(**columns), **options)
-    return load_shards(list(tables), ColumnRoles(**columns), source=tables.__getitem__, **options)
+    return load_shards(
+        list(tables),
+        ColumnRoles(**columns),
+        get_shard=lambda name: TableShard(tables[name]),
+        **options,
+    )
 
 
 def train_in_threads(
@@ -54,7 +71,7 @@ def train_in_threads(
             spec.datasets,
             spec.columns,
             spec.column_format,
-            source=lambda name: [tables[name]],
+            get_shard=lambda name: TableShard([tables[name]]),
         )
         spec.train(shards)
 

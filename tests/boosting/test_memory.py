@@ -16,6 +16,7 @@ import numpy as np, pyarrow as pa
 from drawbar._boosting import ColumnRoles, load_shards
 from drawbar.train.testing import run_in_threads
 from drawbar.train import RunConfig
+from tests.boosting.shards import TableShard
 
 library, mode, folder, ROWS = *sys.argv[1:4], int(sys.argv[4])
 COLUMNS, PIECE = 40, 50_000
@@ -43,9 +44,8 @@ def function():
         num_boost_round=2, external_memory=mode == "external",
     )
     tables = (table(seed) for seed in range(ROWS // PIECE))
-    source = lambda _: tables
-    reading = fit.column_format
-    fit.train(load_shards(("train",), fit.columns, reading, source=source))
+    get_shard = lambda _: TableShard(tables)
+    fit.train(load_shards(("train",), fit.columns, fit.column_format, get_shard=get_shard))
 
 table(0).to_pandas()  # warm up imports and caches, which are not counted
 base, peak, over = private(), 0, threading.Event()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,13 @@ from drawbar._boosting._schema import build_schema
 from drawbar._boosting._shard import Shard
 from drawbar.train import collective, get_context, get_dataset_shard
 
-TableSource = Callable[[str], Iterable[object]]
-"""Function that returns this rank's Arrow tables of a dataset by name."""
-
 
 def load_shards(
     datasets: Sequence[str],
     columns: ColumnRoles,
     reading: ColumnFormat | None = None,
     *,
-    source: TableSource | None = None,
+    get_shard: Callable[[str], Any] = get_dataset_shard,
     folder: Path | None = None,
     should_cache: bool = False,
 ) -> dict[str, Shard]:
@@ -34,7 +31,7 @@ def load_shards(
         datasets: Names of the datasets, with the training dataset first.
         columns: Roles of the columns.
         reading: Column formats that the library accepts. Default: float32 for all columns.
-        source: Source of the tables. Default: the trainer's datasets.
+        get_shard: Returns this rank's part of a dataset by name. Default: the trainer's datasets.
         folder: Directory for the files with the rows. Default: the system's temporary directory.
         should_cache: Whether to keep the rows while this process lives, so that a worker that
             survives the failure of another one does not read them again.
@@ -52,7 +49,8 @@ def load_shards(
     if loaded is None:
         stores = {name: BlockStore(folder) for name in datasets}
         local_summaries = {
-            name: _read(name, source, columns, stores[name], reading) for name in datasets
+            name: read_blocks(name, get_shard(name), columns, stores[name], reading)
+            for name in datasets
         }
         loaded = stores, local_summaries
     if should_cache:
@@ -64,19 +62,3 @@ def load_shards(
     return {
         name: Shard(name, stores[name], summaries[name], rank, schema, columns) for name in datasets
     }
-
-
-def _read(
-    name: str,
-    source: TableSource | None,
-    columns: ColumnRoles,
-    store: BlockStore,
-    reading: ColumnFormat | None,
-) -> ShardSummary:
-    if source is not None:
-        return read_blocks(name, source(name), columns, store, reading)
-    shard: Any = get_dataset_shard(name)  # annotated as Ray Data's iterator
-    tables = shard.iter_arrow_tables()
-    return read_blocks(
-        name, tables, columns, store, reading, in_object_store=shard.is_in_object_store
-    )

@@ -7,8 +7,8 @@ all ranks have exchanged their summaries, so codes are converted when blocks are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -100,24 +100,22 @@ class ShardSummary:
 
 def read_blocks(
     dataset: str,
-    tables: Iterable[pa.Table],
+    shard: Any,
     columns: ColumnRoles,
     store: BlockStore,
     reading: ColumnFormat | None = None,
-    *,
-    in_object_store: bool = False,
 ) -> ShardSummary:
     """Read a rank's part of a dataset into a store, in one pass.
 
     Args:
         dataset: Name of the dataset, for error messages.
-        tables: Arrow tables or record batches.
+        shard: Part of the dataset: `iter_arrow_tables()` returns Arrow tables or record batches,
+            and `is_in_object_store` is whether they are in Ray's object store. Columns that need
+            no conversion are then not copied. Ray keeps objects in use there, or spills them to
+            disk (https://docs.ray.io/en/latest/ray-core/objects/object-spilling.html).
         columns: Roles of the columns.
         store: Destination of the blocks.
         reading: Column formats that the library accepts. Default: float32 for all columns.
-        in_object_store: Whether the tables are in Ray's object store. Columns that need no
-            conversion are then not copied. Ray keeps objects in use there, or spills them to disk
-            (https://docs.ray.io/en/latest/ray-core/objects/object-spilling.html).
 
     Returns:
         Summary of the part.
@@ -125,8 +123,10 @@ def read_blocks(
     Raises:
         ValueError: A column is invalid.
     """
-    reader = BlockReader(dataset, columns, store, reading or ColumnFormat(), in_object_store)
-    for table in tables:
+    reader = BlockReader(
+        dataset, columns, store, reading or ColumnFormat(), shard.is_in_object_store
+    )
+    for table in shard.iter_arrow_tables():
         reader.add(table)
     return reader.finish()
 
