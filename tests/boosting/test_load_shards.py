@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from drawbar.lightgbm import LightGBMTrainer
 from drawbar.train import (
     FailureConfig,
     Result,
@@ -80,6 +81,30 @@ def test_column_roles_with_invalid_arguments_raise(arguments: Columns, message: 
         XGBoostTrainer(
             params={}, datasets={"train": lambda: None}, **{"label_column": "y", **arguments}
         )
+
+
+class PolarsFrame:
+    """Table with the interface of a polars DataFrame, whose `schema` is a property."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    @property
+    def schema(self) -> dict[str, str]:
+        return {name: "Float64" for name in self._table.schema.names}
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+@pytest.mark.parametrize("trainer", [LightGBMTrainer, XGBoostTrainer])
+def test_trainer_validates_columns_of_polars_frame(
+    trainer: type[LightGBMTrainer | XGBoostTrainer],
+) -> None:
+    datasets = {"train": PolarsFrame(pa.table({"y": [0.0, 1.0], "a": [1.0, 2.0]}))}
+    trainer(params={}, label_column="y", datasets=datasets)
+    with pytest.raises(ValueError, match="label_column is 'z', but datasets"):
+        trainer(params={}, label_column="z", datasets=datasets)
 
 
 def test_columns_without_role_are_features(run_config: RunConfig) -> None:

@@ -27,7 +27,6 @@ from drawbar._boosting._reader import ColumnFormat
 from drawbar._boosting._report_callback import MetricSelection, RoundReporter
 from drawbar._boosting._schema import Feature, Schema
 from drawbar._boosting._shard import Shard
-from drawbar._boosting._table import Table
 from drawbar._boosting._threads import warn_oversubscribed_threads, worker_threads
 from drawbar._boosting._trainer import BoostingTrainer
 from drawbar._boosting._training_spec import TrainingSpec, validate_labels
@@ -63,7 +62,6 @@ __all__ = [
     "RoundReporter",
     "Schema",
     "Shard",
-    "Table",
     "TrainingSpec",
     "UserData",
     "add_drawbar_parameters",

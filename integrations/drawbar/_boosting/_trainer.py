@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import pyarrow as pa
+
 from drawbar._boosting._backend import BoostingConfig
 from drawbar._boosting._columns import ColumnRoles
-from drawbar._boosting._table import column_types, is_table
 from drawbar._boosting._training_spec import TrainingSpec
+from drawbar._boosting._user_data import is_ray_dataset
 from drawbar.train import (
     Checkpoint,
     DataConfig,
@@ -39,7 +41,7 @@ class BoostingTrainer(DataParallelTrainer):
 
     Unless `dataset_config` is set, all datasets are split between the workers and every row is
     used. If the objective averages percentiles over the workers, the training rows are shuffled
-    before the split. A dataset may be a table: a pandas DataFrame or an Arrow table.
+    before the split.
 
     Args:
         train_loop_per_worker: Training function, if there is one.
@@ -180,13 +182,21 @@ def _make_spec(
 
 def _validate_datasets(datasets: Mapping[str, Any], columns: ColumnRoles) -> None:
     for name, dataset in datasets.items():
-        if is_table(dataset):
-            columns.validate(name, column_types(dataset))
-        elif hasattr(dataset, "schema"):
-            validate_dataset(name, dataset, columns)
+        if is_ray_dataset(dataset):
+            _validate_ray_dataset(name, dataset, columns)
+        elif hasattr(dataset, "__arrow_c_stream__"):
+            schema = _get_schema(dataset)
+            columns.validate(name, dict(zip(schema.names, schema.types, strict=True)))
 
 
-def validate_dataset(name: str, dataset: Dataset, columns: ColumnRoles) -> None:
+def _get_schema(table: Any) -> pa.Schema:
+    """Return the Arrow schema of a table without conversion of its rows."""
+    if hasattr(table, "iloc"):  # the stream of a pandas DataFrame converts all rows
+        return pa.Schema.from_pandas(table)
+    return pa.RecordBatchReader.from_stream(table).schema
+
+
+def _validate_ray_dataset(name: str, dataset: Dataset, columns: ColumnRoles) -> None:
     """Check a dataset's columns, as far as they are known before it is computed.
 
     Raises:
@@ -195,8 +205,6 @@ def validate_dataset(name: str, dataset: Dataset, columns: ColumnRoles) -> None:
     schema = dataset.schema(fetch_if_missing=False)
     if schema is None:
         return
-    import pyarrow as pa
-
     base_schema = schema.base_schema
     is_arrow = isinstance(base_schema, pa.Schema)
     types = base_schema.types if is_arrow else [None] * len(schema.names)
