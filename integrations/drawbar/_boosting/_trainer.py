@@ -71,26 +71,25 @@ class BoostingTrainer(DataParallelTrainer):
         **spec_arguments: object,
     ) -> None:
         arguments = {name: value for name, value in spec_arguments.items() if value is not None}
-        train_func_or_spec: TrainFunction | TrainingSpec
+        spec = None
         if train_loop_per_worker is None:
             restarts = run_config is not None and run_config.failure_config.max_failures != 0
-            train_func_or_spec = _make_spec(
-                self._spec_class, arguments, datasets, keep_data=restarts
+            spec = _make_spec(self._spec_class, arguments, datasets, keep_data=restarts)
+            train_loop_per_worker = spec
+            backend_config = backend_config.with_resolved_imports(
+                runs_user_code=spec.runs_user_code
             )
         else:
-            train_func_or_spec = _require_no_spec_arguments(train_loop_per_worker, arguments)
+            _require_no_spec_arguments(arguments)
+        is_split = scaling_config is not None and scaling_config.max_workers > 1
+        needs_shuffle = is_split and spec is not None and spec.averages_percentiles
         if dataset_config is None:
-            dataset_config = _default_data_config(train_func_or_spec, scaling_config)
-        elif _needs_random_samples(
-            train_func_or_spec, scaling_config
-        ) and not dataset_config.shuffles("train"):
+            group = None if spec is None else spec.columns.group
+            dataset_config = _default_data_config(group, shuffles=needs_shuffle)
+        elif needs_shuffle and not dataset_config.shuffles("train"):
             _warn_of_order()
-        if isinstance(train_func_or_spec, TrainingSpec):
-            backend_config = backend_config.with_resolved_imports(
-                runs_user_code=train_func_or_spec.runs_user_code
-            )
         super().__init__(
-            train_func_or_spec,
+            train_loop_per_worker,
             train_loop_config=train_loop_config,
             backend_config=backend_config,
             scaling_config=scaling_config,
@@ -101,36 +100,18 @@ class BoostingTrainer(DataParallelTrainer):
             resume_from_checkpoint=resume_from_checkpoint,
             validation_config=validation_config,
         )
-        if isinstance(train_func_or_spec, TrainingSpec):
-            train_func_or_spec.validate(self.scaling_config)
-            _validate_datasets(self.datasets, train_func_or_spec.columns)
+        if spec is not None:
+            spec.validate(self.scaling_config)
+            _validate_datasets(self.datasets, spec.columns)
 
 
-def _default_data_config(
-    train_func_or_spec: TrainFunction | TrainingSpec, scaling_config: ScalingConfig | None
-) -> DataConfig:
+def _default_data_config(group: str | None, *, shuffles: bool) -> DataConfig:
     """Split all datasets and use every row; shuffle the training rows if the objective needs it."""
-    group = (
-        train_func_or_spec.columns.group if isinstance(train_func_or_spec, TrainingSpec) else None
-    )
-    shuffles = group is None and _needs_random_samples(train_func_or_spec, scaling_config)
     return DataConfig(
         datasets_to_split="all",
         uneven_rows="keep",
         group_column=group,
-        datasets_to_shuffle=("train",) if shuffles else (),
-    )
-
-
-def _needs_random_samples(
-    train_func_or_spec: TrainFunction | TrainingSpec, scaling_config: ScalingConfig | None
-) -> bool:
-    """Return whether each worker needs a random sample of the training rows."""
-    is_split = scaling_config is not None and scaling_config.max_workers > 1
-    return (
-        is_split
-        and isinstance(train_func_or_spec, TrainingSpec)
-        and train_func_or_spec.averages_percentiles
+        datasets_to_shuffle=("train",) if shuffles and group is None else (),
     )
 
 
@@ -144,15 +125,12 @@ def _warn_of_order() -> None:
     )
 
 
-def _require_no_spec_arguments(
-    function: TrainFunction, arguments: Mapping[str, object]
-) -> TrainFunction:
+def _require_no_spec_arguments(arguments: Mapping[str, object]) -> None:
     if arguments:
         raise TypeError(
             f"{', '.join(arguments)} cannot be combined with a training function. Remove the "
             "function, or remove these arguments."
         )
-    return function
 
 
 def _make_spec(
