@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from drawbar.train.runs import AttemptRow, ReportRow
 
-Reduction = Literal["mean", "min", "max"]
 Ranks = int | Literal["mean", "min", "max", "all"]
 REDUCTIONS = ("mean", "min", "max")
 
@@ -39,26 +38,6 @@ class Point:
     values: dict[str, float]
 
 
-class PointMaker(Protocol):
-    """Object that makes points from the rows of a feed."""
-
-    def start_attempt(self, row: AttemptRow) -> Iterator[Point]:
-        """Yield the remaining points of the attempt before this one."""
-
-    def add(self, row: ReportRow) -> Iterator[Point]:
-        """Yield the points that are complete with this report."""
-
-    def finish(self) -> Iterator[Point]:
-        """Yield the remaining points at the end of the run."""
-
-
-def make_point_maker(ranks: Ranks) -> PointMaker:
-    """Return the object that makes points for the `ranks` of a tracker."""
-    if ranks in ("mean", "min", "max"):
-        return _RoundReducer(ranks)
-    return _RankSelector(ranks)
-
-
 def get_numbers(metrics: Mapping[str, object], prefix: str = "") -> dict[str, float]:
     """Return the numbers in metrics. Names of nested metrics are joined with "/".
 
@@ -76,27 +55,6 @@ def get_numbers(metrics: Mapping[str, object], prefix: str = "") -> dict[str, fl
     return numbers
 
 
-class _RankSelector:
-    """One point for each report of a rank, or of all ranks.
-
-    Args:
-        ranks: Number of a rank, or "all". The feed only has reports of these ranks.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._should_prefix = ranks == "all"
-
-    def start_attempt(self, row: AttemptRow) -> Iterator[Point]:
-        return iter(())
-
-    def add(self, row: ReportRow) -> Iterator[Point]:
-        prefix = f"rank_{row.rank}/" if self._should_prefix else ""
-        yield Point(row.attempt, row.rank, row.index, row.time, get_numbers(row.metrics, prefix))
-
-    def finish(self) -> Iterator[Point]:
-        return iter(())
-
-
 @dataclass
 class _Round:
     """Reports of the ranks with the same number.
@@ -112,20 +70,22 @@ class _Round:
     totals: dict[str, tuple[float, int]] = field(default_factory=dict)
 
 
-class _RoundReducer:
-    """One point for each round of reports, with the mean, minimum, or maximum over the ranks.
+class PointMaker:
+    """Make points from the rows of a feed.
 
     Args:
-        reduction: How the values of the ranks are combined.
+        ranks: A reduction, for one point per round of reports. Otherwise, there is one point per
+            report, and the feed only has reports of these ranks.
     """
 
-    def __init__(self, reduction: Reduction) -> None:
-        self._reduction = reduction
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._attempt = -1
         self._num_workers = 0
         self._rounds: dict[int, _Round] = {}  # in ascending order, as all ranks report in order
 
     def start_attempt(self, row: AttemptRow) -> Iterator[Point]:
+        """Yield the remaining points of the attempt before this one."""
         for index in sorted(self._rounds):
             if index < row.first_index:
                 yield self._make_point(index)
@@ -133,6 +93,19 @@ class _RoundReducer:
         self._attempt, self._num_workers = row.attempt, row.num_workers
 
     def add(self, row: ReportRow) -> Iterator[Point]:
+        """Yield the points that are complete with this report."""
+        if self._ranks in REDUCTIONS:
+            yield from self._add_to_round(row)
+            return
+        numbers = get_numbers(row.metrics, f"rank_{row.rank}/" if self._ranks == "all" else "")
+        yield Point(row.attempt, row.rank, row.index, row.time, numbers)
+
+    def finish(self) -> Iterator[Point]:
+        """Yield the remaining points at the end of the run."""
+        for index in sorted(self._rounds):
+            yield self._make_point(index)
+
+    def _add_to_round(self, row: ReportRow) -> Iterator[Point]:
         current = self._rounds.setdefault(row.index, _Round())
         current.num_reports += 1
         current.time = max(current.time, row.time)
@@ -147,22 +120,18 @@ class _RoundReducer:
             yield self._make_point(index)
 
     def _combine(self, total: float, value: float) -> float:
-        if self._reduction == "mean":
+        if self._ranks == "mean":
             return total + value
         # min() and max() would return NaN or not, depending on the order.
         if math.isnan(total) or math.isnan(value):
             return math.nan
-        return min(total, value) if self._reduction == "min" else max(total, value)
+        return min(total, value) if self._ranks == "min" else max(total, value)
 
     def _make_point(self, index: int) -> Point:
         current = self._rounds.pop(index)
-        is_mean = self._reduction == "mean"
+        is_mean = self._ranks == "mean"
         values = {
             name: total / count if is_mean else total
             for name, (total, count) in current.totals.items()
         }
         return Point(self._attempt, REDUCTION_KEY, index, current.time, values)
-
-    def finish(self) -> Iterator[Point]:
-        for index in sorted(self._rounds):
-            yield self._make_point(index)

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from drawbar.trackers._connection import Connection, TrackedRun
 from drawbar.trackers._cursor import Cursor
-from drawbar.trackers._points import Point, Ranks, make_point_maker
+from drawbar.trackers._points import Point, PointMaker, Ranks
 from drawbar.train.runs import AttemptRow, ReportFeed
 
 POLL_PERIOD_S = 1.0
@@ -44,7 +44,7 @@ class Sender:
         self._connect = connect
         self._state_name = state_name
         self._ranks = ranks
-        self._points = make_point_maker(ranks)
+        self._points = PointMaker(ranks)
         self._feed: ReportFeed | None = None
         self._connection: Connection | None = None
         self._lock: IO[bytes] | None = None
@@ -71,7 +71,7 @@ class Sender:
         self._connection = self._connect(run, cursor)
         position = self._connection.cursor.to_feed_position(self._ranks)
         self._feed = self._open_feed(rank=rank, position=position)
-        self._points = make_point_maker(self._ranks)
+        self._points = PointMaker(self._ranks)
 
     def send(self, should_stop: Callable[[], bool] = lambda: False) -> int:
         """Send all new reports. Return the number of points.
