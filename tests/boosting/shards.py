@@ -9,7 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from drawbar._boosting import ColumnRoles, Shard, load_shards
+from drawbar._boosting.columns import ColumnRoles
+from drawbar._boosting.load import load_shards
+from drawbar._boosting.shard import Shard
 from drawbar.lightgbm import LightGBMTrainer
 from drawbar.train import Result
 from drawbar.train.backend import BackendConfig

@@ -137,7 +137,7 @@ def imported(trainer: Make, library: str, folder: Path, **options: Any) -> Any:
 def test_process_with_imported_sklearn_keeps_it(library: str) -> None:
     script = f"""
 import sys, sklearn
-from drawbar._boosting._backend import import_without
+from drawbar._boosting.backend import import_without
 import_without(["sklearn"], "{library}")
 import {library}.compat
 assert {library}.compat.SKLEARN_INSTALLED and sys.modules["sklearn"] is sklearn

@@ -170,7 +170,7 @@ def test_load_shards_without_rows_yields_zero_weight_row(run_config: RunConfig) 
 def test_blocks_have_one_size_and_hold_whole_queries(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drawbar._boosting._reader.BLOCK_BYTES", 4 * 10)  # of one feature: ten rows
+    monkeypatch.setattr("drawbar._boosting.reader.BLOCK_BYTES", 4 * 10)  # of one feature: ten rows
     group = np.repeat(np.arange(12), 4) + 100
     rows = {"y": np.zeros(48), "a": np.arange(48.0), "g": group}
     tables = [{name: values[i : i + 7] for name, values in rows.items()} for i in range(0, 48, 7)]

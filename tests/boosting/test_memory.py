@@ -13,7 +13,8 @@ import pytest
 SCRIPT = """
 import sys, threading
 import numpy as np, pyarrow as pa
-from drawbar._boosting import ColumnRoles, load_shards
+from drawbar._boosting.columns import ColumnRoles
+from drawbar._boosting.load import load_shards
 from drawbar.train.testing import run_in_threads
 from drawbar.train import RunConfig
 from tests.boosting.shards import TableShard

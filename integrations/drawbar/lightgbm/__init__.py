@@ -4,7 +4,7 @@ The names correspond to the names in `drawbar.xgboost`. Three more are for tasks
 handles itself: `get_network_params`, `GlobalEvaluation`, and `normalize_pandas_for_lightgbm`.
 """
 
-from drawbar._boosting import allreduce_metric
+from drawbar._boosting.metric import allreduce_metric
 from drawbar.lightgbm._backend import LightGBMBackend, LightGBMConfig, get_network_params
 from drawbar.lightgbm._estimators import RayLGBMClassifier, RayLGBMRanker, RayLGBMRegressor
 from drawbar.lightgbm._evaluation import GlobalEvaluation

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, ClassVar
 
-from drawbar._boosting import BoostingConfig, worker_threads
+from drawbar._boosting.backend import BoostingConfig
+from drawbar._boosting.threads import worker_threads
 from drawbar._rendezvous import reserved_port
 from drawbar.train import collective, get_context
 from drawbar.train.backend import Backend, get_worker_address, make_import_error, parse_duration

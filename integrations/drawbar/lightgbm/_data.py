@@ -22,7 +22,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from lightgbm import Booster, Dataset
 
-from drawbar._boosting import Block, Shard, worker_threads
+from drawbar._boosting.block import Block
+from drawbar._boosting.shard import Shard
+from drawbar._boosting.threads import worker_threads
 from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._parameters import find_alias, get_parameter
 from drawbar.train import collective, get_context

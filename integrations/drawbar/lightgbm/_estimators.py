@@ -13,15 +13,17 @@ from typing import Any, Self, TypeAlias
 
 from lightgbm import Booster, LGBMClassifier, LGBMModel, LGBMRanker, LGBMRegressor
 
-from drawbar._boosting import (
-    BoostingProgress,
+from drawbar._boosting.estimators import (
+    RayEstimator,
+    add_drawbar_parameters,
+    drop_drawbar_parameters,
+)
+from drawbar._boosting.progress import BoostingProgress
+from drawbar._boosting.user_data import (
     ColumnData,
     EncodedDataset,
     FeatureData,
-    RayEstimator,
     UserData,
-    add_drawbar_parameters,
-    drop_drawbar_parameters,
     feature_names,
     fill_missing_columns,
     has_feature_names,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drawbar._boosting import ColumnData, FeatureData
+from drawbar._boosting.user_data import ColumnData, FeatureData
 from drawbar.lightgbm._compat import EvalFunctionWrapper
 from drawbar.lightgbm._parameters import find_alias
 

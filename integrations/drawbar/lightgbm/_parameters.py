@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drawbar._boosting import Shard, validate_labels, warn_oversubscribed_threads
+from drawbar._boosting.shard import Shard
+from drawbar._boosting.threads import warn_oversubscribed_threads
+from drawbar._boosting.training_spec import validate_labels
 from drawbar.lightgbm._compat import ConfigAliases
 from drawbar.train import ScalingConfig
 

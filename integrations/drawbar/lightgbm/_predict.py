@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightgbm import Booster
 
-from drawbar import _boosting
-from drawbar._boosting import Predictor, make_predictor_factory
+from drawbar._boosting.estimators import make_predictor_factory
+from drawbar._boosting.predict import Predictor, predict_dataset
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +54,7 @@ def predict(
         booster.best_iteration,
         {"num_threads": 1, **(predict_options or {})},
     )
-    return _boosting.predict_dataset(
+    return predict_dataset(
         dataset,
         make,
         features=_features(booster, dataset),
@@ -68,7 +68,7 @@ def predict_rows(estimator: Any, method: str, dataset: Dataset, options: dict[st
     """Predict a Ray Dataset with a method of an estimator."""
     make = make_predictor_factory(estimator, method, _prepare_batch, options)
     features = _features(estimator.booster_, dataset)
-    return _boosting.predict_dataset(
+    return predict_dataset(
         dataset, make, features=features, keep_columns=None, output_column="prediction"
     )
 

@@ -8,14 +8,9 @@ from pathlib import Path
 from lightgbm import Booster
 from lightgbm.callback import CallbackEnv
 
-from drawbar._boosting import (
-    BoosterCheckpoint,
-    BoostingProgress,
-    EvaluationHistory,
-    MetricSelection,
-    RoundReporter,
-    load_model,
-)
+from drawbar._boosting.checkpoint import BoosterCheckpoint, load_model
+from drawbar._boosting.progress import BoostingProgress, EvaluationHistory
+from drawbar._boosting.report_callback import MetricSelection, RoundReporter
 from drawbar.lightgbm._backend import on_success
 from drawbar.lightgbm._evaluation import GlobalEvaluation
 from drawbar.train import Checkpoint, ValidationTaskConfig, set_progress

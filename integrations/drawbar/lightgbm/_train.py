@@ -13,7 +13,7 @@ import lightgbm
 from lightgbm import Booster, Dataset
 from lightgbm.callback import CallbackEnv, EarlyStopException
 
-from drawbar._boosting import BoostingProgress
+from drawbar._boosting.progress import BoostingProgress
 from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._evaluation import make_eval_result

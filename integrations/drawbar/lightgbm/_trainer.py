@@ -8,7 +8,7 @@ from typing import Any
 
 from lightgbm import Booster
 
-from drawbar._boosting import BoostingTrainer
+from drawbar._boosting.trainer import BoostingTrainer
 from drawbar.lightgbm._backend import LightGBMConfig
 from drawbar.lightgbm._report_callback import RayTrainReportCallback
 from drawbar.lightgbm._training_spec import LightGBMTrainingSpec

@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar._boosting import ColumnFormat, Shard, TrainingSpec
+from drawbar._boosting.reader import ColumnFormat
+from drawbar._boosting.shard import Shard
+from drawbar._boosting.training_spec import TrainingSpec
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._data import compute_shared_bins, make_dataset
 from drawbar.lightgbm._parameters import (

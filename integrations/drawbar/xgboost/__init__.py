@@ -1,6 +1,6 @@
 """XGBoost training on Ray, with or without a training function."""
 
-from drawbar._boosting import allreduce_metric
+from drawbar._boosting.metric import allreduce_metric
 from drawbar.train.backend import set_public_module
 from drawbar.xgboost._backend import XGBoostBackend, XGBoostConfig
 from drawbar.xgboost._estimators import RayXGBClassifier, RayXGBRanker, RayXGBRegressor

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, ClassVar, Literal
 
-from drawbar._boosting import BoostingConfig
+from drawbar._boosting.backend import BoostingConfig
 from drawbar.train import get_context
 from drawbar.train.backend import (
     Backend,

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 from xgboost import DataIter, DMatrix, ExtMemQuantileDMatrix, QuantileDMatrix
 
-from drawbar._boosting import Block, Shard
+from drawbar._boosting.block import Block
+from drawbar._boosting.shard import Shard
 
 if TYPE_CHECKING:
     import pandas as pd

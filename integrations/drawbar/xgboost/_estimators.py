@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 from xgboost import Booster, XGBClassifier, XGBModel, XGBRanker, XGBRegressor
 
-from drawbar._boosting import (
-    BoostingProgress,
-    ColumnData,
-    FeatureData,
+from drawbar._boosting.estimators import (
     RayEstimator,
-    UserData,
     add_drawbar_parameters,
     drop_drawbar_parameters,
+)
+from drawbar._boosting.progress import BoostingProgress
+from drawbar._boosting.user_data import (
+    ColumnData,
+    FeatureData,
+    UserData,
     fill_missing_columns,
     has_feature_names,
     is_ray_dataset,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drawbar._boosting import Shard, validate_labels, warn_oversubscribed_threads, worker_threads
+from drawbar._boosting.shard import Shard
+from drawbar._boosting.threads import warn_oversubscribed_threads, worker_threads
+from drawbar._boosting.training_spec import validate_labels
 from drawbar.train import ScalingConfig
 
 _SUPPORTED_VALUES = {"tree_method": ("auto", "hist"), "booster": ("gbtree", "dart")}

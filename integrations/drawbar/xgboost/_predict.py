@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from xgboost import Booster, DMatrix
 
-from drawbar import _boosting
-from drawbar._boosting import Predictor, make_predictor_factory
+from drawbar._boosting.estimators import make_predictor_factory
+from drawbar._boosting.predict import Predictor, predict_dataset
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +53,7 @@ def predict(
     make = partial(
         _make_predictor, bytes(booster.save_raw()), {**rounds, **(predict_options or {})}
     )
-    return _boosting.predict_dataset(
+    return predict_dataset(
         dataset,
         make,
         features=_features(booster),
@@ -69,7 +69,7 @@ def predict_with_estimator(
     """Predict a Ray Dataset with a method of an estimator."""
     make = make_predictor_factory(estimator, method, _prepare_batch, options)
     features = _features(estimator.get_booster())
-    return _boosting.predict_dataset(
+    return predict_dataset(
         dataset, make, features=features, keep_columns=None, output_column="prediction"
     )
 

@@ -9,14 +9,9 @@ from typing import Any
 from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
-from drawbar._boosting import (
-    BoosterCheckpoint,
-    BoostingProgress,
-    EvaluationHistory,
-    MetricSelection,
-    RoundReporter,
-    load_model,
-)
+from drawbar._boosting.checkpoint import BoosterCheckpoint, load_model
+from drawbar._boosting.progress import BoostingProgress, EvaluationHistory
+from drawbar._boosting.report_callback import MetricSelection, RoundReporter
 from drawbar.train import Checkpoint, ValidationTaskConfig
 
 

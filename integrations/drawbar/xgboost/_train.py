@@ -15,7 +15,8 @@ from xgboost.callback import (
     TrainingCallback,
 )
 
-from drawbar._boosting import BoostingProgress, EvaluationHistory, allreduce_metric
+from drawbar._boosting.metric import allreduce_metric
+from drawbar._boosting.progress import BoostingProgress, EvaluationHistory
 from drawbar.train import set_progress
 from drawbar.train.backend import start_training
 from drawbar.xgboost._report_callback import RayTrainReportCallback

@@ -9,7 +9,7 @@ from typing import Any
 from xgboost import Booster
 from xgboost.callback import TrainingCallback
 
-from drawbar._boosting import BoostingTrainer
+from drawbar._boosting.trainer import BoostingTrainer
 from drawbar.train import Checkpoint, DataConfig, RunConfig, ScalingConfig, ValidationConfig
 from drawbar.train.backend import TrainFunction, resolve_config
 from drawbar.xgboost._backend import XGBoostConfig

@@ -9,7 +9,8 @@ from typing import Any
 
 from xgboost import DMatrix
 
-from drawbar._boosting import Shard, TrainingSpec
+from drawbar._boosting.shard import Shard
+from drawbar._boosting.training_spec import TrainingSpec
 from drawbar.train import ScalingConfig
 from drawbar.xgboost._data import build_quantile_matrix
 from drawbar.xgboost._parameters import (

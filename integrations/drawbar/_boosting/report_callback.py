@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from drawbar._boosting._progress import EvaluationHistory
+from drawbar._boosting.progress import EvaluationHistory
 from drawbar.train import ValidationTaskConfig, checkpoint_dir, get_context, report
 from drawbar.train.backend import report_buffered
 

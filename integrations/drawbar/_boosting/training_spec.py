@@ -15,10 +15,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drawbar._boosting._columns import ColumnRoles
-from drawbar._boosting._load import load_shards
-from drawbar._boosting._reader import ColumnFormat, LabelRange
-from drawbar._boosting._shard import Shard
+from drawbar._boosting.columns import ColumnRoles
+from drawbar._boosting.load import load_shards
+from drawbar._boosting.reader import ColumnFormat, LabelRange
+from drawbar._boosting.shard import Shard
 from drawbar.train import ScalingConfig
 
 

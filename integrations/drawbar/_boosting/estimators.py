@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from drawbar._boosting._predict import Predictor
+from drawbar._boosting.predict import Predictor
 from drawbar.train import LoggingConfig, RunConfig, ScalingConfig
 
 DRAWBAR_PARAMETERS = ("scaling_config", "run_config")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from drawbar._boosting._block import Array, Block
-from drawbar._boosting._reader import LabelRange, ShardSummary
+from drawbar._boosting.block import Array, Block
+from drawbar._boosting.reader import LabelRange, ShardSummary
 
 
 @dataclass(frozen=True)

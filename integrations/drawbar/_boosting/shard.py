@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from drawbar._boosting._block import Block, BlockStore
-from drawbar._boosting._columns import ColumnRoles
-from drawbar._boosting._reader import LabelRange, ShardSummary
-from drawbar._boosting._schema import Schema, label_range
+from drawbar._boosting.block import Block, BlockStore
+from drawbar._boosting.columns import ColumnRoles
+from drawbar._boosting.reader import LabelRange, ShardSummary
+from drawbar._boosting.schema import Schema, label_range
 
 
 class Shard:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawbar._boosting._block import BlockStore
-from drawbar._boosting._columns import ColumnRoles
-from drawbar._boosting._reader import ColumnFormat, ShardSummary, read_blocks
-from drawbar._boosting._schema import build_schema
-from drawbar._boosting._shard import Shard
+from drawbar._boosting.block import BlockStore
+from drawbar._boosting.columns import ColumnRoles
+from drawbar._boosting.reader import ColumnFormat, ShardSummary, read_blocks
+from drawbar._boosting.schema import build_schema
+from drawbar._boosting.shard import Shard
 from drawbar.train import collective, get_context, get_dataset_shard
 
 

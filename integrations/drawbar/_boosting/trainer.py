@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 
-from drawbar._boosting._backend import BoostingConfig
-from drawbar._boosting._columns import ColumnRoles
-from drawbar._boosting._training_spec import TrainingSpec
-from drawbar._boosting._user_data import is_ray_dataset
+from drawbar._boosting.backend import BoostingConfig
+from drawbar._boosting.columns import ColumnRoles
+from drawbar._boosting.training_spec import TrainingSpec
+from drawbar._boosting.user_data import is_ray_dataset
 from drawbar.train import (
     Checkpoint,
     DataConfig,

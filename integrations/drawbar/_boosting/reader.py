@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as is_type
 
-from drawbar._boosting._block import Array, Block, BlockStore, concat_blocks, slice_block
-from drawbar._boosting._columns import ColumnRoles
+from drawbar._boosting.block import Array, Block, BlockStore, concat_blocks, slice_block
+from drawbar._boosting.columns import ColumnRoles
 
 BLOCK_BYTES = 4 << 20
 """Approximate maximum size of a block's features. Small compared to a shard, and large enough to
