@@ -55,7 +55,7 @@ def load_on_rank(
 def train_in_threads(
     trainer: LightGBMTrainer | XGBoostTrainer,
     backend_config: BackendConfig,
-    get_tables: Callable[[], Mapping[str, pa.Table]],
+    get_tables: Callable[[], Mapping[str, Iterable[pa.Table]]],
 ) -> Result:
     """Train like the trainer's `fit()`, but in threads and on other data.
 
@@ -73,7 +73,7 @@ def train_in_threads(
             spec.datasets,
             spec.columns,
             spec.column_format,
-            get_shard=lambda name: TableShard([tables[name]]),
+            get_shard=lambda name: TableShard(tables[name]),
         )
         spec.train(shards)
 

@@ -113,9 +113,9 @@ def declare(tmp_path: Path) -> Callable[..., Result]:
             **{"num_boost_round": 15, **declared},
         )
 
-        def get_tables() -> dict[str, pa.Table]:
+        def get_tables() -> dict[str, list[pa.Table]]:
             rank, size = get_context().get_world_rank(), get_context().get_world_size()
-            return {name: table(part(frame, rank, size)) for name, frame in datasets.items()}
+            return {name: [table(part(frame, rank, size))] for name, frame in datasets.items()}
 
         return train_in_threads(trainer, LightGBMConfig(), get_tables)
 

@@ -8,13 +8,15 @@ from typing import Any
 import lightgbm
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import ray
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss, r2_score, roc_auc_score
 
-from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
+from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer, RayTrainReportCallback
 from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig, ValidationConfig
+from tests.boosting.shards import train_in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -67,6 +69,30 @@ def test_zeros_and_missing_values_have_the_bins_of_one_process(
     expected = alone(params, data).predict(data.drop(columns="y"))
     predicted = booster_of(declare(params, data)).predict(data.drop(columns="y"))
     assert predicted == pytest.approx(expected, rel=1e-12)
+
+
+def test_feature_of_doubles_in_one_block_is_a_double_in_all(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drawbar._boosting.reader.BLOCK_BYTES", 4 * 100)
+    x = np.arange(200)
+    y = np.sin(x / 20)
+    data = pd.DataFrame({"f0": x, "y": y})
+    tables = [
+        pa.table({"f0": pa.array(x[:100], pa.int16()), "y": y[:100]}),
+        pa.table({"f0": pa.array(x[100:], pa.float64()), "y": y[100:]}),
+    ]
+    trainer = LightGBMTrainer(
+        params={"verbosity": -1, "num_threads": 1},
+        label_column="y",
+        datasets={"train": data},
+        num_boost_round=15,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=run_config,
+    )
+    result = train_in_threads(trainer, LightGBMConfig(), lambda: {"train": tables})
+    expected = alone({}, data).predict(data[["f0"]])
+    assert booster_of(result).predict(data[["f0"]]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(

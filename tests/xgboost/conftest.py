@@ -57,9 +57,9 @@ def fit_in_threads(tmp_path: Path) -> FitInThreads:
             **{"label_column": "target", **arguments},
         )
 
-        def get_tables() -> dict[str, pa.Table]:
+        def get_tables() -> dict[str, list[pa.Table]]:
             rank = get_context().get_world_rank()
-            return {name: pa.Table.from_pandas(frames[rank]) for name, frames in parts.items()}
+            return {name: [pa.Table.from_pandas(frames[rank])] for name, frames in parts.items()}
 
         result = train_in_threads(trainer, XGBoostConfig(), get_tables)
         assert result.checkpoint is not None

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -87,8 +86,9 @@ def make_dataset(
         earlier: Booster whose predictions are the initial scores.
     """
     blocks = shard.list_blocks()
-    unified = _unify_dtypes(blocks)
-    batches = [pa.record_batch(block.to_arrow(), shard.schema.names) for block in unified]
+    tables = [pa.table(block.to_arrow(), shard.schema.names) for block in blocks]
+    # LightGBM needs one type: features that are float64 in one block become float64 in all.
+    batches = pa.concat_tables(tables, promote_options="permissive").to_batches()
     dataset = _c_api.create_dataset(bins, batches, dataset_params(shard, params))
     dataset.pandas_categorical = [
         list(feature.categories or ())
@@ -112,26 +112,6 @@ def make_dataset(
     if starts:
         dataset.set_init_score(np.concatenate(starts))
     return dataset
-
-
-def _unify_dtypes(blocks: Sequence[Block]) -> list[Block]:
-    """Convert features that are float64 in one block to float64 in all: LightGBM needs one type."""
-    doubles = {
-        number
-        for block in blocks
-        for number, column in enumerate(block.features)
-        if column.dtype == np.float64
-    }
-    return [
-        replace(
-            block,
-            features=tuple(
-                column.astype(np.float64, copy=False) if number in doubles else column
-                for number, column in enumerate(block.features)
-            ),
-        )
-        for block in blocks
-    ]
 
 
 def _initial_scores(block: Block, earlier: Booster | None, params: Mapping[str, object]) -> Any:
