@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import socketserver
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +56,33 @@ def test_stop_of_ended_run_reports_status_without_ray(
         assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
         assert "and its host process died" in result.err
         assert "detached runs" not in result.err
+
+
+class OtherVersion(socketserver.StreamRequestHandler):
+    """Replies of a Drawbar version that cannot stop runs."""
+
+    def handle(self) -> None:
+        if self.rfile.readline() == b"follow\n":
+            self.rfile.read()  # until the client closes the connection
+        else:
+            self.wfile.write(b'{"error": "another version"}\n')
+
+
+def test_stop_of_run_that_replies_with_error_prints_one_line(
+    cli: Command, interrupted_run: Path
+) -> None:
+    sockets = Path(tempfile.gettempdir()) / f"drawbar-{os.geteuid()}"
+    sockets.mkdir(mode=0o700, exist_ok=True)
+    digest = hashlib.sha256(os.fsencode(interrupted_run.resolve())).hexdigest()[:16]
+    path = sockets / f"run_{digest}_0.sock"
+    with socketserver.ThreadingUnixStreamServer(str(path), OtherVersion) as server:
+        server.daemon_threads = True  # the handle of the command may keep its connection open
+        threading.Thread(target=server.serve_forever).start()
+        result = cli("stop", interrupted_run)
+        server.shutdown()
+    path.unlink()
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"drawbar: error: run 'long' in {interrupted_run}: another version\n"
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from drawbar.cli._output import CommandError, format_os_error
-from drawbar.train import CheckpointError
 from drawbar.train.runs import RunRecord, find_run
 
 if TYPE_CHECKING:
@@ -58,10 +57,10 @@ def open_handle(run: str) -> RunHandle:
 
 @contextmanager
 def command_errors() -> Iterator[None]:
-    """Convert errors of storage access and run lookup to `CommandError`."""
+    """Convert errors of runs, storage, and arguments to `CommandError`."""
     try:
         yield
     except OSError as error:
         raise CommandError(format_os_error(error)) from error
-    except (LookupError, ImportError, ValueError, CheckpointError) as error:
+    except (ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CommandError(str(error)) from error

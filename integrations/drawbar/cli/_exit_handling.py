@@ -6,11 +6,10 @@ import contextlib
 import select
 import signal
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from drawbar.cli._output import CommandError, discard_stdout
+from drawbar.cli._output import discard_stdout
 
 if TYPE_CHECKING:
     from drawbar.train import RunHandle, TrainingFailedError, WorkerGroupError
@@ -30,24 +29,6 @@ _EXIT_CODES = {
     signal.SIGTERM: EXIT_SIGTERM,
     signal.SIGPIPE: EXIT_STDOUT_CLOSED,
 }
-
-
-@contextlib.contextmanager
-def command_errors() -> Iterator[None]:
-    """Convert errors of starting a run to `CommandError`."""
-    from drawbar.train import InsufficientResourcesError, RunInProgressError
-
-    try:
-        yield
-    except (
-        ValueError,
-        TypeError,
-        ImportError,
-        OSError,
-        RunInProgressError,
-        InsufficientResourcesError,
-    ) as error:
-        raise CommandError(str(error)) from error
 
 
 class StopSignals:

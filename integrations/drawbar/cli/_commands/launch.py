@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from drawbar.cli._exit_handling import StopSignals, command_errors, wait_for_exit_code
+from drawbar.cli._arguments import command_errors
+from drawbar.cli._exit_handling import StopSignals, wait_for_exit_code
 from drawbar.cli._output import CommandError
 from drawbar.cli._ray_connection import (
     MINIMAL_CLUSTER,

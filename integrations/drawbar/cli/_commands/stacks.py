@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drawbar.cli._arguments import AsJson, RunName, command_errors, open_handle, open_record
-from drawbar.cli._output import CommandError, escape_lines, write_json
+from drawbar.cli._output import escape_lines, write_json
 
 
 def stacks(run: RunName, as_json: AsJson = False) -> None:
@@ -14,10 +14,7 @@ def stacks(run: RunName, as_json: AsJson = False) -> None:
     """
     handle = open_handle(run)
     with command_errors():
-        try:
-            summary = handle.diagnose()
-        except RuntimeError as error:  # the run has ended
-            raise CommandError(str(error)) from error
+        summary = handle.diagnose()
         traces = open_record(handle.path).read_stacks()
     if as_json:
         write_json({"path": handle.path, "summary": summary, "stacks": traces})
