@@ -68,7 +68,7 @@ import numpy as np, pyarrow as pa, ray, ray.data, xgboost
 import drawbar.lightgbm, drawbar.xgboost
 from drawbar.train import FailureConfig, RunConfig, ScalingConfig
 
-STORE, PIECES, ROWS, COLUMNS = 80 << 20, 16, 50_000, 40  # the rows are 128 MB
+STORE, PIECES, ROWS, COLUMNS = 80 << 20, 12, 50_000, 40  # the rows are 96 MB
 
 ray.init(address="local", num_cpus=2, object_store_memory=STORE, include_dashboard=False)
 
@@ -79,24 +79,28 @@ def table(seed):
 pieces = [ray.put(table(seed)) for seed in range(PIECES)]
 held_out = table(PIECES).drop("y").to_pandas()
 
-def right(library, Trainer, objective, rows):
+def right(library, Trainer, objective, rows, num_workers):
     failures = FailureConfig(max_failures=1)
     fitted = Trainer(
         params={"objective": objective},
         label_column="y",
         datasets={"train": ray.data.from_arrow_refs(pieces)},
         num_boost_round=3,
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(storage_path=sys.argv[1], failure_config=failures),
     ).fit()
     model = library.RayTrainReportCallback.get_model(fitted.checkpoint)
     return ((model.predict(rows) > 0.5) == (table(PIECES)["y"].to_numpy())).mean()
 
 print("xgboost", right(
-    drawbar.xgboost, drawbar.xgboost.XGBoostTrainer, "binary:logistic", xgboost.DMatrix(held_out)
+    drawbar.xgboost,
+    drawbar.xgboost.XGBoostTrainer,
+    "binary:logistic",
+    xgboost.DMatrix(held_out),
+    num_workers=2,
 ))
 print("lightgbm", right(
-    drawbar.lightgbm, drawbar.lightgbm.LightGBMTrainer, "binary", held_out
+    drawbar.lightgbm, drawbar.lightgbm.LightGBMTrainer, "binary", held_out, num_workers=1
 ))
 """
 
