@@ -34,7 +34,6 @@ MEDIAN: dict[str, dict[str, Any]] = {
     "lightgbm": {"objective": "mae", "verbosity": -1},
 }
 SORTED_DATASETS: dict[str, Any] = {
-    "pandas": lambda frame: frame,
     "arrow": pa.Table.from_pandas,
     "ray": lambda frame: ray.data.from_pandas([frame[:6000], frame[6000:]]),
 }
@@ -87,10 +86,7 @@ def fit(
     return trainer.get_model(result.checkpoint).predict(features)
 
 
-@pytest.mark.parametrize(
-    ("library", "kind"),
-    [("xgboost", "pandas"), ("xgboost", "ray"), ("lightgbm", "arrow"), ("lightgbm", "ray")],
-)
+@pytest.mark.parametrize(("library", "kind"), [("xgboost", "ray"), ("lightgbm", "arrow")])
 def test_quantile_objective_on_sorted_rows_is_as_good_as_one_process(
     library: str, kind: str, run_config: RunConfig
 ) -> None:
