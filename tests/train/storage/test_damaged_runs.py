@@ -366,6 +366,18 @@ def test_resume_after_losing_newest_checkpoint_repairs_run(tmp_path: Path, lost:
     check_run(tmp_path / "run")
 
 
+def test_interrupted_write_in_staging_area_is_not_a_damaged_checkpoint(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (run / ".staging").mkdir()
+    (run / ".staging" / ".drawbar-checkpoint_000001-.drawbar-checksums.json.1.tmp").write_text("{")
+    verified = dict(find_run(run).verify_checkpoints())
+    assert verified == {"checkpoint_000000": "", "checkpoint_000001": ""}
+    fit(two_steps, run.parent, resume="must")
+    assert "damage" not in capfd.readouterr().err
+    check_run(run)
+
+
 def test_journal_path_that_is_a_directory_raises(tmp_path: Path) -> None:
     journal = tmp_path / "run" / "journal.jsonl"
     journal.mkdir(parents=True)

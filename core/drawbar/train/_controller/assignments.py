@@ -15,7 +15,7 @@ from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerIn
 from drawbar.train._ray_compat import get_draining_nodes
 from drawbar.train._row_positions import RowPosition
 from drawbar.train._storage.checkpoint import Checkpoint, add_preprocessor
-from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.remote_path import get_fs_path
 from drawbar.train._worker_group import cluster
 from drawbar.train._worker_group.capacity import (
     describe_missing_resources,
@@ -86,8 +86,7 @@ class RunAssignmentPlanner:
         initial_checkpoint = self._spec.resume_from_checkpoint
         if initial_checkpoint is not None and initial_checkpoint.path == start.resume_checkpoint:
             return initial_checkpoint
-        root = self._run.directory.root
-        run_path = root.fs_path if isinstance(root, RemotePath) else str(root)
+        run_path = get_fs_path(self._run.directory.root)
         return self._run.directory.checkpoints.get_checkpoint(
             start.resume_checkpoint.removeprefix(f"{run_path}/")
         )

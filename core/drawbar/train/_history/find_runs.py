@@ -15,9 +15,9 @@ from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.run_record import RunRecord
-from drawbar.train._storage.contents import is_directory
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE
+from drawbar.train._storage.manifest import list_directories
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY
 from drawbar.train._storage.run_directory import make_run_directory
@@ -89,7 +89,7 @@ def read_record(path: Path | RemotePath, name: str = "") -> RunRecord:
 def _describe_missing_run(path: Path | RemotePath, storage: Path | RemotePath) -> str:
     names: list[str] = []
     with contextlib.suppress(OSError):
-        names = [name for name in _list_run_directories(storage) if name != path.name]
+        names = [name for name in list_directories(storage) if name != path.name]
     similar = difflib.get_close_matches(path.name, names, n=_MAX_SUGGESTIONS, cutoff=0.5)
     if similar:
         return f"There is no run {path.name!r} in {storage}. Similar names: {', '.join(similar)}."
@@ -145,7 +145,7 @@ def iter_run_records(
         prefix: Name of the directory in the storage path, with a "/" at its end.
         depth: Number of directories from the storage path to the runs.
     """
-    for name in _list_run_directories(storage):
+    for name in list_directories(storage):
         path = storage / name
         run = _read_run(path, prefix + name, read)
         if run is not None:
@@ -176,13 +176,6 @@ def _can_be_run(path: Path) -> bool:
     except OSError:
         return True
     return True
-
-
-def _list_run_directories(storage: Path | RemotePath) -> list[str]:
-    if isinstance(storage, RemotePath):
-        return storage.list_directories()
-    names = [entry.name for entry in os.scandir(storage) if is_directory(entry)]
-    return sorted(name for name in names if not name.startswith("."))
 
 
 @dataclass

@@ -27,7 +27,7 @@ from drawbar.train._storage.checkpoint_store import CheckpointStore
 from drawbar.train._storage.filesystem import AnyFileSystem, make_local_filesystem
 from drawbar.train._storage.journal_file import is_locked
 from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.remote_path import get_fs_path
 from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
 
 if TYPE_CHECKING:
@@ -123,9 +123,7 @@ class Result:
             for manifest in manifests
         }
         return cls(
-            path=directory.root.fs_path
-            if isinstance(directory.root, RemotePath)
-            else directory.uri,
+            path=get_fs_path(directory.root),
             _storage_filesystem=directory.filesystem,
             _directory=directory,
             _history=history,

@@ -37,7 +37,12 @@ from drawbar.train._storage.manifest import (
     read_file_or_none,
     read_manifest,
 )
-from drawbar.train._storage.remote_path import RemotePath, download_files, is_same_filesystem
+from drawbar.train._storage.remote_path import (
+    RemotePath,
+    download_files,
+    get_fs_path,
+    is_same_filesystem,
+)
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -86,11 +91,7 @@ class Checkpoint:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"Checkpoint(path={path!r}) must be the path or URI of a directory.")
         self._storage_path = resolve_path(path, filesystem)
-        self.path = (
-            self._storage_path.fs_path
-            if isinstance(self._storage_path, RemotePath)
-            else str(self._storage_path)
-        )
+        self.path = get_fs_path(self._storage_path)
         # Belongs to this object, not to the directory. It is pickled with the object, so that all
         # ranks that receive the same checkpoint share one copy.
         self._copy_key = uuid.uuid4().hex

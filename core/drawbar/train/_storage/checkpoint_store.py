@@ -32,6 +32,7 @@ from drawbar.train._storage.manifest import (
     Manifest,
     assign_directory_names,
     check_file_sizes,
+    list_directories,
     list_user_files,
     make_already_committed_error,
     read_manifest,
@@ -181,9 +182,9 @@ class CheckpointStore(UploadTarget, ABC):
     def clean_up(self) -> None:
         """Remove uncommitted files, and the remaining files of interrupted deletions."""
 
-    @abstractmethod
     def _list_directories(self) -> list[str]:
         """Return the names of direct subdirectories of the run that can be checkpoints."""
+        return list_directories(self.root)
 
     def names(self) -> list[str]:
         """Return the names of directories that can be checkpoints, without reading them."""

@@ -29,7 +29,6 @@ from drawbar.train._storage.contents import (
     CHECKSUMS_FILE,
     VALIDATION_FILE,
     has_reserved_files,
-    is_directory,
     is_external,
 )
 from drawbar.train._storage.external_checkpoints import add_name, remove_name
@@ -141,14 +140,12 @@ class LocalCheckpointStore(CheckpointStore):
         write_atomically(directory / file, data, durable=durable, temp_directory=temp_directory)
 
     def list_damaged(self) -> list[str]:
-        with os.scandir(self.run_path) as scan:
-            entries = list(scan)
         damaged = []
-        for entry in entries:
-            if is_directory(entry) and self._is_drawbar_checkpoint(entry.name):
+        for name in self._list_directories():
+            if self._is_drawbar_checkpoint(name):
                 with suppress(UnsupportedFormatError):  # only the newer version can check it
-                    if not self.is_intact(entry.name):
-                        damaged.append(entry.name)
+                    if not self.is_intact(name):
+                        damaged.append(name)
         return damaged
 
     def _is_drawbar_checkpoint(self, name: str) -> bool:
@@ -161,15 +158,7 @@ class LocalCheckpointStore(CheckpointStore):
         return name in parse_committed_names(read_file_or_none(self.run_path, JOURNAL_FILE) or b"")
 
     def _list_directories(self) -> list[str]:
-        if not self.run_path.is_dir():
-            return []
-        with os.scandir(self.run_path) as scan:
-            entries = list(scan)
-        return [
-            entry.name
-            for entry in entries
-            if is_directory(entry) and not entry.name.startswith(".")
-        ]
+        return super()._list_directories() if self.run_path.is_dir() else []
 
 
 def _is_same_path(path: Path, other: Path) -> bool:

@@ -20,6 +20,7 @@ from drawbar.train._storage.contents import (
     FileEntry,
     check_checkpoint_name,
     check_relative_path,
+    is_directory,
     is_reserved,
 )
 from drawbar.train._storage.files import (
@@ -257,6 +258,20 @@ def read_file_or_none(path: Path | RemotePath, name: str, start: int = 0) -> byt
         return read_regular_file(path / name, start)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def list_directories(path: Path | RemotePath) -> list[str]:
+    """Return the sorted names of the direct subdirectories, without hidden local ones.
+
+    Raises:
+        OSError: The directory cannot be read. A missing one is an error only if it is local.
+        CheckpointError: A remote storage lists a directory outside this one.
+    """
+    if isinstance(path, RemotePath):
+        return path.list_directories()
+    with os.scandir(path) as entries:
+        names = [entry.name for entry in entries if is_directory(entry)]
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def read_checksums(path: Path | RemotePath) -> dict[str, str] | None:

@@ -140,9 +140,6 @@ class RemoteCheckpointStore(CheckpointStore):
         """Return the names of directories that Drawbar has written to, but not committed."""
         return [name for name in self._list_directories() if _is_uncommitted(self.run_path / name)]
 
-    def _list_directories(self) -> list[str]:
-        return self.run_path.list_directories()
-
 
 def _mark_pending(directory: RemotePath) -> None:
     """Mark a directory as an uncommitted checkpoint.

@@ -39,7 +39,7 @@ from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.local_store import LocalCheckpointStore
 from drawbar.train._storage.manifest import read_file_or_none
-from drawbar.train._storage.remote_path import RemotePath, describe_endpoint
+from drawbar.train._storage.remote_path import RemotePath, describe_endpoint, get_fs_path
 from drawbar.train._storage.remote_store import RemoteCheckpointStore
 from drawbar.train._storage.run_files import (
     OUTCOME_FILE,
@@ -82,11 +82,7 @@ class RunDirectory:
     @property
     def storage_fs_path(self) -> str:
         """Path of the storage on its filesystem."""
-        return (
-            str(self.local_path.parent)
-            if self.remote_path is None
-            else self.remote_path.parent.fs_path
-        )
+        return get_fs_path(self.root.parent)
 
     @property
     def uri(self) -> str:

@@ -11,7 +11,7 @@ from drawbar.train._driver_env import TuneTrial
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.contents import list_files
 from drawbar.train._storage.filesystem import make_local_filesystem
-from drawbar.train._storage.remote_path import RemotePath, upload_files
+from drawbar.train._storage.remote_path import RemotePath, get_fs_path, upload_files
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.session import Session
@@ -169,8 +169,7 @@ class StorageContext(os.PathLike[str]):
     @property
     def experiment_fs_path(self) -> str:
         """Path of the run directory on its filesystem."""
-        root = self._run_directory.root
-        return root.fs_path if isinstance(root, RemotePath) else str(root)
+        return get_fs_path(self._run_directory.root)
 
     def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
         """Return the path of a checkpoint on its filesystem.
