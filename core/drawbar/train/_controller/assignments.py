@@ -15,7 +15,7 @@ from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerIn
 from drawbar.train._ray_compat import get_draining_nodes
 from drawbar.train._row_positions import RowPosition
 from drawbar.train._storage.checkpoint import Checkpoint, add_preprocessor
-from drawbar.train._storage.remote_path import get_fs_path
+from drawbar.train._storage.storage_path import get_fs_path
 from drawbar.train._worker_group import cluster
 from drawbar.train._worker_group.capacity import (
     describe_missing_resources,

@@ -35,9 +35,9 @@ from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._storage.journal_file import is_locked, strip_torn_line
-from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._storage.run_files import OUTCOME_FILE
+from drawbar.train._storage.storage_path import read_file_or_none
 
 REPLY_TIMEOUT_S = 10.0
 """Time after which a process that has not replied counts as unresponsive."""

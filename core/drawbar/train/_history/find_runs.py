@@ -17,10 +17,10 @@ from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.run_record import RunRecord
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE
-from drawbar.train._storage.manifest import list_directories
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY
 from drawbar.train._storage.run_directory import make_run_directory
+from drawbar.train._storage.storage_path import list_directories
 
 _MAX_SUGGESTIONS = 3
 _MAX_DEPTH = 4  # of directories to search for runs, because a storage may also contain datasets

@@ -20,9 +20,10 @@ from drawbar.train._history.stored_reports import SegmentReader
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE, is_locked, strip_torn_line
-from drawbar.train._storage.manifest import DECODE_ERRORS, read_file_or_none
+from drawbar.train._storage.manifest import DECODE_ERRORS
 from drawbar.train._storage.run_directory import make_run_directory
 from drawbar.train._storage.run_files import TRACKERS_DIRECTORY
+from drawbar.train._storage.storage_path import read_file_or_none
 
 
 @dataclass(frozen=True)

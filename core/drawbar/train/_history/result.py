@@ -27,8 +27,8 @@ from drawbar.train._storage.checkpoint_store import CheckpointStore
 from drawbar.train._storage.filesystem import AnyFileSystem, make_local_filesystem
 from drawbar.train._storage.journal_file import is_locked
 from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.remote_path import get_fs_path
 from drawbar.train._storage.run_directory import RunDirectory, open_run_directory
+from drawbar.train._storage.storage_path import get_fs_path
 
 if TYPE_CHECKING:
     import pandas

@@ -15,8 +15,8 @@ from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._protocol.resources import ResourceSample
 from drawbar.train._storage.files import compute_tree_size
 from drawbar.train._storage.journal_file import is_locked, strip_torn_line
-from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.storage_path import read_file_or_none
 
 _POLL_PERIOD_S = 0.2
 

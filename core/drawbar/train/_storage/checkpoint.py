@@ -22,27 +22,18 @@ import cloudpickle
 from drawbar.train._errors import CheckpointError
 from drawbar.train._storage.contents import MANIFEST_FILE, METADATA_FILE, list_files
 from drawbar.train._storage.download_cache import keep_copy, use_cached_copy
-from drawbar.train._storage.files import copy_files, write_atomically
-from drawbar.train._storage.filesystem import (
-    AnyFileSystem,
-    make_local_filesystem,
-    resolve_path,
-)
+from drawbar.train._storage.files import copy_files
+from drawbar.train._storage.filesystem import AnyFileSystem, make_local_filesystem, resolve_path
 from drawbar.train._storage.manifest import (
     Manifest,
     check_file_sizes,
     compute_checksum,
     list_user_files,
     read_checksums,
-    read_file_or_none,
     read_manifest,
 )
-from drawbar.train._storage.remote_path import (
-    RemotePath,
-    download_files,
-    get_fs_path,
-    is_same_filesystem,
-)
+from drawbar.train._storage.remote_path import RemotePath, download_files, is_same_filesystem
+from drawbar.train._storage.storage_path import get_fs_path, read_file_or_none, write_file
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -235,14 +226,10 @@ class Checkpoint:
                 f"Checkpoint metadata must be a mapping, not {metadata!r} ({type_name})."
             )
         data = json.dumps(dict(metadata)).encode()
-        if isinstance(self._storage_path, Path):
-            committed = (self._storage_path / MANIFEST_FILE).exists()
-            temp_directory = self._storage_path.parent if committed else None
-            write_atomically(
-                self._storage_path / METADATA_FILE, data, temp_directory=temp_directory
-            )
-        else:
-            self._storage_path.write(METADATA_FILE, data)
+        temp_directory = None
+        if isinstance(self._storage_path, Path) and (self._storage_path / MANIFEST_FILE).exists():
+            temp_directory = self._storage_path.parent
+        write_file(self._storage_path, METADATA_FILE, data, temp_directory=temp_directory)
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add keys to the metadata. Existing keys are replaced.

@@ -25,14 +25,13 @@ from drawbar.train._storage.contents import (
     is_external,
     list_files,
 )
-from drawbar.train._storage.external_checkpoints import INDEX_FILE, list_names
+from drawbar.train._storage.external_checkpoints import INDEX_FILE, add_name, list_names
 from drawbar.train._storage.files import fsync_path
 from drawbar.train._storage.filesystem import resolve_path
 from drawbar.train._storage.manifest import (
     Manifest,
     assign_directory_names,
     check_file_sizes,
-    list_directories,
     list_user_files,
     make_already_committed_error,
     read_manifest,
@@ -40,6 +39,7 @@ from drawbar.train._storage.manifest import (
 )
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
+from drawbar.train._storage.storage_path import list_directories, write_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,43 +257,44 @@ def make_default_name(index: int) -> str:
     return f"checkpoint_{index:06d}"
 
 
-def commit_in_place(path: Path | RemotePath, draft: CheckpointDraft) -> Manifest:
+def commit_in_place(checkpoints: CheckpointStore, draft: CheckpointDraft) -> Manifest:
     """Commit every file in a directory where it is, and return the manifest."""
-    if isinstance(path, RemotePath):
-        manifest = draft.manifest.with_files(list_user_files(path))
-        finalize_remote(path, manifest, draft)
-    else:
-        manifest = draft.manifest.with_files(list_files(path))
-        finalize_local(path, manifest, draft)
-        if draft.durable:
-            fsync_path(path.parent)
+    name = draft.manifest.name
+    if "/" in name:  # not a direct child of the run directory
+        add_name(checkpoints.root, name)
+    path = checkpoints.path(name)
+    files = list_user_files(path) if isinstance(path, RemotePath) else list_files(path)
+    manifest = draft.manifest.with_files(files)
+    finalize(path, manifest, draft)
+    if draft.durable and isinstance(path, Path):
+        fsync_path(path.parent)
     fault_points.maybe_stop_at("commit.renamed")
     return manifest
 
 
-def finalize_local(directory: Path, manifest: Manifest, draft: CheckpointDraft) -> None:
-    """Write Drawbar's files into a local directory, the manifest last."""
-    if draft.metadata is not None and not (directory / METADATA_FILE).exists():
-        (directory / METADATA_FILE).write_bytes(draft.metadata)
-    fault_points.maybe_stop_at("commit.merged")
-    # The manifest makes the directory a checkpoint, so all other files must exist before it.
-    write_manifest(directory, manifest, durable=draft.durable)
-    fault_points.maybe_stop_at("commit.manifest")
-
-
-def finalize_remote(directory: RemotePath, manifest: Manifest, draft: CheckpointDraft) -> None:
-    """Write Drawbar's files into a remote directory, after checking that all files exist."""
-    if draft.metadata is not None and directory.read_or_none(METADATA_FILE) is None:
-        directory.write(METADATA_FILE, draft.metadata)
+def finalize(directory: Path | RemotePath, manifest: Manifest, draft: CheckpointDraft) -> None:
+    """Write Drawbar's files into the directory of a checkpoint, the manifest last."""
+    if draft.metadata is not None and not _has_metadata(directory):
+        write_file(directory, METADATA_FILE, draft.metadata)
     sums = {
         path: value for staged in draft.staged_files for path, value in staged.checksums.items()
     }
     if sums:
-        directory.write(CHECKSUMS_FILE, msgspec.json.encode(sums))
+        write_file(directory, CHECKSUMS_FILE, msgspec.json.encode(sums))
     fault_points.maybe_stop_at("commit.merged")
-    check_file_sizes(directory, manifest)
-    directory.write(MANIFEST_FILE, manifest.encode())
+    # The manifest makes the directory a checkpoint, so all other files must exist before it.
+    if isinstance(directory, RemotePath):
+        check_file_sizes(directory, manifest)
+        directory.write(MANIFEST_FILE, manifest.encode())
+    else:
+        write_manifest(directory, manifest, durable=draft.durable)
     fault_points.maybe_stop_at("commit.manifest")
+
+
+def _has_metadata(directory: Path | RemotePath) -> bool:
+    if isinstance(directory, RemotePath):
+        return directory.read_or_none(METADATA_FILE) is not None
+    return (directory / METADATA_FILE).exists()
 
 
 MAX_HASHED_BYTES = 1_000_000_000

@@ -15,9 +15,10 @@ import msgspec
 
 from drawbar.train._errors import DamagedRunError
 from drawbar.train._storage.contents import check_checkpoint_name
-from drawbar.train._storage.files import NOT_A_FILE_ERRNOS, write_atomically
-from drawbar.train._storage.manifest import DECODE_ERRORS, read_file_or_none
+from drawbar.train._storage.files import NOT_A_FILE_ERRNOS
+from drawbar.train._storage.manifest import DECODE_ERRORS
 from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.storage_path import read_file_or_none, write_file
 
 INDEX_FILE = "places.json"
 
@@ -60,8 +61,4 @@ def remove_name(run_path: Path | RemotePath, name: str) -> None:
 
 
 def _write_index(run_path: Path | RemotePath, names: list[str]) -> None:
-    data = msgspec.json.encode(names)
-    if isinstance(run_path, RemotePath):
-        run_path.write(INDEX_FILE, data)
-    else:
-        write_atomically(run_path / INDEX_FILE, data)
+    write_file(run_path, INDEX_FILE, msgspec.json.encode(names))

@@ -22,7 +22,7 @@ from drawbar.train._storage.checkpoint_store import (
     CheckpointStore,
     check_not_committed,
     commit_in_place,
-    finalize_local,
+    finalize,
     make_name_conflict_error,
 )
 from drawbar.train._storage.contents import (
@@ -31,17 +31,13 @@ from drawbar.train._storage.contents import (
     has_reserved_files,
     is_external,
 )
-from drawbar.train._storage.external_checkpoints import add_name, remove_name
-from drawbar.train._storage.files import fsync_path, remove_tree, write_atomically
+from drawbar.train._storage.external_checkpoints import remove_name
+from drawbar.train._storage.files import fsync_path, remove_tree
 from drawbar.train._storage.journal_file import JOURNAL_FILE, parse_committed_names
-from drawbar.train._storage.manifest import (
-    Manifest,
-    compute_checksum,
-    read_file_or_none,
-    read_manifest,
-)
+from drawbar.train._storage.manifest import Manifest, compute_checksum, read_manifest
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles, StagingArea, merge_staged
+from drawbar.train._storage.storage_path import read_file_or_none, write_file
 
 
 @dataclass(frozen=True)
@@ -74,14 +70,18 @@ class LocalCheckpointStore(CheckpointStore):
 
     def commit(self, draft: CheckpointDraft) -> Manifest:
         fault_points.maybe_stop_at("commit.start")
+        name = draft.manifest.name
+        check_not_committed(self, name)
         if draft.is_in_place:
-            return self._commit_in_place(draft)
-        target = self.run_path / draft.manifest.name
+            if not is_external(name):
+                self.staging.replace_symlinks(self.run_path / name)
+            return commit_in_place(self, draft)
+        target = self.run_path / name
         self._clear_target(target)
         # If no rank has reported files, the checkpoint contains only metrics.
         merged = merge_staged(draft.staged_files) or self.staging.make_directory("empty")
         manifest = draft.manifest.with_stored_sizes(merged)
-        finalize_local(merged, manifest, draft)
+        finalize(merged, manifest, draft)
         os.rename(merged, target)
         # The rename changed the run directory. Without an fsync, a crash could undo the rename.
         if draft.durable:
@@ -89,19 +89,9 @@ class LocalCheckpointStore(CheckpointStore):
         fault_points.maybe_stop_at("commit.renamed")
         return manifest
 
-    def _commit_in_place(self, draft: CheckpointDraft) -> Manifest:
-        name = draft.manifest.name
-        check_not_committed(self, name)
-        if not is_external(name):
-            self.staging.replace_symlinks(self.run_path / name)
-        if "/" in name:  # not a direct child of the run directory
-            add_name(self.run_path, name)
-        return commit_in_place(self.path(name), draft)
-
     def _clear_target(self, target: Path) -> None:
         if not target.exists():
             return
-        check_not_committed(self, target.name)
         if target.name not in self.list_damaged():
             raise make_name_conflict_error(target)
         self.staging.move_to_trash(target)
@@ -131,13 +121,9 @@ class LocalCheckpointStore(CheckpointStore):
     def _write_reserved_file(
         self, name: str, file: str, data: bytes, *, durable: bool = False
     ) -> None:
-        directory = self.path(name)
-        if isinstance(directory, RemotePath):
-            directory.write(file, data)
-            return
         # An external checkpoint may be on another filesystem, to which no file can be renamed.
         temp_directory = None if is_external(name) else self.staging.path
-        write_atomically(directory / file, data, durable=durable, temp_directory=temp_directory)
+        write_file(self.path(name), file, data, durable=durable, temp_directory=temp_directory)
 
     def list_damaged(self) -> list[str]:
         damaged = []

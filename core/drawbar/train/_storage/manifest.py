@@ -20,17 +20,11 @@ from drawbar.train._storage.contents import (
     FileEntry,
     check_checkpoint_name,
     check_relative_path,
-    is_directory,
     is_reserved,
 )
-from drawbar.train._storage.files import (
-    NOT_A_FILE_ERRNOS,
-    fsync_path,
-    fsync_tree,
-    read_regular_file,
-    write_atomically,
-)
+from drawbar.train._storage.files import NOT_A_FILE_ERRNOS, fsync_path, fsync_tree, write_atomically
 from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.storage_path import read_file_or_none
 
 
 class ReportedCheckpointStatus(Enum):
@@ -243,35 +237,6 @@ def assign_directory_names(manifests: Mapping[str, Manifest]) -> list[Manifest]:
         if name == manifest.name or (manifest.index, manifest.time) not in originals
     ]
     return sorted(renamed, key=lambda manifest: (manifest.index, manifest.time))
-
-
-def read_file_or_none(path: Path | RemotePath, name: str, start: int = 0) -> bytes | None:
-    """Read a file of a run or checkpoint from an offset; return None if it does not exist.
-
-    Raises:
-        OSError: The file cannot be read, or is not a regular file; see `read_regular_file`.
-    """
-    if isinstance(path, RemotePath):
-        data = path.read_or_none(name)
-        return None if data is None else data[start:]
-    try:
-        return read_regular_file(path / name, start)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def list_directories(path: Path | RemotePath) -> list[str]:
-    """Return the sorted names of the direct subdirectories, without hidden local ones.
-
-    Raises:
-        OSError: The directory cannot be read. A missing one is an error only if it is local.
-        CheckpointError: A remote storage lists a directory outside this one.
-    """
-    if isinstance(path, RemotePath):
-        return path.list_directories()
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if is_directory(entry)]
-    return sorted(name for name in names if not name.startswith("."))
 
 
 def read_checksums(path: Path | RemotePath) -> dict[str, str] | None:

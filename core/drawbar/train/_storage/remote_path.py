@@ -223,11 +223,6 @@ class RemotePath:
             return
 
 
-def get_fs_path(path: Path | RemotePath) -> str:
-    """Return a path as it is on its filesystem, without a scheme."""
-    return path.fs_path if isinstance(path, RemotePath) else str(path)
-
-
 def is_same_filesystem(one: FileSystem, other: FileSystem) -> bool:
     """Return True if two pyarrow filesystems are equal.
 

@@ -21,7 +21,7 @@ from drawbar.train._storage.checkpoint_store import (
     CheckpointStore,
     check_not_committed,
     commit_in_place,
-    finalize_remote,
+    finalize,
     make_name_conflict_error,
 )
 from drawbar.train._storage.contents import (
@@ -31,12 +31,12 @@ from drawbar.train._storage.contents import (
     is_external,
     is_reserved,
 )
-from drawbar.train._storage.external_checkpoints import add_name, remove_name
-from drawbar.train._storage.files import write_atomically
+from drawbar.train._storage.external_checkpoints import remove_name
 from drawbar.train._storage.manifest import Manifest
 from drawbar.train._storage.remote_path import RemotePath, is_same_filesystem, upload_files
 from drawbar.train._storage.retries import warn_if_slow
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
+from drawbar.train._storage.storage_path import write_file
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,11 @@ class RemoteCheckpointStore(CheckpointStore):
         name = draft.manifest.name
         check_not_committed(self, name)
         if draft.is_in_place:
-            if "/" in name:
-                add_name(self.run_path, name)
-            return commit_in_place(self.path(name), draft)
+            return commit_in_place(self, draft)
         directory = self.run_path / name
         # An abandoned attempt may have left other files under this name.
         _remove_unlisted(directory, draft.staged_files)
-        finalize_remote(directory, draft.manifest, draft)
+        finalize(directory, draft.manifest, draft)
         fault_points.maybe_stop_at("commit.renamed")
         return draft.manifest
 
@@ -114,11 +112,8 @@ class RemoteCheckpointStore(CheckpointStore):
         """Do nothing, because the commit has already written them."""
 
     def write_validation(self, manifest: Manifest, *, durable: bool) -> None:
-        directory = self.path(manifest.name)
-        if isinstance(directory, RemotePath):
-            directory.write(VALIDATION_FILE, manifest.encode())
-        else:
-            write_atomically(directory / VALIDATION_FILE, manifest.encode(), durable=durable)
+        path = self.path(manifest.name)
+        write_file(path, VALIDATION_FILE, manifest.encode(), durable=durable)
 
     def list_damaged(self) -> list[str]:
         """Return the names of committed checkpoints that have lost files.

@@ -38,16 +38,11 @@ from drawbar.train._storage.files import remove_tree
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE
 from drawbar.train._storage.local_store import LocalCheckpointStore
-from drawbar.train._storage.manifest import read_file_or_none
-from drawbar.train._storage.remote_path import RemotePath, describe_endpoint, get_fs_path
+from drawbar.train._storage.remote_path import RemotePath, describe_endpoint
 from drawbar.train._storage.remote_store import RemoteCheckpointStore
-from drawbar.train._storage.run_files import (
-    OUTCOME_FILE,
-    TRAINER_FILE,
-    RemoteRunFiles,
-    RunFiles,
-)
+from drawbar.train._storage.run_files import OUTCOME_FILE, TRAINER_FILE, RemoteRunFiles, RunFiles
 from drawbar.train._storage.staging import StagingArea
+from drawbar.train._storage.storage_path import get_fs_path, read_file_or_none
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem

@@ -28,10 +28,10 @@ from drawbar.train._storage.journal_file import (
     make_not_a_file_error,
     strip_torn_line,
 )
-from drawbar.train._storage.manifest import read_file_or_none
 from drawbar.train._storage.remote_path import RemotePath, upload_file
 from drawbar.train._storage.report_files import REPORTS_DIRECTORY, list_superseded, parse_segments
 from drawbar.train._storage.retries import is_transient
+from drawbar.train._storage.storage_path import read_file_or_none
 
 OUTCOME_FILE = "outcome.pkl"
 RESOURCES_FILE = "resources.jsonl"
