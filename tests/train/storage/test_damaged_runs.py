@@ -256,6 +256,17 @@ def test_changed_checkpoint_is_quarantined(run: Path) -> None:
     assert (quarantined / "model").read_text() == "?"
 
 
+def test_checkpoint_without_files_of_drawbar_is_quarantined(run: Path) -> None:
+    newest = run / "checkpoint_000001"
+    for path in newest.glob(".drawbar*"):
+        path.unlink()
+    fit(two_steps, run.parent)
+    (quarantined,) = (run / "broken").iterdir()
+    assert (quarantined / "model").read_text() == "b"
+    assert content(train.Checkpoint(newest)) == "a"
+    check_run(run)
+
+
 def test_resume_must_without_intact_checkpoint_raises(run: Path) -> None:
     for checkpoint in run.glob("checkpoint_*"):
         change(checkpoint / "model")

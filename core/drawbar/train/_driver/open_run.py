@@ -42,6 +42,7 @@ from drawbar.train._history.report_ranges import (
     describe_missing,
     find_missing_reports,
     get_checkpoint_indices,
+    list_committed_names,
 )
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.stored_reports import StoredReports
@@ -300,7 +301,7 @@ def _classify_directory(
     damage = (
         [] if is_complete else ["its journal, whose unreadable lines are now in journal.damaged"]
     )
-    damage += directory.checkpoints.list_damaged()
+    damage += directory.checkpoints.list_damaged(list_committed_names(events))
     if not events and is_complete:
         if not directory.checkpoints.list_committed() and not damage:
             return RunDirectoryState.NONE, events, damage

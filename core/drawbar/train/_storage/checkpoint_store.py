@@ -173,10 +173,14 @@ class CheckpointStore(UploadTarget, ABC):
     # -- all checkpoints
 
     @abstractmethod
-    def list_damaged(self) -> list[str]:
+    def list_damaged(self, committed: Collection[str] = ()) -> list[str]:
         """Return the names of directories that Drawbar created and that are not intact.
 
         Checkpoints in a newer format are not included.
+
+        Args:
+            committed: Names of checkpoints in the journal. They are included even if all files of
+                Drawbar are missing, unless the training function chose the name.
         """
 
     def clean_up(self) -> None:
@@ -257,6 +261,11 @@ def make_default_name(index: int) -> str:
     return f"checkpoint_{index:06d}"
 
 
+def is_default_name(name: str) -> bool:
+    """Return True if a name looks like one of `make_default_name`."""
+    return name.startswith("checkpoint_")
+
+
 def commit_in_place(checkpoints: CheckpointStore, draft: CheckpointDraft) -> Manifest:
     """Commit every file in a directory where it is, and return the manifest."""
     name = draft.manifest.name
@@ -319,12 +328,14 @@ def quarantine(checkpoints: CheckpointStore, name: str) -> None:
     """Move a damaged checkpoint to `broken` in the run directory, so that its name can be reused.
 
     These directories are not moved:
-      - directories without Drawbar's files, which belong to the user
+      - directories without Drawbar's files whose name the user chose, which may be the user's
       - checkpoints in an object store, which cannot rename; the next commit replaces them
       - checkpoints that are not direct children of the run directory
     """
     path = checkpoints.path(name)
-    if "/" not in name and isinstance(path, Path) and path.is_dir() and has_reserved_files(path):
+    if "/" in name or not isinstance(path, Path) or not path.is_dir():
+        return
+    if is_default_name(name) or has_reserved_files(path):
         target = path.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
         target.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # nothing is left of the checkpoint

@@ -9,7 +9,6 @@ upload does not grow with the age of the run.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import stat
@@ -17,8 +16,6 @@ import time
 import weakref
 from pathlib import Path
 from typing import IO
-
-import msgspec
 
 from drawbar.train._errors import DamagedRunError, RunInProgressError
 from drawbar.train._storage.contents import format_exact_size
@@ -168,27 +165,6 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-class _JournalLine(msgspec.Struct):
-    """Fields of a journal line that `parse_committed_names` needs."""
-
-    event: str
-    name: str = ""
-
-
-_line_decoder = msgspec.json.Decoder(_JournalLine)
-
-
-def parse_committed_names(journal: bytes) -> set[str]:
-    """Return the names of all committed checkpoints in the readable lines of a journal."""
-    names = set()
-    for line in strip_torn_line(journal).splitlines():
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            entry = _line_decoder.decode(line)
-            if entry.event == "checkpoint":
-                names.add(entry.name)
-    return names
 
 
 PARTS_DIRECTORY = "journal.parts"

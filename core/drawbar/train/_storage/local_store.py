@@ -8,6 +8,7 @@ final name, which is atomic. A deletion first renames the checkpoint back into `
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from drawbar.train._storage.checkpoint_store import (
     check_not_committed,
     commit_in_place,
     finalize,
+    is_default_name,
     make_name_conflict_error,
 )
 from drawbar.train._storage.contents import (
@@ -33,11 +35,10 @@ from drawbar.train._storage.contents import (
 )
 from drawbar.train._storage.external_checkpoints import remove_name
 from drawbar.train._storage.files import fsync_path, remove_tree
-from drawbar.train._storage.journal_file import JOURNAL_FILE, parse_committed_names
 from drawbar.train._storage.manifest import Manifest, compute_checksum, read_manifest
 from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles, StagingArea, merge_staged
-from drawbar.train._storage.storage_path import read_file_or_none, write_file
+from drawbar.train._storage.storage_path import write_file
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class LocalCheckpointStore(CheckpointStore):
     def _clear_target(self, target: Path) -> None:
         if not target.exists():
             return
-        if target.name not in self.list_damaged():
+        # It is not intact, so if it has Drawbar's files, it is a damaged checkpoint.
+        if not (target.is_dir() and has_reserved_files(target)):
             raise make_name_conflict_error(target)
         self.staging.move_to_trash(target)
 
@@ -125,23 +127,15 @@ class LocalCheckpointStore(CheckpointStore):
         temp_directory = None if is_external(name) else self.staging.path
         write_file(self.path(name), file, data, durable=durable, temp_directory=temp_directory)
 
-    def list_damaged(self) -> list[str]:
+    def list_damaged(self, committed: Collection[str] = ()) -> list[str]:
+        default_names = set(filter(is_default_name, committed))
         damaged = []
         for name in self._list_directories():
-            if self._is_drawbar_checkpoint(name):
+            if name in default_names or has_reserved_files(self.run_path / name):
                 with suppress(UnsupportedFormatError):  # only the newer version can check it
                     if not self.is_intact(name):
                         damaged.append(name)
         return damaged
-
-    def _is_drawbar_checkpoint(self, name: str) -> bool:
-        """Return True if Drawbar created this directory, and not the user."""
-        if has_reserved_files(self.run_path / name):
-            return True
-        if not name.startswith("checkpoint_"):
-            return False
-        # Drawbar's files may be missing in the directory. The journal still contains its name.
-        return name in parse_committed_names(read_file_or_none(self.run_path, JOURNAL_FILE) or b"")
 
     def _list_directories(self) -> list[str]:
         return super()._list_directories() if self.run_path.is_dir() else []

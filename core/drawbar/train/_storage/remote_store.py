@@ -10,7 +10,7 @@ See docs/decisions/0005-remote-storage.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +115,7 @@ class RemoteCheckpointStore(CheckpointStore):
         path = self.path(manifest.name)
         write_file(path, VALIDATION_FILE, manifest.encode(), durable=durable)
 
-    def list_damaged(self) -> list[str]:
+    def list_damaged(self, committed: Collection[str] = ()) -> list[str]:
         """Return the names of committed checkpoints that have lost files.
 
         A directory without a manifest is not damaged: a killed process leaves it like that.
