@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -39,8 +39,7 @@ def copy_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     reflinks, such as XFS and Btrfs, then share the blocks instead of copying them.
     """
     fault_points.maybe_stop_at("persist.start")
-    _make_directories(target, files)
-    _run_parallel(files, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}"))
+    _copy(source, target, files)
 
 
 def _make_directories(target: Path, files: Sequence[FileEntry]) -> None:
@@ -60,9 +59,7 @@ def move_files(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
     links = find_symlinks(source)
     to_copy = [file for file in files if has_symlink_in_path(file.path, links)] if links else []
     _make_directories(target, files)
-    _run_parallel(
-        to_copy, lambda file: _copy_file(f"{source}/{file.path}", f"{target}/{file.path}")
-    )
+    _copy(source, target, to_copy)
     copied_paths = {file.path for file in to_copy}
     to_move = [file for file in files if file.path not in copied_paths]
     moved = []
@@ -100,11 +97,7 @@ def replace_symlinks(directory: Path, scratch_directory: Path) -> None:
     """
     links = find_symlinks(directory)
     to_copy = [file for file in list_files(directory) if has_symlink_in_path(file.path, links)]
-    _make_directories(scratch_directory, to_copy)
-    _run_parallel(
-        to_copy,
-        lambda file: _copy_file(f"{directory}/{file.path}", f"{scratch_directory}/{file.path}"),
-    )
+    _copy(directory, scratch_directory, to_copy)
     for link in links:
         if (scratch_directory / link).is_dir():
             # A directory can be renamed onto an empty directory, but not onto a link.
@@ -123,16 +116,22 @@ def remove_unlisted(directory: Path, listed_paths: Container[str]) -> None:
             os.unlink(entry.path)
 
 
-def _run_parallel(files: Sequence[FileEntry], action: Callable[[FileEntry], None]) -> None:
+def _copy(source: Path, target: Path, files: Sequence[FileEntry]) -> None:
+    """Copy files and create their parent directories."""
+    _make_directories(target, files)
+
+    def copy(file: FileEntry) -> None:
+        _copy_file(f"{source}/{file.path}", f"{target}/{file.path}")
+
     total = sum(file.size for file in files)
     if len(files) <= 1 or (len(files) <= _COPY_THREADS and total <= _SMALL_COPY_BYTES):
         for count, file in enumerate(files):
             if count == 1:
                 fault_points.maybe_stop_at("persist.half")
-            action(file)
+            copy(file)
         return
-    with DaemonThreadPool(min(_COPY_THREADS, len(files)), "drawbar-copy") as pool:
-        for count, _ in enumerate(pool.map(action, files)):
+    with DaemonThreadPool(_COPY_THREADS, "drawbar-copy") as pool:
+        for count, _ in enumerate(pool.map(copy, files)):
             if count == 0:
                 fault_points.maybe_stop_at("persist.half")
 

@@ -377,7 +377,7 @@ def _download_file(source: RemotePath, target: Path, file: FileEntry) -> None:
 
 def _transfer_parallel(files: Sequence[FileEntry], action: Callable[[FileEntry], T]) -> list[T]:
     results: list[T] = []
-    with DaemonThreadPool(min(_TRANSFER_THREADS, max(len(files), 1)), "drawbar-transfer") as pool:
+    with DaemonThreadPool(_TRANSFER_THREADS, "drawbar-transfer") as pool:
         for result in pool.map(action, files):
             if not results:
                 fault_points.maybe_stop_at("persist.half")
