@@ -9,7 +9,13 @@ from itertools import pairwise
 from drawbar.train._api import set_public_module
 from drawbar.train._history.events import AttemptStarted, DatasetEpochEnded, JournaledEvent
 from drawbar.train._protocol.messages import ShardEpochEnded
-from drawbar.train._row_positions import NumberedRows, RowRanges, cut_segments, decode_reads
+from drawbar.train._row_positions import (
+    NumberedRows,
+    RowRanges,
+    complement,
+    cut_segments,
+    decode_reads,
+)
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,7 @@ class DatasetEpoch:
         """Rows that were not read; None if row numbers are unknown."""
         if self.row_ranges is None or self.total_rows is None:
             return None
-        unread, until = [], 0
-        for low, high in (*self.row_ranges, (self.total_rows, self.total_rows)):
-            if until < low:
-                unread.append((until, low))
-            until = max(until, high)
-        return tuple(unread)
+        return complement(self.row_ranges, self.total_rows)
 
 
 class DataLedger:

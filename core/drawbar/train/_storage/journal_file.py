@@ -52,16 +52,6 @@ class JournalFile:
         if complete != data:
             os.truncate(self._path, len(complete))
 
-    def sync_from(self, remote_data: bytes | None) -> None:
-        """Replace the lines with another copy's, unless they only continue it.
-
-        Args:
-            remote_data: The other copy, possibly with a torn last line. None empties the journal.
-        """
-        remote_lines = None if remote_data is None else strip_torn_line(remote_data)
-        if remote_lines is None or not self._path.read_bytes().startswith(remote_lines):
-            self.replace_contents(remote_lines or b"")
-
     def replace_contents(self, data: bytes) -> None:
         """Replace all lines atomically."""
         write_atomically(self._path, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -261,11 +262,8 @@ def compute_checksum(path: Path) -> str:
     """Return the xxh3 (64 bit) of a file as 16 hex digits."""
     import xxhash
 
-    digest = xxhash.xxh3_64()
     with open(path, "rb") as file:
-        while chunk := file.read(4 * 1024 * 1024):
-            digest.update(chunk)
-    return str(digest.hexdigest())
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def list_user_files(path: RemotePath) -> tuple[FileEntry, ...]:

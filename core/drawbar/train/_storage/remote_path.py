@@ -129,18 +129,17 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return True if a file or directory has this path."""
-        info = retry_transient(
-            lambda: self.filesystem.get_file_info([self.fs_path])[0], f"looking for {self}"
-        )
-        return bool(info.type.value)
+        return bool(self._get_info().type.value)
 
     def get_size(self, name: str) -> int | None:
         """Return the size of a file; None if it does not exist."""
-        path = f"{self.fs_path}/{name}"
-        info = retry_transient(
-            lambda: self.filesystem.get_file_info([path])[0], f"looking for {self / name}"
-        )
+        info = (self / name)._get_info()
         return info.size if info.is_file else None
+
+    def _get_info(self) -> FileInfo:
+        return retry_transient(
+            lambda: self.filesystem.get_file_info([self.fs_path])[0], f"looking for {self}"
+        )
 
     # -- single files
 

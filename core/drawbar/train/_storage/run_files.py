@@ -181,7 +181,7 @@ class RemoteRunFiles(RunFiles):
         local_data, remote_data = self._read_journals()
         if remote_data is None or not self._is_local_newer(local_data, remote_data):
             remove_tree(self.path / REPORTS_DIRECTORY)
-        journal.sync_from(remote_data)
+            journal.replace_contents(strip_torn_line(remote_data or b""))
         self._download_open_segments()
 
     def _download_open_segments(self) -> None:
