@@ -6,10 +6,11 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 from drawbar import train
@@ -19,10 +20,11 @@ from drawbar.train import (
     HangError,
     RunConfig,
     ScalingConfig,
-    WorkerGroupError,
     collective,
 )
 from tests.train.runs import fit
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
 on_ray = pytest.mark.usefixtures("ray_cluster")
 
@@ -30,10 +32,12 @@ TIMEOUT_S = 5
 """Timeout that a rank which waits for a core on a busy machine does not reach."""
 
 
-def trainer(function: object, config: RunConfig, **failure: object) -> DataParallelTrainer:
+def trainer(
+    function: object, config: RunConfig, num_workers: int = 2, **failure: object
+) -> DataParallelTrainer:
     return DataParallelTrainer(
         function,  # type: ignore[arg-type]  # local functions of any shape
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(
             name=config.name,
             storage_path=config.storage_path,
@@ -102,77 +106,64 @@ def test_sigusr1_to_driver_writes_stacks(run_config: RunConfig, tmp_path: Path) 
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def wait_in_c() -> None:
-    ctypes.PyDLL(None).sleep(60)  # holds the interpreter lock
+def wait_in_c(gate: Path) -> None:
+    file = os.open(gate, os.O_RDWR)  # with O_RDONLY, opening the FIFO would wait
+    ctypes.PyDLL(None).read(file, ctypes.create_string_buffer(1), 1)  # holds the interpreter lock
 
 
-def wait_for_child() -> None:
-    subprocess.run(["sleep", "60"], check=False)
+def wait_for_child(gate: Path) -> None:
+    subprocess.run(["head", "--bytes=1", gate], check=False)
 
 
-def freeze() -> None:
+def freeze(gate: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@on_ray
-@pytest.mark.parametrize(
-    ("stop", "state"),
-    [
-        (wait_in_c, "it does not respond: it is frozen, or in one long call"),
-        (wait_for_child, "in wait_for_child, inside "),
-        (freeze, "it is stopped (state T): kill -CONT "),
-    ],
-)
-def test_stalled_rank_that_others_wait_for_is_reported_once(
-    run_config: RunConfig,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    stop: Callable[[], None],
-    state: str,
-) -> None:
-    def function() -> None:
-        train.report({"step": 0})
-        if train.get_context().get_world_rank() == 1:
-            (tmp_path / "pid").write_text(str(os.getpid()))
-            stop()
-        collective.barrier()
-
-    run = trainer(function, run_config, stall_warning_after=TIMEOUT_S).start()
-    while not (stalled := run.stalled_ranks):
-        assert not run.is_done
-        threading.Event().wait(0.01)
-    assert list(stalled) == [1]
-    assert "rank 1 has shown no activity for" in stalled[1]
-    assert "while rank 0 waits in collective #0 (barrier)" in stalled[1]
-    assert state in stalled[1]
-    assert "stalled ranks 1" in repr(run)
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    with pytest.raises(WorkerGroupError):
-        run.wait()
-    assert capfd.readouterr().err.count(stalled[1]) == 1
+STALLS = {
+    1: (wait_in_c, "it does not respond: it is frozen, or in one long call"),
+    2: (wait_for_child, "in wait_for_child, inside "),
+    3: (freeze, "it is stopped (state T): kill -CONT "),
+}
 
 
 @on_ray
-def test_stalled_rank_that_continues_is_cleared(
+def test_stalled_ranks_that_others_wait_for_are_reported_once_and_cleared(
     run_config: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    gates = {rank: tmp_path / f"gate_{rank}" for rank in STALLS}
+    for gate in gates.values():
+        os.mkfifo(gate)
+
     def function() -> None:
-        while train.get_context().get_world_rank() == 1 and not (tmp_path / "continue").exists():
-            threading.Event().wait(0.01)
+        train.report({"step": 0})
+        rank = train.get_context().get_world_rank()
+        (tmp_path / f"pid_{rank}").write_text(str(os.getpid()))
+        if rank in STALLS:
+            stop, _ = STALLS[rank]
+            stop(gates[rank])
         collective.barrier()
-        while not (tmp_path / "end").exists():
-            collective.barrier()
+        while not any(collective.all_gather((tmp_path / "end").exists())):
             threading.Event().wait(0.01)
 
-    run = trainer(function, run_config, stall_warning_after=TIMEOUT_S).start()
-    while not run.stalled_ranks:
+    run = trainer(function, run_config, 1 + len(STALLS), stall_warning_after=TIMEOUT_S).start()
+    while len(stalled := run.stalled_ranks) < len(STALLS):
         assert not run.is_done
         threading.Event().wait(0.01)
-    (tmp_path / "continue").touch()
+    for rank, (_, state) in STALLS.items():
+        assert f"rank {rank} has shown no activity for" in stalled[rank]
+        assert "while rank 0 waits in collective #0 (barrier)" in stalled[rank]
+        assert state in stalled[rank]
+    assert "stalled ranks 1, 2, 3" in repr(run)
+    for rank, gate in gates.items():
+        if STALLS[rank][0] is freeze:
+            os.kill(int((tmp_path / f"pid_{rank}").read_text()), signal.SIGCONT)
+        else:
+            gate.write_text("x")
     while run.stalled_ranks:
         assert not run.is_done
         threading.Event().wait(0.01)
     (tmp_path / "end").touch()
-    run.stop(save=False)
     run.wait()
-    assert "All ranks are active again." in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert [err.count(text) for text in stalled.values()] == [1, 1, 1]
+    assert "All ranks are active again." in err
