@@ -12,7 +12,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -102,9 +102,22 @@ class JaxConfig(BackendConfig):
                     f"Set ScalingConfig(use_{kind}=True)."
                 )
 
-    def train_func_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def train_func_context(self) -> Iterator[None]:
         """Initialize jax.distributed for the training function."""
-        return _set_up(self)
+        context = get_context()
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        if threads.isdecimal():
+            os.environ.setdefault("NPROC", threads)  # the only setting of XLA's thread pools
+        platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # defined at import time
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or self.platform)
+        try:
+            if context.get_world_size() > 1:
+                _initialize_distributed(self)
+            with _explain_errors():
+                yield
+        finally:
+            jax.config.update("jax_platforms", platforms)
 
 
 class JaxBackend(Backend):
@@ -123,23 +136,6 @@ class JaxBackend(Backend):
 
 def _import_jax() -> None:
     """Do nothing. Unpickling this function imports JAX."""
-
-
-@contextmanager
-def _set_up(config: JaxConfig) -> Iterator[None]:
-    context = get_context()
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if threads.isdecimal():
-        os.environ.setdefault("NPROC", threads)  # the only setting of XLA's thread pools
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # defined at import time
-    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or config.platform)
-    try:
-        if context.get_world_size() > 1:
-            _initialize_distributed(config)
-        with _explain_errors():
-            yield
-    finally:
-        jax.config.update("jax_platforms", platforms)
 
 
 @contextmanager

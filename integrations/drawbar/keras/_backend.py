@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -94,9 +94,21 @@ class KerasConfig(BackendConfig):
         require_package("keras", extra="keras")
         self.framework_config.check_requirements(scaling_config)
 
-    def train_func_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def train_func_context(self) -> Iterator[None]:
         """Connect the processes of the backend and distribute Keras models over them."""
-        return _set_up(self)
+        with (
+            _keras_backend_env(self.keras_backend),
+            self.framework_config.train_func_context(),
+            ExitStack() as stack,
+        ):
+            stack.callback(restore_attributes)
+            if get_context().get_world_size() > 1:
+                import keras
+
+                keras.utils.set_random_seed(int(get_context().get_run_id()[:7], 16))
+                stack.enter_context(_distribute_model(keras, self.keras_backend))
+            yield
 
 
 def _import_keras(backend: str, framework_setup: Callable[[], object] | None) -> None:
@@ -114,22 +126,6 @@ def current_keras_backend() -> KerasBackendName:
     if (keras := sys.modules.get("keras")) is not None and hasattr(keras, "backend"):
         backend = keras.backend.backend()
     return cast(KerasBackendName, backend)
-
-
-@contextmanager
-def _set_up(config: KerasConfig) -> Iterator[None]:
-    with (
-        _keras_backend_env(config.keras_backend),
-        config.framework_config.train_func_context(),
-        ExitStack() as stack,
-    ):
-        stack.callback(restore_attributes)
-        if get_context().get_world_size() > 1:
-            import keras
-
-            keras.utils.set_random_seed(int(get_context().get_run_id()[:7], 16))
-            stack.enter_context(_distribute_model(keras, config.keras_backend))
-        yield
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, ClassVar
@@ -89,9 +89,14 @@ class LightGBMConfig(BoostingConfig):
         """Class of the backend."""
         return LightGBMBackend
 
-    def train_func_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def train_func_context(self) -> Iterator[None]:
         """Connect the workers for the training function and disconnect them afterwards."""
-        return _set_up(self)
+        with _network(self):
+            _success_callbacks.at = []
+            yield
+            for call in _success_callbacks.at:
+                call()
 
 
 class LightGBMBackend(Backend):
@@ -108,15 +113,6 @@ class LightGBMBackend(Backend):
     """
 
     can_reuse_processes = True  # a failed network leaves no state in the process
-
-
-@contextmanager
-def _set_up(config: LightGBMConfig) -> Iterator[None]:
-    with _network(config):
-        _success_callbacks.at = []
-        yield
-        for call in _success_callbacks.at:
-            call()
 
 
 # Thread-local, because ranks are threads in `drawbar.train.testing`.

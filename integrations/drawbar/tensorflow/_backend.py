@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,9 +73,11 @@ class TensorflowConfig(BackendConfig):
         if self.use_legacy_keras:
             require_package("tf_keras", extra="tensorflow")
 
-    def train_func_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def train_func_context(self) -> Iterator[None]:
         """Set TF_CONFIG and TensorFlow's number of threads for the training function."""
-        return _set_up()
+        with tf_config_env(), explain_errors(), enable_keras_v3_saving():
+            yield
 
 
 class TensorflowBackend(Backend):
@@ -119,12 +121,6 @@ def _filter_startup_messages() -> Iterator[None]:
             os.close(stderr)
             captured.seek(0)
             os.write(2, b"".join(line for line in captured if not _STARTUP_MESSAGE.match(line)))
-
-
-@contextmanager
-def _set_up() -> Iterator[None]:
-    with tf_config_env(), explain_errors(), enable_keras_v3_saving():
-        yield
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Literal
@@ -114,9 +114,23 @@ class TorchConfig(BackendConfig):
         """Return torchrun's store if torchrun started several processes, otherwise None."""
         return torchrun_store() if is_multiprocess_torchrun() else None
 
-    def train_func_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def train_func_context(self) -> Iterator[None]:
         """Create the process group before the training function, and destroy it afterwards."""
-        return _worker_setup(self)
+        backend = self.resolve_backend(has_gpus=bool(get_context().get_accelerator_ids()))
+        with attempt_cleanup():
+            set_torch_threads()
+            reset_accelerate_state()
+            device = _set_current_device(is_gpu_required="nccl" in backend)
+            assert not isinstance(self.timeout_s, timedelta)  # __post_init__ converts to seconds
+            timeout = timedelta(seconds=self.timeout_s)
+            # Under torchrun, MASTER_ADDR and MASTER_PORT must keep the address of torchrun's store.
+            set_master_env = self.init_method == "env" and not uses_torchrun_store()
+            with (
+                process_group(backend, timeout, device, set_master_env=set_master_env),
+                warn_if_no_communication(),
+            ):
+                yield
 
 
 class TorchBackend(Backend):
@@ -135,24 +149,6 @@ class TorchBackend(Backend):
 
     share_cuda_visible_devices = True
     can_reuse_processes = True
-
-
-@contextmanager
-def _worker_setup(config: TorchConfig) -> Iterator[None]:
-    backend = config.resolve_backend(has_gpus=bool(get_context().get_accelerator_ids()))
-    with attempt_cleanup():
-        set_torch_threads()
-        reset_accelerate_state()
-        device = _set_current_device(is_gpu_required="nccl" in backend)
-        assert not isinstance(config.timeout_s, timedelta)  # __post_init__ converts to seconds
-        timeout = timedelta(seconds=config.timeout_s)
-        # Under torchrun, MASTER_ADDR and MASTER_PORT must keep the address of torchrun's store.
-        set_master_env = config.init_method == "env" and not uses_torchrun_store()
-        with (
-            process_group(backend, timeout, device, set_master_env=set_master_env),
-            warn_if_no_communication(),
-        ):
-            yield
 
 
 def set_torch_threads() -> None:

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -84,33 +84,29 @@ class TorchXLAConfig(TorchConfig):
                 name="torch_xla",
             )
 
-    def train_func_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def train_func_context(self) -> Iterator[None]:
         """Create the process group before the training function, and destroy it afterwards."""
-        return _worker_setup(self)
-
-
-@contextmanager
-def _worker_setup(config: TorchXLAConfig) -> Iterator[None]:
-    context = get_context()
-    with attempt_cleanup():
-        set_torch_threads()
-        # torch-neuronx detects a launcher by this variable.
-        set_env("TORCHELASTIC_RUN_ID", context.get_run_id())
-        assert not isinstance(config.timeout_s, timedelta)  # __post_init__ converts to seconds
-        if context.get_local_world_size() < context.get_world_size():
-            _set_env_defaults(_EFA_ENV)
-        if config.neuron_parallel_compile:
-            _set_env_defaults(_GRAPH_EXTRACTION_ENV)
-        with process_group(
-            config.resolve_backend(has_gpus=False),
-            timedelta(seconds=config.timeout_s),
-            torch.device("cpu"),
-            set_master_env=True,
-            before_init=_import_xla_backend,
-        ):
-            yield
-    if config.neuron_parallel_compile and context.get_local_rank() == 0:
-        compile_graphs()
+        context = get_context()
+        with attempt_cleanup():
+            set_torch_threads()
+            # torch-neuronx detects a launcher by this variable.
+            set_env("TORCHELASTIC_RUN_ID", context.get_run_id())
+            assert not isinstance(self.timeout_s, timedelta)  # __post_init__ converts to seconds
+            if context.get_local_world_size() < context.get_world_size():
+                _set_env_defaults(_EFA_ENV)
+            if self.neuron_parallel_compile:
+                _set_env_defaults(_GRAPH_EXTRACTION_ENV)
+            with process_group(
+                self.resolve_backend(has_gpus=False),
+                timedelta(seconds=self.timeout_s),
+                torch.device("cpu"),
+                set_master_env=True,
+                before_init=_import_xla_backend,
+            ):
+                yield
+        if self.neuron_parallel_compile and context.get_local_rank() == 0:
+            compile_graphs()
 
 
 def _import_xla_backend() -> None:

@@ -15,7 +15,6 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, ClassVar, Literal
@@ -78,9 +77,27 @@ class XGBoostConfig(BoostingConfig):
         """Class of the backend."""
         return XGBoostBackend
 
-    def train_func_context(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def train_func_context(self) -> Iterator[None]:
         """Initialize the communicator for the training function and finalize it afterwards."""
-        return _communicator(self)
+        context = get_context()
+        if context.get_world_size() == 1:
+            yield
+            return
+        assert not isinstance(self.timeout_s, timedelta)  # converted in __post_init__
+        task = f"{context.get_world_rank():08d}"
+        communicator = collective.CommunicatorContext(
+            **_tracker_args, dmlc_task_id=task, dmlc_timeout=math.ceil(self.timeout_s)
+        )
+        with filter_log(_is_not_rank_message):
+            communicator.__enter__()
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(XGBoostError):  # the first error is raised
+                collective.finalize()
+            raise
+        collective.finalize()
 
 
 class XGBoostBackend(Backend):
@@ -131,25 +148,3 @@ def _is_not_rank_message(message: bytes) -> bool:
 def _set_tracker_args(arguments: Mapping[str, object]) -> None:
     _tracker_args.clear()
     _tracker_args.update(arguments)
-
-
-@contextlib.contextmanager
-def _communicator(config: XGBoostConfig) -> Iterator[None]:
-    context = get_context()
-    if context.get_world_size() == 1:
-        yield
-        return
-    assert not isinstance(config.timeout_s, timedelta)  # converted in __post_init__
-    task = f"{context.get_world_rank():08d}"
-    communicator = collective.CommunicatorContext(
-        **_tracker_args, dmlc_task_id=task, dmlc_timeout=math.ceil(config.timeout_s)
-    )
-    with filter_log(_is_not_rank_message):
-        communicator.__enter__()
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(XGBoostError):  # the first error is raised
-            collective.finalize()
-        raise
-    collective.finalize()
