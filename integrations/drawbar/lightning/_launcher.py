@@ -112,10 +112,10 @@ class RayLauncher:
                 "(num_workers=...): its results would stay in the workers. Use a Trainer without "
                 "strategy=, or run the Tuner in a training function of drawbar.torch.TorchTrainer."
             )
-        state = ReproducibilityState.capture()
+        restore_state = capture_reproducibility_state()
 
         def run_trainer() -> TrainerResult:
-            state.restore()
+            restore_state()
             return _run_in_worker(trainer, args, kwargs)
 
         run = TorchTrainer(
@@ -158,38 +158,23 @@ def _run_in_worker(
     return TrainerResult.from_trainer(trainer, callbacks, result)
 
 
-@dataclass(frozen=True)
-class ReproducibilityState:
-    """Random generator states and torch flags of a process."""
+def capture_reproducibility_state() -> Callable[[], None]:
+    """Return a function that gives another process the random state and torch flags of this one."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
 
-    python: tuple[object, ...]
-    numpy: Any
-    torch: torch.Tensor
-    deterministic: tuple[bool, bool]
-    benchmark: bool
+    def restore() -> None:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
 
-    @classmethod
-    def capture(cls) -> Self:
-        """Capture the state of this process."""
-        return cls(
-            python=random.getstate(),
-            numpy=np.random.get_state(),
-            torch=torch.get_rng_state(),
-            deterministic=(
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            benchmark=torch.backends.cudnn.benchmark,
-        )
-
-    def restore(self) -> None:
-        """Apply the state to this process."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-        enabled, warn_only = self.deterministic
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.backends.cudnn.benchmark = self.benchmark
+    return restore
 
 
 @dataclass(frozen=True)
