@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drawbar import train
+from drawbar.lightning._bases import ParallelStrategy
 from drawbar.lightning._data_position import ShardBatches, TrainLoaderTracker
 from drawbar.lightning._environment import is_in_training_function
 from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
@@ -24,9 +25,6 @@ from drawbar.train.backend import discard_checkpoint, sync_report_index
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies.parallel import ParallelStrategy
-else:
-    ParallelStrategy = object
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
+from drawbar.lightning._bases import ClusterEnvironment
 from drawbar.lightning._package import LateBoundBase
 from drawbar.train import get_context
-
-if TYPE_CHECKING:
-    from lightning.fabric.plugins import ClusterEnvironment
-else:
-    ClusterEnvironment = object
 
 
 class RayLightningEnvironment(

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from drawbar import train
+from drawbar.lightning._bases import Logger
 from drawbar.lightning._package import LateBoundBase
 from drawbar.train import get_context
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
-else:
-    Logger = object
 
 
 class DrawbarLogger(LateBoundBase, Logger, base="loggers.Logger"):

@@ -100,9 +100,9 @@ class LateBoundBase:
 
         class RayLightningEnvironment(LateBoundBase, ClusterEnvironment, base="plugins...."):
 
-    The base is also listed as usual for type checkers; at run time, that name is `object`. Creating
-    an object returns an instance of a subclass with both bases. `isinstance`, subclassing,
-    `super()`, pickle, and copy work as usual.
+    The base is also listed as usual for type checkers; `_bases.py` defines it as `object` at run
+    time. Creating an object returns an instance of a subclass with both bases. `isinstance`,
+    subclassing, `super()`, pickle, and copy work as usual.
     """
 
     package: ClassVar[Package]

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from drawbar import train
+from drawbar.lightning._bases import Callback
 from drawbar.lightning._checkpoint import (
     CHECKPOINT_NAME,
     logged_metrics,
@@ -16,9 +17,7 @@ from drawbar.lightning._package import LateBoundBase
 from drawbar.train import CheckpointUploadMode, ValidationTaskConfig
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-else:
-    Callback = object
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback"):

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawbar.lightning._bases import Callback, Trainer
 from drawbar.lightning._checkpoint import CHECKPOINT_NAME, lightning_checkpoint_path
 from drawbar.lightning._compat import mark_step_as_saved, stops_before_training
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
@@ -13,9 +14,7 @@ from drawbar.train import Checkpoint
 from drawbar.train.backend import start_training
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-else:
-    Callback = Trainer = object
+    from lightning.pytorch import LightningModule
 
 _CKPT_PATH_INDEX = 4
 """Position of `ckpt_path` among the arguments of `fit`."""

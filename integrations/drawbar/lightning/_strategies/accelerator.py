@@ -6,17 +6,13 @@ while the workers have GPUs, or the reverse.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from drawbar.lightning._bases import CUDAAccelerator
 from drawbar.lightning._package import LateBoundBase, bind_base
 from drawbar.train import ScalingConfig
-
-if TYPE_CHECKING:
-    from lightning.pytorch.accelerators import CUDAAccelerator
-else:
-    CUDAAccelerator = object
 
 
 class RemoteCUDAAccelerator(LateBoundBase, CUDAAccelerator, base="accelerators.CUDAAccelerator"):

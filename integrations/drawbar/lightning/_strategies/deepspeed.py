@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from drawbar.lightning._bases import DeepSpeedStrategy
 from drawbar.lightning._compat import reset_deepspeed_state
 from drawbar.lightning._package import import_lightning_class
 from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
@@ -15,11 +16,6 @@ from drawbar.lightning._strategies.universal_checkpoint import open_for_world_si
 from drawbar.torch import get_device, on_attempt_end
 from drawbar.torch.integration import disable_deepspeed_shm
 from drawbar.train.backend import require_package
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-else:
-    DeepSpeedStrategy = object
 
 
 class RayDeepSpeedStrategy(RayStrategy, DeepSpeedStrategy, base="strategies.DeepSpeedStrategy"):

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 
+from drawbar.lightning._bases import FSDPStrategy
 from drawbar.lightning._compat import ModelSetupHook, has_full_state_dict
 from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import FSDPStrategy
-    from torch import Tensor
-    from torch.optim import Optimizer
-else:
-    FSDPStrategy = object
 
 
 class RayFSDPStrategy(ModelSetupHook, RayStrategy, FSDPStrategy, base="strategies.FSDPStrategy"):

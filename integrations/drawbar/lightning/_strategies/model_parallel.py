@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from drawbar.lightning._bases import ModelParallelStrategy
 from drawbar.lightning._compat import get_mesh_shape, set_mesh_shape
 from drawbar.lightning._strategies.strategy import RayStrategy, StateDict
 from drawbar.train import get_context
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ModelParallelStrategy
-else:
-    ModelParallelStrategy = object
 
 
 class RayModelParallelStrategy(

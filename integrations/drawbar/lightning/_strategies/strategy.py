@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from drawbar.lightning._bases import DDPStrategy, ParallelStrategy
 from drawbar.lightning._checkpoint import CheckpointStrategyMixin
 from drawbar.lightning._compat import (
     LauncherHook,
@@ -32,10 +33,6 @@ from drawbar.train import RunConfig, ScalingConfig, get_context
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy
-    from lightning.pytorch.strategies.parallel import ParallelStrategy
-else:
-    DDPStrategy = ParallelStrategy = object
 
 StateDict = dict[str, Any]
 
