@@ -146,9 +146,9 @@ def run_rounds(
             if earlier is not None and options.get("init_model") is None:
                 _c_api.prepend_trees(env.model, earlier)
 
-    ordered = _sort_callbacks(callbacks)
-    before = [callback for callback in ordered if getattr(callback, "before_iteration", False)]
-    after = [callback for callback in ordered if callback not in before]
+    callbacks = _sort_callbacks(callbacks)
+    before = [callback for callback in callbacks if getattr(callback, "before_iteration", False)]
+    after = [callback for callback in callbacks if callback not in before]
     return lightgbm.train(
         _offset_seeds(params, progress.rounds - begin),
         num_boost_round=end - progress.rounds,
