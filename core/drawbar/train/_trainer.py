@@ -29,7 +29,7 @@ from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._errors import UserAbort
 from drawbar.train._frames import without_internal_frames
 from drawbar.train._handle.run_handle import RunHandle
-from drawbar.train._handle.run_view import RunSource, RunView
+from drawbar.train._handle.run_view import RunView
 from drawbar.train._history.result import Result
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.filesystem import AnyFileSystem
@@ -241,8 +241,8 @@ class DataParallelTrainer(ArgumentErrors):
             resume_from_checkpoint=self.resume_from_checkpoint,
             validation_config=self.validation_config,
         )
-        source = self._start_run(spec, payload, use_caller_thread=use_caller_thread)
-        return RunHandle(RunView(source))
+        run = self._start_run(spec, payload, use_caller_thread=use_caller_thread)
+        return RunHandle(run)
 
     def _function_identity(self) -> FunctionIdentity:
         if self._script is None:
@@ -267,9 +267,7 @@ class DataParallelTrainer(ArgumentErrors):
         """
         return True
 
-    def _start_run(
-        self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool
-    ) -> RunSource:
+    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
         if self.scaling_config.max_workers == 0:
             start_run.check_not_detached(self.run_config)
             store = self.backend_config.get_launcher_store()
@@ -387,7 +385,7 @@ class DataParallelTrainer(ArgumentErrors):
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
 
 
-def _make_torchrun_starter(store: LauncherStore) -> Callable[..., RunSource]:
+def _make_torchrun_starter(store: LauncherStore) -> Callable[..., RunView]:
     # Every worker imports this module, and few runs need multiprocessing connections.
     from drawbar.train._handle.torchrun_run import start_or_join_torchrun_run
 

@@ -28,7 +28,7 @@ from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.start_run import start_local_run
 from drawbar.train._errors import WorkerGroupError
 from drawbar.train._frames import without_internal_frames
-from drawbar.train._handle.run_view import RunSource
+from drawbar.train._handle.run_view import RunView
 from drawbar.train._history.audit import check_run
 from drawbar.train._history.result import Result
 from drawbar.train._storage import fault_points
@@ -135,9 +135,7 @@ def run_in_threads(
 
 
 class _ThreadTrainer(DataParallelTrainer):
-    def _start_run(
-        self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool
-    ) -> RunSource:
+    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
         return start_local_run(
             spec,
             payload,
@@ -203,9 +201,7 @@ class _SimulatedTrainer(DataParallelTrainer):
             run_config=run_config,
         )
 
-    def _start_run(
-        self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool
-    ) -> RunSource:
+    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
         return ControllerThread(
             spec,
             lambda path, _: SimulatedWorkerGroup(

@@ -283,8 +283,8 @@ class ControllerThread:
         return self._events.copy_state()
 
     def read_log(self, rank: int) -> bytes | None:
-        """Return the output that a rank has written so far, or None if it is not on this node."""
-        return self.directory.read_local_log(rank)
+        """Return the output that a rank has written so far, or None if there is none."""
+        return self.directory.read_log(rank)
 
     @property
     def _has_ended(self) -> bool:

@@ -153,7 +153,7 @@ class HostActor:
         return self._get_controller_thread().get_state()
 
     def read_log(self, rank: int) -> bytes | None:
-        """Return the output that a rank has written so far, or None if it is not on this node."""
+        """Return the output that a rank has written so far, or None if there is none."""
         return self._get_controller_thread().read_log(rank)
 
     def has_ended(self) -> bool:

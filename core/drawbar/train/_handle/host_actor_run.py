@@ -23,7 +23,7 @@ from drawbar.train._driver.controller_thread import (
 )
 from drawbar.train._errors import ControllerError, RunInProgressError
 from drawbar.train._handle.host_actor import POLL_SECONDS, EventBatch, HostActor, HostedRunInfo
-from drawbar.train._handle.run_view import REPLY_TIMEOUT_S, RunSource, read_outcome
+from drawbar.train._handle.run_view import REPLY_TIMEOUT_S, RunView, read_outcome
 from drawbar.train._history.event_stream import EventPosition
 from drawbar.train._history.live_events import Notice
 from drawbar.train._history.timeline import RunState
@@ -49,8 +49,8 @@ _runs_by_actor_id: dict[str, HostActorRun] = {}
 _attach_lock = threading.Lock()
 
 
-class HostActorRun(RunSource):
-    """Source for a run in a `HostActor`. It polls the events of the run and prints them here.
+class HostActorRun(RunView):
+    """View of a run in a `HostActor`. It polls the events of the run and prints them here.
 
     Args:
         actor: Host actor of the run.
@@ -159,8 +159,9 @@ class HostActorRun(RunSource):
         return state or self.get_outcome().snapshot
 
     def read_log(self, rank: int) -> bytes | None:
-        """Return the output that a rank has written so far, or None if the run has ended."""
-        return self._request(lambda: self._actor.read_log.remote(rank))
+        """Return the output that a rank has written so far, or None if there is none."""
+        log = self._request(lambda: self._actor.read_log.remote(rank))
+        return super().read_log(rank) if log is None else log
 
     def _request(self, call: Callable[[], ObjectRef[T]], *, extra_seconds: float = 0.0) -> T | None:
         """Call the actor and return its reply, or None if the run has ended.
@@ -330,7 +331,7 @@ def attach_to_host_actor(name: str, path: str | None = None) -> HostActorRun | N
     if path not in (None, info.directory.uri):
         return None
     with _attach_lock:
-        # One source for all handles of this process, so that output is shown only once.
+        # One view for all handles of this process, so that output is shown only once.
         return _runs_by_actor_id.get(get_actor_id(actor)) or HostActorRun(
             actor, info, should_replay=False
         )

@@ -16,7 +16,7 @@ from drawbar.train._config.fields import parse_duration
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._errors import UserAbort
 from drawbar.train._frames import without_internal_frames
-from drawbar.train._handle.run_view import EndedRun, LiveGoodput, RunSource, RunView, SameHostRun
+from drawbar.train._handle.run_view import EndedRun, LiveGoodput, RunView, SameHostRun
 from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.result import Result
 from drawbar.train._history.run_history import RunHistory
@@ -52,18 +52,17 @@ class RunHandle:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
-        self._source = run.source
-        self._goodput = LiveGoodput(run.source.directory)
+        self._goodput = LiveGoodput(run.directory)
 
     @property
     def name(self) -> str:
         """Name of the run."""
-        return self._run.name
+        return self._run.directory.name
 
     @property
     def path(self) -> str:
         """Run directory, as a path or URI."""
-        return self._run.path
+        return self._run.directory.uri
 
     @property
     def status(self) -> str:
@@ -73,7 +72,7 @@ class RunHandle:
     @property
     def is_done(self) -> bool:
         """True if the run has ended, so that `wait` returns or raises at once."""
-        return self._source.join(0)
+        return self._run.join(0)
 
     @property
     def metrics(self) -> Metrics | None:
@@ -142,7 +141,7 @@ class RunHandle:
         world_size = max((each.world_size for each in self.timeline.attempts), default=0)
         if rank < 0 or 0 < world_size <= rank:
             raise ValueError(f"rank must be >= 0 and < {world_size or 'num_workers'}, found {rank}")
-        return self._run.read_log(rank)
+        return (self._run.read_log(rank) or b"").decode(errors="replace")
 
     def diagnose(self) -> str:
         """Write the stacks of all ranks to `<run>/stacks` and summarize where the ranks are.
@@ -159,7 +158,7 @@ class RunHandle:
             raise RuntimeError(
                 f"run {self.name!r} has ended ({self.status}): it has no workers to inspect"
             )
-        return self._source.diagnose()
+        return self._run.diagnose()
 
     def stop(self, *, save: bool = True) -> None:
         """Request the run to stop. It can be resumed with `resume="auto"`.
@@ -177,7 +176,7 @@ class RunHandle:
             result = run.wait()
             ```
         """
-        self._source.stop(save=save)
+        self._run.stop(save=save)
 
     def wait(self, timeout: float | timedelta | None = None) -> Result:
         """Wait until the run has ended. A run that was stopped has a result too.
@@ -215,7 +214,7 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
-        with _diagnose_on_signal(self._source.diagnose):
+        with _diagnose_on_signal(self._run.diagnose):
             while True:
                 try:
                     # Inside `try`: a second Ctrl-C may arrive while the first is handled.
@@ -224,19 +223,19 @@ class RunHandle:
                         self._interrupt(is_first=interrupts == 1)
                     remaining = max(0.0, deadline - time.monotonic())
                     # Wait in short intervals: a Ctrl-C just before a wait does not interrupt it.
-                    if self._source.join(min(remaining, JOIN_INTERVAL_S)):
+                    if self._run.join(min(remaining, JOIN_INTERVAL_S)):
                         break
                     if time.monotonic() >= deadline:
                         raise TimeoutError(self._describe_timeout(seconds))
                 except KeyboardInterrupt:
-                    if self._source.is_detached:
+                    if self._run.is_detached:
                         raise UserAbort(self._describe_detach()) from None
                     # The timeout does not apply while the run is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
         if interrupts:
             raise UserAbort(
                 f"stopped by Ctrl-C; the run is in {self.path}. "
-                + describe_resume(self._source.directory)
+                + describe_resume(self._run.directory)
             )
         return self._run.get_outcome().get_result()
 
@@ -248,13 +247,13 @@ class RunHandle:
                 file=sys.stderr,
                 flush=True,
             )
-            self._source.stop(save=False)
+            self._run.stop(save=False)
         else:
-            self._source.kill()
+            self._run.kill()
 
     def _describe_timeout(self, seconds: float | None) -> str:
         description = f"after {seconds:g} s run {self.name!r} in {self.path} has not ended"
-        return f"{description}; {self._source.unresponsive_reason or 'it continues'}"
+        return f"{description}; {self._run.unresponsive_reason or 'it continues'}"
 
     def _describe_detach(self) -> str:
         return (
@@ -312,11 +311,11 @@ def attach(
     is_name = "/" not in target and storage_filesystem is None
     path_or_uri = os.path.join(DEFAULT_STORAGE_PATH, target) if is_name else target
     directory = open_run_directory(path_or_uri, storage_filesystem)
-    return RunHandle(RunView(_find_source(directory, is_name=is_name)))
+    return RunHandle(_find_run(directory, is_name=is_name))
 
 
-def _find_source(directory: RunDirectory, *, is_name: bool) -> RunSource:
-    """Return the source of a run.
+def _find_run(directory: RunDirectory, *, is_name: bool) -> RunView:
+    """Return the view of a run.
 
     Args:
         directory: Run directory.
@@ -328,7 +327,7 @@ def _find_source(directory: RunDirectory, *, is_name: bool) -> RunSource:
         return ended
     # Before Ray is tried: connecting takes a second, and a run on this host does not need it.
     same_host = SameHostRun.find(directory)
-    if same_host is not None and not RunView(same_host).get_state().is_detached:
+    if same_host is not None and not same_host.get_state().is_detached:
         return same_host
     if same_host is None and not is_name and not _can_be_detached(directory):
         raise LookupError(_describe_directory(directory))
@@ -338,9 +337,9 @@ def _find_source(directory: RunDirectory, *, is_name: bool) -> RunSource:
     connect_error = try_connect_to_ray()
     uri = None if is_name else directory.uri
     hosted = attach_to_host_actor(directory.name, uri) if not connect_error else None
-    source = hosted or same_host or EndedRun.find(directory)
-    if source is not None:
-        return source
+    run = hosted or same_host or EndedRun.find(directory)
+    if run is not None:
+        return run
     detached = (
         f"unknown, since {connect_error}"
         if connect_error

@@ -1,6 +1,6 @@
 """`RunView`: one view of a run, in this process, in another one, or ended.
 
-A `RunSource` connects the view to the run:
+Its implementations:
 
 - `ControllerThread`: the controller runs in this process.
 - `SameHostRun`: it runs in another process of this user on this host.
@@ -43,10 +43,10 @@ REPLY_TIMEOUT_S = 10.0
 """Time after which a process that has not replied counts as unresponsive."""
 
 
-class RunSource(control_socket.ControllableRun, Protocol):
-    """Connection to a run: the source of its state, and the way to control it.
+class RunView(control_socket.ControllableRun, Protocol):
+    """View of a run: its state, logs, and outcome, and the way to control it.
 
-    The methods that return None leave the reply to the run directory.
+    By default, the view reads state, logs, and outcome from the run directory.
     """
 
     directory: RunDirectory
@@ -63,59 +63,21 @@ class RunSource(control_socket.ControllableRun, Protocol):
         """Wait until the run has ended and return whether it has."""
         ...
 
-    def get_state(self) -> RunState | None:
-        """Return the current or final state of the run."""
-        return None
-
-    def read_log(self, rank: int) -> bytes | None:
-        """Return the output that a rank has written so far."""
-        return None
-
-    def get_outcome(self) -> RunOutcome | None:
-        """Return the outcome of the run, after its end."""
-        return None
-
-
-class RunView:
-    """View of a run: its name, state, logs, and outcome.
-
-    Attributes:
-        source: Connection to the run.
-    """
-
-    def __init__(self, source: RunSource) -> None:
-        self.source = source
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        return self.source.directory.name
-
-    @property
-    def path(self) -> str:
-        """Run directory, as a path or URI."""
-        return self.source.directory.uri
-
     def get_state(self) -> RunState:
         """Return the current or final state of the run."""
-        state = self.source.get_state()
-        return RunHistory.read(self.source.directory).make_state() if state is None else state
+        return RunHistory.read(self.directory).make_state()
 
-    def read_log(self, rank: int) -> str:
-        """Return the output that a rank has written so far."""
-        log = self.source.read_log(rank)
-        if log is None:
-            log = self.source.directory.run_files.read(f"logs/rank_{rank}.log")
-        return (log or b"").decode(errors="replace")
+    def read_log(self, rank: int) -> bytes | None:
+        """Return the output that a rank has written so far, or None if there is none."""
+        return self.directory.run_files.read(f"logs/rank_{rank}.log")
 
     def get_outcome(self) -> RunOutcome:
         """Return the outcome of the run, after its end."""
-        outcome = self.source.get_outcome()
-        return read_outcome(self.source.directory) if outcome is None else outcome
+        return read_outcome(self.directory)
 
 
-class EndedRun(RunSource):
-    """Source for a run that has ended: its directory."""
+class EndedRun(RunView):
+    """View of a run that has ended, from its directory."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -177,8 +139,8 @@ class EndedRun(RunSource):
         return self.directory.run_files.read(OUTCOME_FILE)
 
 
-class SameHostRun(RunSource):
-    """Source for a run that another process of this user on this host controls.
+class SameHostRun(RunView):
+    """View of a run that another process of this user on this host controls.
 
     That process accepts requests through a socket. Create instances with `find`.
     """
@@ -222,15 +184,15 @@ class SameHostRun(RunSource):
             raise RuntimeError(f"run {name!r} in {uri}: {reply.error}")
         return "" if reply is None else reply.text
 
-    def get_state(self) -> RunState | None:
-        """Return the final state of the run, or None if it is in progress."""
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
         # After its end, another process may have resumed it.
         is_in_progress = not self.join(0) or is_locked(self.directory.journal_path)
-        return None if is_in_progress else _read_final_state(self.directory)
+        return super().get_state() if is_in_progress else _read_final_state(self.directory)
 
     def read_log(self, rank: int) -> bytes | None:
-        """Return the output that a rank has written so far."""
-        return self.directory.read_local_log(rank)
+        """Return the output that a rank has written so far, or None if there is none."""
+        return self.directory.read_log(rank)
 
 
 def _read_final_state(directory: RunDirectory) -> RunState:

@@ -25,7 +25,7 @@ from drawbar.train._console.console import Console
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import CallerExecutor, ControllerThread
 from drawbar.train._errors import ControllerError
-from drawbar.train._handle.run_view import RunSource
+from drawbar.train._handle.run_view import RunView
 from drawbar.train._history.timeline import RunState
 from drawbar.train._protocol.assignment import Ranks, WorkerAssignment
 from drawbar.train._protocol.codec import ProtocolError
@@ -162,8 +162,8 @@ def _get_gpu_ids(spec: RunSpec, ranks: Ranks) -> tuple[str, ...]:
     return get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker), ranks.local_rank)
 
 
-class TorchrunRun(RunSource):
-    """Source for a run that rank 0 controls, in which this process takes part as another rank.
+class TorchrunRun(RunView):
+    """View of a run that rank 0 controls, in which this process takes part as another rank.
 
     Args:
         store: Store of the launcher.
@@ -292,13 +292,14 @@ class TorchrunRun(RunSource):
         """Return an empty string: rank 0 prints the diagnosis."""
         return ""
 
-    def get_state(self) -> RunState | None:
-        """Return the final state of the run, or None if it has not ended."""
-        return None if self._outcome is None else self._outcome.snapshot
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
+        return super().get_state() if self._outcome is None else self._outcome.snapshot
 
-    def get_outcome(self) -> RunOutcome | None:
+    def get_outcome(self) -> RunOutcome:
         """Wait until the run has ended and return its outcome."""
         self._ended.wait()
+        assert self._outcome is not None
         return self._outcome
 
 

@@ -99,11 +99,7 @@ class RunOutput:
 
                 print((runs.find_run("experiment").read_log(0) or b"").decode())
         """
-        log = self._directory.read_local_log(rank, offset)
-        if log is not None:
-            return log
-        stored = self._directory.run_files.read(f"logs/rank_{rank}.log")
-        return None if stored is None else stored[offset:]
+        return self._directory.read_log(rank, offset)
 
     def follow_log(self, rank: int) -> Iterator[bytes]:
         """Yield the output of a rank until the run ends.

@@ -138,13 +138,18 @@ class RunDirectory:
         """Return the path of the complete output of a rank."""
         return self.local_path / "logs" / f"rank_{rank}.log"
 
-    def read_local_log(self, rank: int, offset: int = 0) -> bytes | None:
-        """Return the output of a rank from an offset, or None if this node does not have it.
+    def read_log(self, rank: int, offset: int = 0) -> bytes | None:
+        """Return the output of a rank from an offset, or None if there is no log of this rank.
 
-        On the node of the controller, it is newer than the copy in remote storage.
+        The log on this node comes first: if the controller runs here, it is newer than the stored
+        one.
         """
         path = self.get_log_path(rank)
-        return read_file_or_none(path.parent, path.name, offset)
+        log = read_file_or_none(path.parent, path.name, offset)
+        if log is not None:
+            return log
+        stored = self.run_files.read(f"logs/rank_{rank}.log")
+        return None if stored is None else stored[offset:]
 
     def get_exit_report_path(self, hostname: str, pid: int) -> Path:
         """Return the path of the file that records how a worker process ended."""
