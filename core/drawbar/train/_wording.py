@@ -7,7 +7,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """Escape lone surrogates, which the journal cannot store. File names may contain them."""
+    """Escape lone surrogates, which UTF-8 cannot encode. File names may contain them."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -24,6 +24,7 @@ from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.live_events import Event, Notice
 from drawbar.train._history.metrics_exporter import CONTENT_TYPE, format_metrics
 from drawbar.train._history.run_metrics import METRICS, MetricValue, RunMetrics
+from drawbar.train._wording import escape_surrogates
 
 PORT_VARIABLE = "DRAWBAR_METRICS_PORT"
 HOST_VARIABLE = "DRAWBAR_METRICS_HOST"
@@ -45,12 +46,6 @@ class MetricsServer:
         self._lock = threading.Lock()
         self._runs: list[RunMetrics] = []
         self._server: _HttpServer | None = None
-
-    @property
-    def port(self) -> int | None:
-        """Port of the server; None if it does not run."""
-        server = self._server
-        return None if server is None else int(server.server_address[1])
 
     def add(self, run: RunMetrics) -> str:
         """Add a run, and start the server if necessary.
@@ -83,7 +78,7 @@ class MetricsServer:
             target=self._server.serve_forever, name="drawbar-metrics", daemon=True
         ).start()
         name = f"[{host}]" if ":" in host else host
-        return "" if port else f"metrics: http://{name}:{self.port}/metrics"
+        return "" if port else f"metrics: http://{name}:{self._server.server_address[1]}/metrics"
 
     def remove(self, run: RunMetrics) -> None:
         """Remove a run, and stop the server after the last one."""
@@ -115,9 +110,6 @@ def _describe_settings() -> str:
 
 class _HttpServer(ThreadingHTTPServer):
     """Server for `/metrics`. Each request has a thread."""
-
-    daemon_threads = True
-    block_on_close = False
 
     def __init__(self, host: str, port: int, format_runs: Callable[[], bytes]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -178,51 +170,37 @@ class MetricsPublisher:
 
     def __init__(self, run: OpenRun, *, is_on_ray: bool) -> None:
         self._has_server = bool(os.environ.get(PORT_VARIABLE))
-        self._metrics: RunMetrics | None = None
-        self._ray: _RayUpdates | None = None
-        if not (self._has_server or is_on_ray):
-            return
+        self._is_enabled = self._has_server or is_on_ray
         self._metrics = RunMetrics(run.spec.name)
-        # Earlier attempts of a resumed run, and the event that `open_run` has written.
-        with contextlib.suppress(OSError):
-            for event in decode_readable_events(run.directory.journal_path.read_bytes())[0]:
-                self._metrics.apply(event)
+        self._closed = threading.Event()
+        if self._is_enabled:
+            # Earlier attempts of a resumed run, and the event that `open_run` has written.
+            with contextlib.suppress(OSError):
+                for event in decode_readable_events(run.directory.journal_path.read_bytes())[0]:
+                    self._metrics.apply(event)
         if is_on_ray:
-            self._ray = _RayUpdates(self._metrics)
+            threading.Thread(
+                target=self._update_ray, name="drawbar-ray-metrics", daemon=True
+            ).start()
 
     def start(self, emit: Emit) -> None:
         """Start to serve the metrics, and emit a notice with the URL or a warning."""
-        if self._has_server and self._metrics is not None and (text := SERVER.add(self._metrics)):
+        if self._has_server and (text := SERVER.add(self._metrics)):
             emit(Notice(text))
 
     def on_event(self, event: Event) -> None:
         """Update the metrics with an event."""
-        if self._metrics is not None:
+        if self._is_enabled:
             self._metrics.apply(event)
 
     def close(self) -> None:
-        """Remove the metrics of the run."""
-        if self._metrics is not None and self._has_server:
-            SERVER.remove(self._metrics)
-        if self._ray is not None:
-            self._ray.stop()
+        """Remove the metrics of the run. Ray's gauges are set once more, in their thread."""
+        SERVER.remove(self._metrics)
+        self._closed.set()
 
-
-class _RayUpdates:
-    """Thread that sets gauges of `ray.util.metrics`."""
-
-    def __init__(self, metrics: RunMetrics) -> None:
-        self._metrics = metrics
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="drawbar-ray-metrics", daemon=True).start()
-
-    def stop(self) -> None:
-        """Update the gauges once more, without waiting for it."""
-        self._stopped.set()
-
-    def _run(self) -> None:
+    def _update_ray(self) -> None:
         try:
-            while not self._stopped.wait(RAY_PERIOD_S):
+            while not self._closed.wait(RAY_PERIOD_S):
                 set_ray_gauges(self._metrics.collect(time.time()))
             set_ray_gauges(self._metrics.collect(time.time()))
         except Exception as error:  # Ray may have been shut down
@@ -243,7 +221,6 @@ def set_ray_gauges(values: list[MetricValue]) -> None:
                 )
         # Ray accepts only valid Unicode, and rejects empty tags.
         tags = {
-            key: label.encode(errors="backslashreplace").decode() or "-"
-            for key, label in zip(keys, labels, strict=True)
+            key: escape_surrogates(label) or "-" for key, label in zip(keys, labels, strict=True)
         }
         gauge.set(value, tags=tags)

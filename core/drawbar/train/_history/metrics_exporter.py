@@ -13,6 +13,7 @@ from drawbar.train._history.run_record import RunRecord
 from drawbar.train._history.timeline import FINAL_STATUSES
 from drawbar.train._storage.filesystem import resolve_path
 from drawbar.train._storage.run_directory import make_run_directory
+from drawbar.train._wording import escape_surrogates
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of the Prometheus text format."""
@@ -123,11 +124,6 @@ class _Collector:
             family_class = CounterMetricFamily if info.kind == "counter" else GaugeMetricFamily
             family = family_class(name, info.help, labels=info.labels)
             for value in values:
-                family.add_metric([_to_valid_unicode(label) for label in value.labels], value.value)
+                family.add_metric([escape_surrogates(label) for label in value.labels], value.value)
             if values:
                 yield family
-
-
-def _to_valid_unicode(text: str) -> str:
-    """Escape lone surrogates, which names of directories that are not UTF-8 have."""
-    return text.encode(errors="backslashreplace").decode()
