@@ -33,12 +33,7 @@ from drawbar.train._controller.decisions import (
 from drawbar.train._controller.diagnosis import Stacks, find_stalled_ranks, format_difference
 from drawbar.train._controller.failures import AttemptFailure, make_training_failed_error
 from drawbar.train._controller.rank_progress import RankActivity
-from drawbar.train._driver.resume import (
-    ResumeDecision,
-    RunDirectoryState,
-    decide_resume,
-    list_config_changes,
-)
+from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
 from drawbar.train._frames import find_user_frames
 from drawbar.train._history.events import AttemptEndCause
 from drawbar.train._protocol.messages import ShardEpochEnded, WorkerDied
@@ -166,28 +161,27 @@ AUTO_FROM_START = "training continues from the beginning, since it has no checkp
 
 
 @pytest.mark.parametrize(
-    ("state", "latest", "resume", "fresh", "warning"),
+    ("state", "latest", "resume", "warning"),
     [
-        (NONE, None, "auto", True, ""),
-        (NONE, None, "never", True, ""),
-        (UNFINISHED, "c", "auto", False, ""),
-        (UNFINISHED, None, "auto", False, ""),
-        (UNFINISHED, "c", "must", False, ""),
-        (FINISHED, "c", "auto", False, f"has already finished; {AUTO_FROM_CHECKPOINT}"),
-        (FINISHED, None, "auto", False, f"has already finished; {AUTO_FROM_START}"),
-        (FINISHED, "c", "must", False, f"has already finished; {AUTO_FROM_CHECKPOINT}"),
-        (DAMAGED, "c", "auto", False, f"has damaged parts; {AUTO_FROM_CHECKPOINT}"),
-        (DAMAGED, None, "auto", False, f"has damaged parts; {AUTO_FROM_START}"),
-        (DAMAGED, "c", "must", False, f"has damaged parts; {AUTO_FROM_CHECKPOINT}"),
+        (NONE, None, "auto", ""),
+        (NONE, None, "never", ""),
+        (UNFINISHED, "c", "auto", ""),
+        (UNFINISHED, None, "auto", ""),
+        (UNFINISHED, "c", "must", ""),
+        (FINISHED, "c", "auto", f"has already finished; {AUTO_FROM_CHECKPOINT}"),
+        (FINISHED, None, "auto", f"has already finished; {AUTO_FROM_START}"),
+        (FINISHED, "c", "must", f"has already finished; {AUTO_FROM_CHECKPOINT}"),
+        (DAMAGED, "c", "auto", f"has damaged parts; {AUTO_FROM_CHECKPOINT}"),
+        (DAMAGED, None, "auto", f"has damaged parts; {AUTO_FROM_START}"),
+        (DAMAGED, "c", "must", f"has damaged parts; {AUTO_FROM_CHECKPOINT}"),
     ],
 )
 def test_resume_plan_warns_about_finished_and_damaged_runs(
-    state: RunDirectoryState, latest: str | None, resume: Any, fresh: bool, warning: str
+    state: RunDirectoryState, latest: str | None, resume: Any, warning: str
 ) -> None:
-    plan = decide_resume(state, resume, path="/runs/a", latest=latest)
-    assert plan.is_new_run is fresh
-    assert warning in plan.warning
-    assert bool(plan.warning) is bool(warning)
+    found = decide_resume(state, resume, path="/runs/a", latest=latest)
+    assert warning in found
+    assert bool(found) is bool(warning)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +208,12 @@ def test_resume_plan_with_conflicting_directory_names_the_remedy(
 
 @pytest.mark.parametrize("state", [FINISHED, DAMAGED])
 def test_resume_plan_with_conflicting_functions_needs_must(state: RunDirectoryState) -> None:
-    def plan(resume: Any) -> ResumeDecision:
+    def decide(resume: Any) -> str:
         return decide_resume(state, resume, path="/runs/a", latest="c", conflict=("f", "g"))
 
     with pytest.raises(ResumeError, match="training function f, but this trainer has g"):
-        plan("auto")
-    assert not plan("must").is_new_run
+        decide("auto")
+    assert AUTO_FROM_CHECKPOINT in decide("must")
 
 
 @pytest.mark.parametrize(

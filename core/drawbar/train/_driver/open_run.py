@@ -186,31 +186,26 @@ class _ExistingRun:
 def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec) -> _ExistingRun:
     """Read the run directory and decide how to resume from it."""
     checkpoints = directory.checkpoints
-    state, events, damage = _classify_directory(directory, journal)
+    events, damage = _recover_journal(directory, journal)
     manifests, altered = split_damaged(checkpoints, checkpoints.list_committed())
     intact = [manifest for manifest in manifests if checkpoints.is_intact(manifest.name)]
-    if altered:
-        other_damage = [part for part in damage if part not in altered]
-        state, damage = RunDirectoryState.DAMAGED, [*other_damage, *altered.values()]
+    damage = [part for part in damage if part not in altered] + list(altered.values())
     reports = StoredReports(directory.run_files, strict=False)
     lost = find_missing_reports(events, reports, intact) if events else []
     damage += [f"its reports: {description}" for description in reports.damage.values()]
     if lost:
         before = f" from before {lost[0].checkpoint}" if lost[0].checkpoint else ""
         damage.append(f"its {describe_missing(lost)}{before}, which are missing")
-    if lost or reports.damage:
-        state = RunDirectoryState.DAMAGED
-    latest = intact[-1].name if intact else None
-    decision = decide_resume(
-        state,
+    warning = decide_resume(
+        _classify_directory(events, damage),
         spec.run_config.resume,
         path=directory.uri,
-        latest=latest,
+        latest=intact[-1].name if intact else None,
         damage=damage,
         conflict=_conflicting_functions(events, spec.function),
     )
     missing = _missing_checkpoints(events, intact)
-    return _ExistingRun(events, reports, intact, {*altered, *missing}, decision.warning, lost)
+    return _ExistingRun(events, reports, intact, {*altered, *missing}, warning, lost)
 
 
 def _conflicting_functions(
@@ -293,23 +288,26 @@ def _list_failures_since_last_end(events: list[JournaledEvent]) -> list[AttemptE
     return ends
 
 
-def _classify_directory(
+def _recover_journal(
     directory: RunDirectory, journal: Journal
-) -> tuple[RunDirectoryState, list[JournaledEvent], list[str]]:
-    """Return the state of the directory, its events, and a description of each damaged part."""
+) -> tuple[list[JournaledEvent], list[str]]:
+    """Return the events in the journal, and a description of each damaged part but reports."""
     events, is_complete = journal.recover()
     damage = (
         [] if is_complete else ["its journal, whose unreadable lines are now in journal.damaged"]
     )
     damage += directory.checkpoints.list_damaged(list_committed_names(events))
-    if not events and is_complete:
-        if not directory.checkpoints.list_committed() and not damage:
-            return RunDirectoryState.NONE, events, damage
+    if not events and is_complete and (damage or directory.checkpoints.list_committed()):
         damage.insert(0, "its journal, which is empty or missing, so that a new history begins")
+    return events, damage
+
+
+def _classify_directory(events: list[JournaledEvent], damage: list[str]) -> RunDirectoryState:
     if damage:
-        return RunDirectoryState.DAMAGED, events, damage
-    state = RunDirectoryState.FINISHED if _has_finished(events) else RunDirectoryState.UNFINISHED
-    return state, events, damage
+        return RunDirectoryState.DAMAGED
+    if not events:
+        return RunDirectoryState.NONE
+    return RunDirectoryState.FINISHED if _has_finished(events) else RunDirectoryState.UNFINISHED
 
 
 def describe_environment(

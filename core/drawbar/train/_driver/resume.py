@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from drawbar.train._config.run_config import ResumeMode
@@ -41,14 +40,6 @@ class RunDirectoryState(Enum):
     DAMAGED = "a run with damaged parts"
 
 
-@dataclass(frozen=True)
-class ResumeDecision:
-    """Decision to start a new run or to resume the existing one, with a warning for the user."""
-
-    is_new_run: bool
-    warning: str = ""
-
-
 def decide_resume(
     state: RunDirectoryState,
     resume: ResumeMode,
@@ -57,7 +48,7 @@ def decide_resume(
     latest: str | None,
     damage: Sequence[str] = (),
     conflict: tuple[str, str] | None = None,
-) -> ResumeDecision:
+) -> str:
     """Decide how to start in a run directory.
 
     no run             "auto" and "never" start a new run; "must" is an error
@@ -79,6 +70,9 @@ def decide_resume(
         damage: The damaged parts, for the warning.
         conflict: Training functions of the finished run and of this start, if they differ.
 
+    Returns:
+        A warning for the user, or an empty string.
+
     Raises:
         ResumeError: The directory conflicts with `resume`. The message names the remedies.
     """
@@ -88,7 +82,7 @@ def decide_resume(
                 f'RunConfig.resume="must", but there is no run in {path}. '
                 'Check name and storage_path, or set resume="auto" to start one'
             )
-        return ResumeDecision(is_new_run=True)
+        return ""
     if resume == "never":
         raise ResumeError(
             f'RunConfig.resume="never", but {path} contains {state.value}. '
@@ -107,7 +101,7 @@ def decide_resume(
             f'RunConfig.resume="must", but the run in {path} has no intact checkpoint. '
             'Set resume="auto" to start it from scratch'
         )
-    return ResumeDecision(is_new_run=False, warning=_make_warning(state, path, latest, damage))
+    return _make_warning(state, path, latest, damage)
 
 
 def _make_warning(
