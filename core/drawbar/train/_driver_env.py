@@ -238,15 +238,13 @@ class LoggingSetup:
     def capture(cls) -> LoggingSetup:
         """Return the setup of this process. Other handlers, such as for files, are not included."""
         root = logging.getLogger()
-        loggers = {
-            name: logger for name, logger in root.manager.loggerDict.items() if _has_level(logger)
-        }
         return cls(
             level=root.level,
             levels={
                 name: logger.level
-                for name, logger in loggers.items()
+                for name, logger in root.manager.loggerDict.items()
                 if isinstance(logger, logging.Logger)
+                and logger.level != logging.NOTSET
                 and name.split(".")[0] not in _EXCLUDED_LOGGERS
             },
             handlers=tuple(filter(None, map(_HandlerSettings.from_handler, root.handlers))),
@@ -266,7 +264,8 @@ class LoggingSetup:
             else:
                 _set_level(root, self.level, undo)
                 for name, level in self.levels.items():
-                    if not _has_level(logger := logging.getLogger(name)):
+                    logger = logging.getLogger(name)
+                    if logger.level == logging.NOTSET:
                         _set_level(logger, level, undo)
                 for settings in self.handlers:
                     handler = settings.build()
@@ -301,10 +300,6 @@ class _HandlerSettings:
         handler.setLevel(self.level)
         handler.setFormatter(self.formatter.deserialize())
         return handler
-
-
-def _has_level(logger: object) -> bool:
-    return isinstance(logger, logging.Logger) and logger.level != logging.NOTSET
 
 
 def _set_level(logger: logging.Logger, level: int, undo: contextlib.ExitStack) -> None:

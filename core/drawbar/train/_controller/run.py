@@ -145,7 +145,7 @@ class RunOutcome:
 
     outcome: ControllerOutcome
     snapshot: RunState
-    result: Result | None
+    result: Result | None = None
 
     def get_result(self) -> Result:
         """Return the result with the return values.

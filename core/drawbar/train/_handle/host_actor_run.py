@@ -128,7 +128,7 @@ class HostActorRun(RunView):
         try:
             return read_outcome(self.directory, failure)
         except Exception:  # its journal cannot be read
-            return RunOutcome(ControllerOutcome(error=failure), RunState(status="failed"), None)
+            return RunOutcome(ControllerOutcome(error=failure), RunState(status="failed"))
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the run has ended and return whether it has."""

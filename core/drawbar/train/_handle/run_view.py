@@ -222,7 +222,7 @@ def read_outcome(directory: RunDirectory, error: ControllerError | None = None) 
             f'directory: {directory.uri}\nTo resume from the latest checkpoint, set resume="auto".',
             path=directory.uri,
         )
-    return RunOutcome(ControllerOutcome(error=error), _read_final_state(directory), None)
+    return RunOutcome(ControllerOutcome(error=error), _read_final_state(directory))
 
 
 class LiveGoodput:

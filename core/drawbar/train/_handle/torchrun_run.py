@@ -215,9 +215,7 @@ class TorchrunRun(RunView):
                 self._handle_command(self._connection.receive())
         except (ProtocolError, OSError, EOFError) as error:
             lost = _make_rank_zero_lost_error(error, self.directory.uri)
-            self._outcome = RunOutcome(
-                ControllerOutcome(error=lost), RunState(status="failed"), None
-            )
+            self._outcome = RunOutcome(ControllerOutcome(error=lost), RunState(status="failed"))
             self._runner.handle_command(InterruptFunction(reason=str(lost)))
         self._ended.set()
         self._executor.wake_up()
