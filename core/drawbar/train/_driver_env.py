@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Literal
 
 from drawbar.train._ray_compat import current_data_context
@@ -44,43 +43,29 @@ DEFAULT_FORWARDED_PATTERNS = (
 )
 """Patterns of variables that workers receive; `RunConfig.forward_env` adds more."""
 
-_DEVICE_REASON = "Ray assigns devices to each worker"
-_RANK_REASON = "Drawbar sets it for each worker by its rank"
-_STARTUP_REASON = "Python reads it only at its start; send code with worker_runtime_env instead"
-
-EXCLUDED_PATTERNS: Mapping[str, str] = MappingProxyType(
-    {
-        "*_VISIBLE_DEVICES": _DEVICE_REASON,  # CUDA, NVIDIA, HIP, ROCR, ASCEND_RT, QBRUNTIME, TT
-        "*_VISIBLE_CORES": _DEVICE_REASON,  # NEURON_RT
-        "*_VISIBLE_CHIPS": _DEVICE_REASON,  # TPU
-        "*_VISIBLE_MODULES": _DEVICE_REASON,  # HABANA
-        "GPU_DEVICE_ORDINAL": _DEVICE_REASON,
-        "ONEAPI_DEVICE_SELECTOR": _DEVICE_REASON,
-        "ZE_AFFINITY_MASK": _DEVICE_REASON,
-        "FURIOSA_DEVICES": _DEVICE_REASON,
-        "RBLN_DEVICES": _DEVICE_REASON,
-        "DRAWBAR_*": "it describes a process of another run",
-        "RAY_*": "it describes the driver's connection to Ray",
-        "RANK": _RANK_REASON,
-        "LOCAL_RANK": _RANK_REASON,
-        "NODE_RANK": _RANK_REASON,
-        "GROUP_RANK": _RANK_REASON,
-        "ROLE_RANK": _RANK_REASON,
-        "ROLE_NAME": _RANK_REASON,
-        "WORLD_SIZE": _RANK_REASON,
-        "LOCAL_WORLD_SIZE": _RANK_REASON,
-        "GROUP_WORLD_SIZE": _RANK_REASON,
-        "ROLE_WORLD_SIZE": _RANK_REASON,
-        "MASTER_ADDR": _RANK_REASON,
-        "MASTER_PORT": _RANK_REASON,
-        "TORCHELASTIC_*": _RANK_REASON,
-        "PET_*": _RANK_REASON,  # options of torchrun, if the driver runs under it
-        "TF_CONFIG": _RANK_REASON,
-        "PYTHONPATH": _STARTUP_REASON,
-        "PYTHONHOME": _STARTUP_REASON,
-    }
-)
-"""Patterns of variables that workers never receive from the driver, each with the reason."""
+_EXCLUDED_PATTERNS = {
+    "Ray assigns devices to each worker": (
+        "*_VISIBLE_DEVICES",  # CUDA, NVIDIA, HIP, ROCR, ASCEND_RT, QBRUNTIME, TT
+        "*_VISIBLE_CORES",  # NEURON_RT
+        "*_VISIBLE_CHIPS",  # TPU
+        "*_VISIBLE_MODULES",  # HABANA
+        *("GPU_DEVICE_ORDINAL", "ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK"),
+        *("FURIOSA_DEVICES", "RBLN_DEVICES"),
+    ),
+    "it describes a process of another run": ("DRAWBAR_*",),
+    "it describes the driver's connection to Ray": ("RAY_*",),
+    "Drawbar sets it for each worker by its rank": (
+        *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*", "TF_CONFIG"),
+        "PET_*",  # options of torchrun, if the driver runs under it
+    ),
+    "Python reads it only at its start; send code with worker_runtime_env instead": (
+        "PYTHONPATH",
+        "PYTHONHOME",
+    ),
+}
+"""Patterns of variables that workers never receive from the driver, by the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +351,7 @@ def select_forwarded(
         Variables to forward.
 
     Raises:
-        ValueError: `extra_patterns` names a variable of `EXCLUDED_PATTERNS`. A wider pattern that
+        ValueError: `extra_patterns` names a variable that is never forwarded. A wider pattern that
             also matches one is allowed; that variable is omitted.
     """
     for name in extra_patterns:
@@ -392,4 +377,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 def get_exclusion_reason(name: str) -> str | None:
     """Return why a variable is never forwarded, or None if it can be."""
-    return next((why for p, why in EXCLUDED_PATTERNS.items() if fnmatchcase(name, p)), None)
+    for reason, patterns in _EXCLUDED_PATTERNS.items():
+        if _matches(name, patterns):
+            return reason
+    return None
