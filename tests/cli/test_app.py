@@ -73,6 +73,15 @@ def test_unknown_run_prints_one_line_and_exits_with_2(cli: Command, command: str
     assert result.err == f"drawbar: error: {message}\n"
 
 
+def test_full_traceback_is_printed_on_request(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DRAWBAR_FULL_TRACEBACK", "1")
+    lines = cli("show", tmp_path / "missing").err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].startswith("drawbar: error: ")
+
+
 def test_runs_of_unreadable_storage_prints_one_line(cli: Command, storage: Path) -> None:
     storage.chmod(0)
     user = os.geteuid()

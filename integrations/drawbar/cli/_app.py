@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -114,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             sys.stdout.flush()  # raises here if the disk is full, instead of at interpreter exit
     except CommandError as error:
+        if os.environ.get("DRAWBAR_FULL_TRACEBACK") == "1":
+            traceback.print_exception(error)
         _exit_with_error(" ".join(str(error).split()))
     except BrokenPipeError:  # `drawbar runs | head`
         discard_stdout()

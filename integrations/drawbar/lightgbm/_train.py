@@ -147,8 +147,8 @@ def run_rounds(
                 _c_api.prepend_trees(env.model, earlier)
 
     callbacks = _sort_callbacks(callbacks)
-    before = [callback for callback in callbacks if getattr(callback, "before_iteration", False)]
-    after = [callback for callback in callbacks if callback not in before]
+    before = [callback for callback in callbacks if _is_before_iteration(callback)]
+    after = [callback for callback in callbacks if not _is_before_iteration(callback)]
     return lightgbm.train(
         _offset_seeds(params, progress.rounds - begin),
         num_boost_round=end - progress.rounds,
@@ -192,6 +192,10 @@ def _sort_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
     numbered = enumerate(callbacks, -len(callbacks))  # default of `order`, as in LightGBM
     by_order = sorted(numbered, key=lambda pair: getattr(pair[1], "order", pair[0]))
     return [callback for _, callback in by_order]
+
+
+def _is_before_iteration(callback: Callback) -> bool:
+    return bool(getattr(callback, "before_iteration", False))
 
 
 def add_report_callback(callbacks: Sequence[Callback]) -> list[Callback]:
