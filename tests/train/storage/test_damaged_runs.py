@@ -295,6 +295,20 @@ def test_restart_skips_damaged_checkpoint(
     check_run(tmp_path / "run")
 
 
+def test_restart_that_cannot_move_damaged_checkpoint_names_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> None:
+        two_steps()
+        (tmp_path / "run" / "broken").touch()
+        (tmp_path / "run" / "checkpoint_000001" / "model").write_text("")
+        raise ValueError("on purpose")
+
+    with pytest.raises(ControllerError, match="broken"):
+        fit(function, tmp_path, failure_config=FailureConfig(max_failures=1))
+    assert "Skipped damaged checkpoint checkpoint_000001: " in capfd.readouterr().err
+
+
 def fail() -> None:
     raise ValueError("on purpose")
 

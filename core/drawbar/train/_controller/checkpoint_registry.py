@@ -108,10 +108,11 @@ class CheckpointRegistry:
         )
         self._set_manifests(intact)
         for name, reason in damage.items():
-            # Before the emit: after a crash, the next start moves only checkpoints in the journal.
+            self._emit(Notice(f"Skipped damaged checkpoint {name}: {reason}"))
+            # Before the deletion is journaled: after a crash, the next start moves only checkpoints
+            # in the journal.
             await run_in_daemon_thread(quarantine, self._checkpoints, name)
             self._emit(CheckpointDeleted(time=time.time(), name=name))
-            self._emit(Notice(f"Skipped damaged checkpoint {name}: {reason}"))
 
     def add_validation(self, manifest: Manifest, validation: Validation) -> Manifest:
         """Attach a validation result to a checkpoint and journal it.
