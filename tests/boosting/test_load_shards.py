@@ -107,6 +107,15 @@ def test_trainer_validates_columns_of_polars_frame(
         trainer(params={}, label_column="z", datasets=datasets)
 
 
+@pytest.mark.parametrize("trainer", [LightGBMTrainer, XGBoostTrainer])
+def test_trainer_does_not_read_a_stream(trainer: type[LightGBMTrainer | XGBoostTrainer]) -> None:
+    reader = pa.table({"y": [0.0, 1.0], "a": [1.0, 2.0]}).to_reader()
+    trainer(params={}, label_column="y", datasets={"train": reader})
+    with pytest.raises(ValueError, match="label_column is 'z', but datasets"):
+        trainer(params={}, label_column="z", datasets={"train": reader})
+    assert reader.read_all().num_rows == 2
+
+
 def test_columns_without_role_are_features(run_config: RunConfig) -> None:
     columns = {"label": "y", "weight": "w", "group": "g", "base_margin": "m"}
     names = ["a", "y", "w", "__index_level_0__", "b", "g", "m"]

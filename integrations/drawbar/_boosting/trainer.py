@@ -162,16 +162,22 @@ def _validate_datasets(datasets: Mapping[str, Any], columns: ColumnRoles) -> Non
     for name, dataset in datasets.items():
         if is_ray_dataset(dataset):
             _validate_ray_dataset(name, dataset, columns)
-        elif hasattr(dataset, "__arrow_c_stream__"):
-            schema = _get_schema(dataset)
+        elif (schema := _get_schema(dataset)) is not None:
             columns.validate(name, dict(zip(schema.names, schema.types, strict=True)))
 
 
-def _get_schema(table: Any) -> pa.Schema:
-    """Return the Arrow schema of a table without conversion of its rows."""
-    if hasattr(table, "iloc"):  # the stream of a pandas DataFrame converts all rows
+def _get_schema(table: Any) -> pa.Schema | None:
+    """Return the Arrow schema of a table, None if it is not a table, which `fit()` reports."""
+    if hasattr(table, "iloc") and hasattr(table, "columns"):  # its stream would convert all rows
         return pa.Schema.from_pandas(table)
-    return pa.RecordBatchReader.from_stream(table).schema
+    if isinstance(schema := getattr(table, "schema", None), pa.Schema):
+        return schema  # a `RecordBatchReader` can be read only once
+    if not hasattr(table, "__arrow_c_stream__"):
+        return None
+    try:
+        return pa.RecordBatchReader.from_stream(table).schema
+    except pa.ArrowInvalid:  # a single column
+        return None
 
 
 def _validate_ray_dataset(name: str, dataset: Dataset, columns: ColumnRoles) -> None:

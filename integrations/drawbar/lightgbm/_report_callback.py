@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -79,7 +80,7 @@ class RayTrainReportCallback:
 
     def restore(self, progress: BoostingProgress) -> int:
         """Continue after the rounds of an earlier attempt. Return the first recorded round."""
-        self._rounds, self._history = progress.rounds, progress.history
+        self._rounds, self._history = progress.rounds, copy.deepcopy(progress.history)
         self._maximized = set(progress.details.get("maximized", ()))
         self._first_round = progress.details.get("begin", 0)
         return self._first_round

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -16,7 +16,7 @@ from lightgbm.callback import CallbackEnv, EarlyStopException
 from drawbar._boosting.progress import BoostingProgress
 from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._backend import add_network_parameters
-from drawbar.lightgbm._evaluation import make_eval_result
+from drawbar.lightgbm._evaluation import EvalResult, make_eval_result
 from drawbar.lightgbm._parameters import drop_parameters, find_alias, get_parameter
 from drawbar.lightgbm._report_callback import RayTrainReportCallback
 from drawbar.train import Checkpoint
@@ -139,25 +139,35 @@ def run_rounds(
         if is_stopped or progress.rounds >= end:
             return earlier
 
+    booster: Booster | None = None
+
     def prepare(env: CallbackEnv) -> None:
+        nonlocal booster
+        assert isinstance(env.model, Booster)
+        booster = env.model
         if env.iteration == progress.rounds:
-            assert isinstance(env.model, Booster)
-            env.model.set_train_data_name(train_name)
+            booster.set_train_data_name(train_name)
             if earlier is not None and options.get("init_model") is None:
-                _c_api.prepend_trees(env.model, earlier)
+                _c_api.prepend_trees(booster, earlier)
 
     callbacks = _sort_callbacks(callbacks)
     before = [callback for callback in callbacks if _is_before_iteration(callback)]
     after = [callback for callback in callbacks if not _is_before_iteration(callback)]
-    return lightgbm.train(
-        _offset_seeds(params, progress.rounds - begin),
-        num_boost_round=end - progress.rounds,
-        callbacks=[
-            _CallbackGroup([prepare, *before], progress.rounds, begin, end, before_iteration=True),
-            _CallbackGroup(after, progress.rounds, begin, end, before_iteration=False),
-        ],
-        **options,
-    )
+    group = partial(_CallbackGroup, first=progress.rounds, begin=begin, end=end)
+    try:
+        return lightgbm.train(
+            _offset_seeds(params, progress.rounds - begin),
+            num_boost_round=end - progress.rounds,
+            callbacks=[
+                group([prepare, *before], before_iteration=True),
+                group(after, before_iteration=False),
+            ],
+            **options,
+        )
+    except EarlyStopException as stop:  # LightGBM expects it only after a round
+        assert booster is not None
+        booster.best_iteration = stop.best_iteration + 1
+        return booster
 
 
 @dataclass(eq=False)
@@ -183,8 +193,19 @@ class _CallbackGroup:
         iteration = self.first + env.iteration - env.begin_iteration
         results = env.evaluation_result_list
         env = CallbackEnv(env.model, env.params, iteration, self.begin, self.end, results)
-        for callback in self.callbacks:
-            callback(env)
+        try:
+            for callback in self.callbacks:
+                callback(env)
+        except EarlyStopException as stop:
+            best_score = _normalize_results(stop.best_score)
+            raise EarlyStopException(stop.best_iteration, best_score) from stop
+        if results is not None:
+            results[:] = _normalize_results(results)
+
+
+def _normalize_results(results: Iterable[EvalResult]) -> list[EvalResult]:
+    """Convert results that a callback has added as tuples, which LightGBM 4.7 cannot read."""
+    return [make_eval_result(*result) for result in results]
 
 
 def _sort_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:

@@ -22,6 +22,7 @@ from drawbar.lightgbm._parameters import (
     check_labels,
     check_parameters,
     choose_histogram_layout,
+    find_alias,
     get_parameter,
 )
 from drawbar.lightgbm._train import (
@@ -104,4 +105,9 @@ class LightGBMTrainingSpec(TrainingSpec):
     def _params(self, features: int) -> dict[str, object]:
         """Add this worker's parameters to those that the user has not set."""
         params = {"verbosity": -1, **add_network_parameters(self.params)}
+        alias = find_alias(params, "objective")
+        if alias is not None and callable(objective := params[alias]):
+            # `lightgbm.train` copies the parameters except functions. The objective itself may
+            # share its state with a callback.
+            params[alias] = lambda predictions, data: objective(predictions, data)
         return {**choose_histogram_layout(params, features), **params}

@@ -134,6 +134,7 @@ class RunMetrics:
         self._earlier_reports = 0
         self._attempt_reports = 0
         self._last_report_time: float | None = None
+        self._num_checkpoints = 0
         self._last_checkpoint: events.CheckpointCommitted | None = None
         self._earlier_blocked = Counter[str]()
         self._attempt_blocked = Counter[str]()
@@ -165,6 +166,8 @@ class RunMetrics:
                 case events.FirstReportReceived():
                     self._last_report_time = max(self._last_report_time or 0.0, event.time)
                 case events.CheckpointCommitted():
+                    # Not from the timeline: a damaged journal may have lost the attempts.
+                    self._num_checkpoints += 1
                     self._last_checkpoint = event
                 case events.RankTimesRecorded():
                     self._attempt_blocked = _sum_blocked(event)
@@ -260,8 +263,7 @@ class RunMetrics:
         if progress is not None and progress.percent is not None:
             yield MetricValue("drawbar_progress_ratio", (), max(progress.percent, 0.0) / 100)
         checkpoint = self._last_checkpoint
-        num_checkpoints = sum(attempt.num_checkpoints for attempt in self._attempts)
-        yield MetricValue("drawbar_checkpoints_total", (), num_checkpoints)
+        yield MetricValue("drawbar_checkpoints_total", (), self._num_checkpoints)
         if checkpoint is not None:
             yield MetricValue("drawbar_checkpoint_seconds", (), checkpoint.seconds)
             yield MetricValue("drawbar_checkpoint_bytes", (), checkpoint.nbytes)
