@@ -82,7 +82,9 @@ def test_stop_of_run_that_replies_with_error_prints_one_line(
         server.shutdown()
     path.unlink()
     assert (result.code, result.out) == (2, "")
-    assert result.err == f"drawbar: error: run 'long' in {interrupted_run}: another version\n"
+    # Other threads of this process may print, too.
+    assert f"drawbar: error: run 'long' in {interrupted_run}: another version" in result.err
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.usefixtures("ray_cluster")
