@@ -149,7 +149,7 @@ def check_directory(directory: Path, run: RunDirectory) -> None:
         ValueError: It is the storage path, the run directory, a parent of them, or an internal
             directory of the run.
     """
-    real_path = Path(os.path.realpath(directory))
+    real_path, identity = Path(os.path.realpath(directory)), os.stat(directory)
     for local_path in run.list_local_paths():
         root = Path(os.path.realpath(local_path))
         internal = [root / name for name in _INTERNAL_DIRECTORIES]
@@ -157,7 +157,7 @@ def check_directory(directory: Path, run: RunDirectory) -> None:
             if real_path.is_relative_to(path):
                 raise _make_reserved_error(directory, path)
         for path in (*internal, root, *root.parents, RunDirectory(root).staging.path):
-            if _is_same_directory(path, directory):
+            if _has_identity(path, identity):
                 raise _make_reserved_error(directory, path)
 
 
@@ -171,11 +171,10 @@ def check_remote_directory(path: RemotePath) -> None:
         raise _make_reserved_error(path, path)
 
 
-def _is_same_directory(path: Path, other: Path) -> bool:
+def _has_identity(path: Path, identity: os.stat_result) -> bool:
+    # Device and inode: symbolic links and bind mounts are other paths to the same directory.
     try:
-        # It compares device and inode: symbolic links and bind mounts are other paths to the same
-        # directory.
-        return os.path.samefile(path, other)
+        return os.path.samestat(os.stat(path), identity)
     except OSError:
         return False
 
