@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from drawbar import train
 from drawbar.torch import TorchTrainer
-from drawbar.transformers import RayTrainReportCallback, prepare_trainer
+from drawbar.transformers import prepare_trainer
 
 WINDOW = 64
 MODULES = ("argparse", "asyncio", "collections", "datetime", "json", "logging", "pathlib", "typing")
@@ -53,7 +53,6 @@ def train_func(config):
         report_to="none",
     )
     trainer = Trainer(GPT2LMHeadModel(gpt), args, train_dataset=training[0], eval_dataset=test)
-    trainer.add_callback(RayTrainReportCallback())
     trainer = prepare_trainer(trainer)
     trainer.train()
 

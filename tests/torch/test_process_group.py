@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drawbar.torch import TorchConfig
+from drawbar.torch import TorchConfig, prepare_model
 from drawbar.train import Result, WorkerGroupError, checkpoint_dir, report
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "ACCELERATE_TORCH_DEVICE")
@@ -53,6 +54,30 @@ def test_process_group_after_exception_is_destroyed(fit: Callable[..., Result]) 
         fit(function)
     assert not dist.is_initialized()
     assert "MASTER_PORT" not in os.environ
+
+
+def test_process_group_with_compiled_model_and_dead_proxy_is_destroyed(
+    fit: Callable[..., Result],
+) -> None:
+    class ForbidsClass:
+        @property
+        def __class__(self) -> Any:
+            raise AssertionError("an object of the user was inspected")
+
+    def function() -> list[Any]:
+        owner = torch.nn.Linear(1, 1)
+        kept = [weakref.proxy(owner), ForbidsClass()]
+        for model in (
+            torch.compile(prepare_model(torch.nn.Linear(1, 1)), backend="eager"),
+            prepare_model(torch.compile(torch.nn.Linear(1, 1), backend="eager")),
+        ):
+            model(torch.ones(1, 1)).sum().backward()
+        return kept
+
+    objects = []
+    for _ in range(2):
+        objects.append(fit(function).return_value)
+        assert not dist.is_initialized()
 
 
 def test_process_group_with_tcp_does_not_set_master_env(

@@ -90,10 +90,10 @@ def tiny_trainer(output_dir: str | os.PathLike[str], model: Any = None, **option
 
 
 def on_ray(trainer: Any, die_at: int | None = None) -> Any:
-    """Add the two lines, and perhaps a way to die at a step of the first attempt."""
+    """Prepare a Trainer, and perhaps add a way to die at a step of the first attempt."""
     from transformers import TrainerCallback
 
-    from drawbar.transformers import RayTrainReportCallback, prepare_trainer
+    from drawbar.transformers import prepare_trainer
 
     class Kill(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -102,7 +102,6 @@ def on_ray(trainer: Any, die_at: int | None = None) -> Any:
             if now == (0, context.get_world_size() - 1, die_at):
                 die()
 
-    trainer.add_callback(RayTrainReportCallback())
     trainer.add_callback(Kill())
     return prepare_trainer(trainer)
 

@@ -241,6 +241,22 @@ def test_report_callback_without_prepared_trainer_raises(
         fit(function)
 
 
+def test_report_callback_added_later_replaces_default(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> bool:
+        trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **SAVES))
+        own = RayTrainReportCallback()
+        trainer.add_callback(own)
+        trainer.train()
+        found = [c for c in trainer.callback_handler.callbacks if isinstance(c, type(own))]
+        return found == [own]
+
+    result = fit(function)
+    assert result.return_value
+    assert len(result.metrics_dataframe) == 7 + 2 + 1  # logs, saves, end
+
+
 def test_train_from_checkpoint_without_trainer_state_raises(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 Example, in the training function of a `drawbar.torch.TorchTrainer`:
     ```python
     trainer = transformers.Trainer(model, args, train_dataset=...)
-    trainer.add_callback(RayTrainReportCallback())
     trainer = prepare_trainer(trainer)
     trainer.train()
     ```

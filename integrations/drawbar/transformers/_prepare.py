@@ -44,6 +44,8 @@ T = TypeVar("T", bound=Trainer)
 def prepare_trainer(trainer: T) -> T:
     """Connect a Trainer to the run. Call it on all ranks before `train()`.
 
+    - `train()` reports the Trainer's logs and checkpoints. If the Trainer has no
+      `RayTrainReportCallback`, this function adds one; one that you add later replaces it.
     - `train()` resumes from the run's latest checkpoint after a restart, or when the run is
       resumed: with optimizer, scheduler, random generators, and position in the data.
       `resume_from_checkpoint` takes precedence: a path, or False to start from scratch. True only
@@ -73,7 +75,6 @@ def prepare_trainer(trainer: T) -> T:
     Example:
         ```python
         trainer = transformers.Trainer(model, args, train_dataset=dataset)
-        trainer.add_callback(RayTrainReportCallback())
         trainer = prepare_trainer(trainer)
         trainer.train()
         ```
@@ -107,6 +108,9 @@ def prepare_trainer(trainer: T) -> T:
         (PreparedTransformersTrainer, trainer_class),
         {"__module__": __name__},
     )
+    callbacks = trainer.callback_handler.callbacks
+    if not any(isinstance(callback, RayTrainReportCallback) for callback in callbacks):
+        trainer.add_callback(RayTrainReportCallback())
     return trainer
 
 
@@ -146,6 +150,12 @@ class PreparedTransformersTrainer(BestModelTrainer):
                 return super().train(path, *args, **kwargs)
             finally:
                 self.args.max_steps = max_steps
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback. A `RayTrainReportCallback` replaces the one that the Trainer has."""
+        if callback is RayTrainReportCallback or isinstance(callback, RayTrainReportCallback):
+            self.remove_callback(RayTrainReportCallback)
+        super().add_callback(callback)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a step; none if training is complete."""

@@ -30,14 +30,15 @@ class RayTrainReportCallback(TrainerCallback):
     "all_checkpoints", the directory is copied instead of moved, because the upload to the Hub still
     reads it.
 
-    Requires a Trainer prepared by `prepare_trainer()`.
+    Requires a Trainer prepared by `prepare_trainer()`, which adds this callback if it is missing.
+    Add it yourself to set its arguments.
 
     Args:
         validation: Whether to validate each checkpoint. See `drawbar.train.report()`.
 
     Example:
         ```python
-        trainer.add_callback(RayTrainReportCallback())
+        trainer.add_callback(RayTrainReportCallback(validation=True))
         trainer = prepare_trainer(trainer)
         ```
     """
