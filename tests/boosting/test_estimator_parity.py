@@ -313,6 +313,34 @@ def test_xgboost_several_outputs_and_weights_of_features(ours: Any, plain: Any, 
         assert close(predictions(named.predict(dataset)), model.predict(frame))
 
 
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_flat_margins_of_several_classes_have_order_of_library(library: str, rows: Any) -> None:
+    x, y = rows[0], rows[1] + (rows[0][:, 2] > 0)
+    margin = 2 * np.eye(3)[y]
+    if library == "xgboost":
+        flat = margin.ravel()
+        fit: dict[str, Any] = {"base_margin": flat, "base_margin_eval_set": [flat]}
+        ours: Any = RayXGBClassifier(**HERE)
+        plain: Any = xgboost.XGBClassifier(**PLAIN)
+    else:
+        flat = margin.ravel(order="F")
+        fit = {"init_score": flat, "eval_init_score": [flat]}
+        ours = RayLGBMClassifier(**HERE, **QUIET)
+        plain = lightgbm.LGBMClassifier(**PLAIN, **QUIET)
+    other = rows[1] + (x[:, 3] > 0)
+    for model in (ours, plain):
+        model.fit(x, y, eval_set=[(x, other)], **fit)
+    assert close(ours.predict_proba(x), plain.predict_proba(x))
+    evaluated = [
+        model.evals_result() if library == "xgboost" else model.evals_result_
+        for model in (ours, plain)
+    ]
+    (found,), (expected,) = (next(iter(each.values())).values() for each in evaluated)
+    assert close(found, expected)
+    with pytest.raises(ValueError, match="have 599 values for 600 rows"):
+        ours.fit(x, y, **{next(iter(fit)): flat[:599]})
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
