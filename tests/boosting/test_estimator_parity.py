@@ -17,10 +17,10 @@ import xgboost
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer
 
-from drawbar.lightgbm import RayLGBMClassifier, RayLGBMRegressor
+from drawbar.lightgbm import LightGBMTrainer, RayLGBMClassifier, RayLGBMRegressor
 from drawbar.lightgbm import predict as predict_with_lightgbm
 from drawbar.train import RunConfig, ScalingConfig
-from drawbar.xgboost import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
+from drawbar.xgboost import RayXGBClassifier, RayXGBRanker, RayXGBRegressor, XGBoostTrainer
 from drawbar.xgboost import predict as predict_with_xgboost
 
 pytestmark = [
@@ -161,6 +161,38 @@ def test_predictions_of_ray_dataset_match_table(classifier: Any, classes: int) -
     else:
         predicted = predict_with_xgboost(model.get_booster(), dataset)
         assert close(predictions(predicted), probabilities)
+
+
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_predict_of_arrow_dataset_with_all_types_matches_training(
+    library: str, run_config: RunConfig
+) -> None:
+    number = np.arange(400)
+    gaps = number % 7 == 0
+    table = pa.table(
+        {
+            "exact": pa.array(number).cast(pa.decimal128(30, 2)),
+            "flag": [None if gap else bool(i % 3) for i, gap in zip(number, gaps, strict=True)],
+            "null": pa.nulls(400),
+            "place": np.array(["sea", "hill"])[number % 2],
+            "kind": number % 5,
+            "y": number / 400 + 3 * (number % 2) + 2 * np.isin(number % 5, [1, 4]),
+        }
+    )
+    trainer: Any = XGBoostTrainer if library == "xgboost" else LightGBMTrainer
+    result = trainer(
+        params={} if library == "xgboost" else QUIET,
+        label_column="y",
+        datasets={"train": table},
+        num_boost_round=60,
+        categorical_features=["place", "kind"],
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+    predict = predict_with_xgboost if library == "xgboost" else predict_with_lightgbm
+    predicted = predict(trainer.get_model(result.checkpoint), ray.data.from_arrow(table))
+    found = predicted.to_pandas()
+    assert np.abs(found["prediction"] - found["y"]).mean() < 0.2
 
 
 def test_predict_of_ray_dataset_applies_options_and_logs_no_warning(
