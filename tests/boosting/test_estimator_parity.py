@@ -17,10 +17,10 @@ import xgboost
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer
 
-from drawbar.lightgbm import RayLGBMClassifier, RayLGBMRegressor
+from drawbar.lightgbm import LightGBMTrainer, RayLGBMClassifier, RayLGBMRegressor
 from drawbar.lightgbm import predict as predict_with_lightgbm
 from drawbar.train import RunConfig, ScalingConfig
-from drawbar.xgboost import RayXGBClassifier, RayXGBRanker, RayXGBRegressor
+from drawbar.xgboost import RayXGBClassifier, RayXGBRanker, RayXGBRegressor, XGBoostTrainer
 from drawbar.xgboost import predict as predict_with_xgboost
 
 pytestmark = [
@@ -161,6 +161,38 @@ def test_predictions_of_ray_dataset_match_table(classifier: Any, classes: int) -
     else:
         predicted = predict_with_xgboost(model.get_booster(), dataset)
         assert close(predictions(predicted), probabilities)
+
+
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_predict_of_arrow_dataset_with_all_types_matches_training(
+    library: str, run_config: RunConfig
+) -> None:
+    number = np.arange(400)
+    gaps = number % 7 == 0
+    table = pa.table(
+        {
+            "exact": pa.array(number).cast(pa.decimal128(30, 2)),
+            "flag": [None if gap else bool(i % 3) for i, gap in zip(number, gaps, strict=True)],
+            "null": pa.nulls(400),
+            "place": np.array(["sea", "hill"])[number % 2],
+            "kind": number % 5,
+            "y": number / 400 + 3 * (number % 2) + 2 * np.isin(number % 5, [1, 4]),
+        }
+    )
+    trainer: Any = XGBoostTrainer if library == "xgboost" else LightGBMTrainer
+    result = trainer(
+        params={} if library == "xgboost" else QUIET,
+        label_column="y",
+        datasets={"train": table},
+        num_boost_round=60,
+        categorical_features=["place", "kind"],
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+    predict = predict_with_xgboost if library == "xgboost" else predict_with_lightgbm
+    predicted = predict(trainer.get_model(result.checkpoint), ray.data.from_arrow(table))
+    found = predicted.to_pandas()
+    assert np.abs(found["prediction"] - found["y"]).mean() < 0.2
 
 
 def test_predict_of_ray_dataset_applies_options_and_logs_no_warning(
@@ -311,6 +343,34 @@ def test_xgboost_several_outputs_and_weights_of_features(ours: Any, plain: Any, 
     assert close(named.predict(frame), model.predict(frame))
     if ours is RayXGBRegressor:
         assert close(predictions(named.predict(dataset)), model.predict(frame))
+
+
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_flat_margins_of_several_classes_have_order_of_library(library: str, rows: Any) -> None:
+    x, y = rows[0], rows[1] + (rows[0][:, 2] > 0)
+    margin = 2 * np.eye(3)[y]
+    if library == "xgboost":
+        flat = margin.ravel()
+        fit: dict[str, Any] = {"base_margin": flat, "base_margin_eval_set": [flat]}
+        ours: Any = RayXGBClassifier(**HERE)
+        plain: Any = xgboost.XGBClassifier(**PLAIN)
+    else:
+        flat = margin.ravel(order="F")
+        fit = {"init_score": flat, "eval_init_score": [flat]}
+        ours = RayLGBMClassifier(**HERE, **QUIET)
+        plain = lightgbm.LGBMClassifier(**PLAIN, **QUIET)
+    other = rows[1] + (x[:, 3] > 0)
+    for model in (ours, plain):
+        model.fit(x, y, eval_set=[(x, other)], **fit)
+    assert close(ours.predict_proba(x), plain.predict_proba(x))
+    evaluated = [
+        model.evals_result() if library == "xgboost" else model.evals_result_
+        for model in (ours, plain)
+    ]
+    (found,), (expected,) = (next(iter(each.values())).values() for each in evaluated)
+    assert close(found, expected)
+    with pytest.raises(ValueError, match="have 599 values for 600 rows"):
+        ours.fit(x, y, **{next(iter(fit)): flat[:599]})
 
 
 @pytest.mark.parametrize(

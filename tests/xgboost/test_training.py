@@ -15,7 +15,7 @@ import xgboost
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from xgboost import DMatrix, QuantileDMatrix
 
-from drawbar.train import runs
+from drawbar.train import TrainingFailedError, runs
 from drawbar.xgboost import allreduce_metric
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def test_ranking_with_whole_queries(fit_in_threads: FitInThreads) -> None:
     rng = np.random.default_rng(1)
     frame = pd.DataFrame(rng.integers(0, 8, (400, 5)), columns=list("abcde")).astype("float32")
     frame["query"] = np.repeat(np.arange(40), 10)
-    frame["w"] = frame["query"] % 3 + 1.0
+    frame["w"] = frame["query"] % 2 + 1.0
     frame["target"] = (frame.a + rng.normal(size=400) > 5).astype(int) + (frame.b > 5)
     params = {
         "objective": "rank:ndcg",
@@ -211,15 +211,59 @@ def test_ranking_with_whole_queries(fit_in_threads: FitInThreads) -> None:
         "max_depth": 3,
     }
     booster, result = fit_in_threads(
-        {"train": split(frame, 150)}, params, group_column="query", weight_column="w"
+        {"train": split(frame, 0, 160)}, params, group_column="query", weight_column="w"
     )
     metrics = result.metrics or {}
     weights = frame.groupby("query").w.first()
     train = matrix(frame, drop=("query", "w"), qid=frame["query"], weight=weights)
+    expected = plain(params, train, 10).predict(train)
+    np.testing.assert_allclose(booster.predict(train), expected, atol=1e-5)
     booster.set_param({"eval_metric": "ndcg@5"})
     evaluation = booster.eval(train, name="train")  # one process, the same trees
     assert float(evaluation.rpartition(":")[2]) == pytest.approx(metrics["train-ndcg@5"], abs=1e-6)
     assert metrics["train-ndcg@5"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("objective", "weights", "message"),
+    [
+        ("rank:ndcg", [0.01, 1.0], "means are 0.01, 1. Set num_workers=1"),
+        ("rank:pairwise", [0.0, 1.0], "means are 0, 1. Set num_workers=1"),
+        ("reg:absoluteerror", [0.0, 1.0], "worker 0 of 2 has no row of positive weight"),
+        ("reg:quantileerror", [1.0, 0.0], "worker 1 of 2 has no row of positive weight"),
+    ],
+)
+def test_weights_that_xgboost_ignores_across_workers_raise(
+    fit_in_threads: FitInThreads, objective: str, weights: list[float], message: str
+) -> None:
+    frame = pd.DataFrame({"a": np.arange(40) % 7, "target": np.arange(40) % 2})
+    frame["w"], frame["query"] = np.repeat(weights, 20), np.arange(40) // 10
+    roles = {"weight_column": "w", "group_column": "query"}
+    if not objective.startswith("rank:"):
+        del frame["query"], roles["group_column"]
+    params = {"objective": objective, "quantile_alpha": 0.5}
+    with pytest.raises(TrainingFailedError, match=message):
+        fit_in_threads({"train": split(frame, 20)}, params, **roles)
+
+
+def test_more_workers_than_rows_of_percentile_objective_raise(fit_in_threads: FitInThreads) -> None:
+    rows = pd.DataFrame({"a": [0.0, 1.0], "target": [0.0, 1.0]})
+    with pytest.raises(TrainingFailedError, match="Set num_workers to at most 2"):
+        fit_in_threads({"train": split(rows, 1, 2)}, {"objective": "reg:absoluteerror"})
+
+
+def test_rows_of_weight_zero_do_not_count_for_percentile_objective(
+    fit_in_threads: FitInThreads, diabetes: pd.DataFrame
+) -> None:
+    weighted = diabetes.assign(w=np.arange(len(diabetes)) % 2)
+    weighted.loc[weighted.w == 0, "target"] = 1e6
+    parts = split(weighted, 200)
+    params = {"objective": "reg:absoluteerror"}
+    booster, _ = fit_in_threads({"train": parts}, params, weight_column="w")
+    chosen = [part[part.w > 0] for part in parts]
+    expected, _ = fit_in_threads({"train": chosen}, params, weight_column="w")
+    features = DMatrix(diabetes.drop(columns="target"))
+    np.testing.assert_allclose(booster.predict(features), expected.predict(features), rtol=1e-6)
 
 
 def test_queries_of_several_blocks_equal_one_process(fit_in_threads: FitInThreads) -> None:

@@ -6,10 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 if TYPE_CHECKING:
     import pandas as pd
     from ray.data import Dataset
+
+_NUMBER_KINDS = ("floating", "integer", "mixed-integer-float", "decimal", "boolean", "empty")
+"""Kinds of values, as inferred by pandas, that become float64."""
 
 Predictor = Callable[[object], Any]
 """Function that returns the predictions for a pandas table of features."""
@@ -76,7 +80,30 @@ class _PredictionWorker:
         self._output = output_column
 
     def __call__(self, batch: pd.DataFrame) -> pd.DataFrame:
-        predictions = np.asarray(self._predict(batch[self._features]))
+        features = _to_numpy_columns(batch[self._features])
+        predictions = np.asarray(self._predict(features))
         output = batch if self._keep_columns is None else batch[list(self._keep_columns)]
         values = predictions if predictions.ndim == 1 else list(predictions)
         return output.assign(**{self._output: values})
+
+
+def _to_numpy_columns(features: pd.DataFrame) -> pd.DataFrame:
+    """Convert numbers that the libraries do not accept to float64, and other text to objects.
+
+    Ray Data's tables have columns of Arrow types, and objects such as decimals.
+    """
+    import pandas as pd
+
+    changed: dict[str, Any] = {}
+    for name, column in features.items():
+        if isinstance(getattr(column.dtype, "pyarrow_dtype", None), pa.DictionaryType):
+            changed[name] = column.astype(object).astype("category")
+        elif isinstance(column.dtype, pd.CategoricalDtype):
+            continue
+        elif pd.api.types.is_extension_array_dtype(column.dtype) or column.dtype == object:
+            kind = pd.api.types.infer_dtype(column, skipna=True)
+            if kind in _NUMBER_KINDS:
+                changed[name] = column.astype(object).where(column.notna(), np.nan).astype(float)
+            elif kind == "string":
+                changed[name] = column.astype(object).where(column.notna(), None)
+    return features.assign(**changed)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +40,9 @@ class UserData:
         label: One value per row, or one for each output.
         weight: One value per row.
         group: Number of rows of each query, in order. With a Ray Dataset, the column of the query.
-        margin: Initial scores: one value per row, or one for each class.
+        margin: Initial scores: one value per row, or one for each class. May be flat.
+        margin_order: Order of flat margins of several classes: "C" by rows, like XGBoost, or "F" by
+            classes, like LightGBM.
         classes: Distinct labels in a Ray Dataset. Drawbar replaces each label by its index in this
             sequence. None if the labels must not be replaced.
         missing: Value of missing features, in addition to NaN.
@@ -55,6 +57,21 @@ class UserData:
     classes: Sequence[object] | None = None
     missing: float = math.nan
     sparse_fill_value: float = 0.0
+    margin_order: Literal["C", "F"] = "C"
+
+    def __post_init__(self) -> None:
+        """Give flat margins of several classes one column for each class."""
+        if self.margin is None or is_ray_dataset(self.features):
+            return
+        margin, rows = np.asarray(self.margin), len(np.asarray(self.label))
+        if margin.ndim > 1 or margin.size == rows:
+            return
+        if not rows or margin.size % rows:
+            raise ValueError(
+                f"{_ARGUMENT_DESCRIPTIONS['margin'].capitalize()} have {margin.size} values for "
+                f"{rows} rows. Pass one value per row, or one for each row and class."
+            )
+        object.__setattr__(self, "margin", margin.reshape(rows, -1, order=self.margin_order))
 
     @property
     def labels(self) -> list[str]:
@@ -140,7 +157,7 @@ class UserData:
             sizes = np.asarray(self.group)
             yield GROUP, np.repeat(np.arange(len(sizes)), sizes)
         if self.margin is not None:
-            margin = np.asarray(self.margin, dtype=np.float64).reshape(rows, -1, order="F")
+            margin = np.asarray(self.margin, dtype=np.float64).reshape(rows, -1)
             for number in range(margin.shape[1]):
                 yield MARGIN.format(number), margin[:, number]
 
@@ -217,7 +234,7 @@ def _fill_columns(rows: UserData, has_weights: bool, margin: Any) -> UserData:
 
 
 def single_output_data(features: FeatureData, label: ColumnData, **others: Any) -> UserData:
-    """Return rows with one output, as passed on by the `fit` of the library's estimator.
+    """Return rows with one output, as passed on by the `fit` of LightGBM's estimator.
 
     Raises:
         ValueError: There are several outputs.
@@ -225,7 +242,7 @@ def single_output_data(features: FeatureData, label: ColumnData, **others: Any) 
     if isinstance(features, EncodedDataset):
         dataset, label, classes = features.dataset, features.label, features.classes
         return UserData(features=dataset, label=label, classes=list(classes), **others)
-    rows = UserData(features=features, label=label, **others)
+    rows = UserData(features=features, label=label, margin_order="F", **others)
     if len(rows.labels) > 1:
         raise ValueError(f"y must have one column, found {len(rows.labels)}.")
     return rows

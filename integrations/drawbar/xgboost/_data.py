@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from xgboost import DataIter, DMatrix, ExtMemQuantileDMatrix, QuantileDMatrix
 
-from drawbar._boosting.block import Block
+from drawbar._boosting.block import Block, slice_block
 from drawbar._boosting.shard import Shard
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def build_quantile_matrix(
     shard: Shard,
     *,
+    drop_zero_weights: bool = False,
     reference: DMatrix | None = None,
     max_bin: int | None = None,
     nthread: int | None = None,
@@ -35,6 +36,7 @@ def build_quantile_matrix(
 
     Args:
         shard: Rows of this rank. They are read four times.
+        drop_zero_weights: Whether to leave out rows of weight 0.
         reference: Training matrix, whose bins are used for matrices to evaluate.
         max_bin: Bins per feature. Must equal the training parameter.
         nthread: Number of threads.
@@ -48,9 +50,10 @@ def build_quantile_matrix(
         "enable_categorical": True,
     }
     if not external_memory:
-        return QuantileDMatrix(_ShardIterator(shard), **options)
+        return QuantileDMatrix(_ShardIterator(shard, drop_zero_weights), **options)
     cache = tempfile.mkdtemp(prefix="drawbar-xgboost-", dir=folder)
-    matrix = ExtMemQuantileDMatrix(_ShardIterator(shard, f"{cache}/pages"), **options)
+    rows = _ShardIterator(shard, drop_zero_weights, f"{cache}/pages")
+    matrix = ExtMemQuantileDMatrix(rows, **options)
     finalizer = weakref.finalize(matrix, shutil.rmtree, cache, ignore_errors=True)
     finalizer.atexit = False  # XGBoost deletes the files at exit and warns if they are missing
     return matrix
@@ -59,8 +62,11 @@ def build_quantile_matrix(
 class _ShardIterator(DataIter):
     """XGBoost iterator over the blocks of a shard, for any number of passes."""
 
-    def __init__(self, shard: Shard, cache_prefix: str | None = None) -> None:
+    def __init__(
+        self, shard: Shard, drop_zero_weights: bool, cache_prefix: str | None = None
+    ) -> None:
         self._shard = shard
+        self._drop_zero_weights = drop_zero_weights
         self._blocks: Iterator[Block] = iter(())
         self._categories = {
             feature.name: list(feature.categories)
@@ -79,6 +85,12 @@ class _ShardIterator(DataIter):
         block = next(self._blocks, None)
         if block is None:
             return False
+        if not self._shard.num_rows and block.group is not None:
+            # XGBoost divides by the sum of a rank's query weights, and ranks without any.
+            block = slice_block(block, slice(0, 0))
+        if self._drop_zero_weights and block.weight is not None:
+            has_weight = block.weight > 0
+            block = block.map(lambda array: array[has_weight])
         input_data(**self._features(block), **_drop_none(_meta_info(block)))
         return True
 
@@ -111,7 +123,7 @@ class _ShardIterator(DataIter):
 def _meta_info(block: Block) -> dict[str, object]:
     weight, group, margin = block.weight, block.group, block.base_margin
     if weight is not None and group is not None:
-        weight = weight[np.append(True, group[1:] != group[:-1])]  # one weight per query
+        weight = weight[np.diff(group, prepend=-1) != 0]  # one weight per query
     if margin is not None and np.isnan(margin).all():
         margin = None  # this dataset has no margins: use XGBoost's default
     elif margin is not None and margin.shape[1] == 1:

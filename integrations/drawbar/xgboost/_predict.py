@@ -106,13 +106,24 @@ def _prepare_batch(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
 
 
 def _strings_to_categories(booster: Booster, features: pd.DataFrame) -> pd.DataFrame:
-    """Convert strings of categorical features to categories."""
-    string_columns = [
-        name
-        for name in _categorical_features(booster, features)
-        if features[name].dtype.name != "category" and features[name].dtype.kind not in "iuf"
-    ]
-    return features.astype(dict.fromkeys(string_columns, "category"))
+    """Convert strings of categorical features to categories, and integers beside these too.
+
+    XGBoost accepts codes of categories only in a table without named categories.
+    """
+    import pandas as pd
+
+    names = _categorical_features(booster, features)
+    is_code = {name: features[name].dtype.kind in "iuf" for name in names}
+    if all(is_code.values()):
+        return features
+    changed: dict[str, Any] = {}
+    for name in names:
+        column = features[name]
+        if is_code[name]:
+            changed[name] = pd.Categorical(column, sorted(column.dropna().astype(int).unique()))
+        elif column.dtype.name != "category":
+            changed[name] = column.astype("category")
+    return features.assign(**changed)
 
 
 def _categorical_features(booster: Booster, features: pd.DataFrame) -> list[str]:

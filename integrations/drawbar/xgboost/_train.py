@@ -20,6 +20,7 @@ from drawbar._boosting.progress import BoostingProgress, EvaluationHistory
 from drawbar.train import set_progress
 from drawbar.train.backend import start_training
 from drawbar.xgboost._report_callback import RayTrainReportCallback
+from drawbar.xgboost._worker_weights import validate_worker_weights
 
 Score: TypeAlias = tuple[str, float]
 """Name and value of a metric."""
@@ -74,6 +75,10 @@ def train(
     Returns:
         The trained booster.
 
+    Raises:
+        ValueError: With the objective and the workers' weights, XGBoost would train another model
+            than in one process.
+
     Example:
         ```python
         def train_func(config):
@@ -83,6 +88,7 @@ def train(
             drawbar.xgboost.train(config, dtrain, 100, callbacks=[callback])
         ```
     """
+    validate_worker_weights(params, dtrain)
     report_callbacks = [
         callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)
     ]

@@ -12,6 +12,7 @@ from xgboost import DMatrix
 from drawbar._boosting.shard import Shard
 from drawbar._boosting.training_spec import TrainingSpec
 from drawbar.train import ScalingConfig
+from drawbar.xgboost._compat import filter_log
 from drawbar.xgboost._data import build_quantile_matrix
 from drawbar.xgboost._parameters import (
     PARAMETER_ALIASES,
@@ -66,22 +67,24 @@ class XGBoostTrainingSpec(TrainingSpec):
         shards.clear()  # the matrices contain all data
         if feature_weights is not None:
             matrices["train"].set_info(feature_weights=feature_weights)
-        train(
-            params,
-            matrices["train"],
-            self.num_boost_round,
-            evals=[(matrix, name) for name, matrix in matrices.items()],
-            obj=self.obj,
-            early_stopping_rounds=self.early_stopping_rounds,
-            callbacks=copy.deepcopy(self.callbacks),  # callbacks have state
-            custom_metric=self.custom_metric,
-        )
+        with filter_log(_is_not_empty_message):
+            train(
+                params,
+                matrices["train"],
+                self.num_boost_round,
+                evals=[(matrix, name) for name, matrix in matrices.items()],
+                obj=self.obj,
+                early_stopping_rounds=self.early_stopping_rounds,
+                callbacks=copy.deepcopy(self.callbacks),  # callbacks have state
+                custom_metric=self.custom_metric,
+            )
 
     def _matrices(self, shards: dict[str, Shard], params: dict[str, Any]) -> dict[str, DMatrix]:
         matrices: dict[str, DMatrix] = {}
         for name, shard in shards.items():
             matrices[name] = build_quantile_matrix(
                 shard,
+                drop_zero_weights=name == "train" and self.averages_percentiles,
                 reference=matrices.get("train"),
                 max_bin=params.get("max_bin"),
                 nthread=params["nthread"],
@@ -89,3 +92,8 @@ class XGBoostTrainingSpec(TrainingSpec):
                 folder=self.storage_directory,
             )
         return matrices
+
+
+def _is_not_empty_message(message: bytes) -> bool:
+    """Return False for "Empty dataset at worker: 0", since a rank may have no queries."""
+    return b"Empty dataset" not in message
