@@ -34,7 +34,7 @@ from drawbar.train._history.stored_reports import StoredReports
 from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._storage.report_files import Segment
 from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train.runs import find_run
+from drawbar.train.runs import AttemptRow, FeedPosition, ReportFeed, ReportRow, find_run
 from drawbar.train.testing import check_run, kill_at, run_in_threads
 from tests.train.event_factories import workers_started
 from tests.train.report_segments import list_reports
@@ -107,6 +107,61 @@ def draw_metrics(generator: random.Random) -> Metrics:
     if generator.random() < 0.1:
         del metrics["loss"]
     return metrics
+
+
+def read_feed(feed: ReportFeed, limit: int = 10_000) -> list[tuple[int, int, int, str]]:
+    """Read to the end, and return attempt, rank, number, and metrics of each report."""
+    rows: list[ReportRow | AttemptRow] = []
+    while new := feed.read(limit):
+        rows += new
+    return [
+        (row.attempt, row.rank, row.index, repr(sorted(row.metrics.items())))
+        for row in rows
+        if isinstance(row, ReportRow)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_feed_of_random_reports_has_each_report_once_and_in_order(
+    run: Run, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(seed)
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", generator.choice([1, 300, 3000, 10**6]))
+    workers = generator.randint(1, 4)
+    run.start_attempt(0, 0, workers)
+    limit = generator.choice([1, 3, 10_000])
+    path, position = run.directory.local_path, FeedPosition()
+    following, live, resumed = dict.fromkeys(range(workers), 0), [], []
+    expected: list[tuple[int, int, int, str]] = []
+    with closing(ReportFeed(path)) as feed:
+        for _ in range(generator.randint(1, 40)):
+            rank = generator.randrange(workers)
+            metrics = [draw_metrics(generator) for _ in range(generator.randint(1, 5))]
+            run.report(0, rank, following[rank], metrics)
+            for row in metrics:
+                expected.append((0, rank, following[rank], repr(sorted(row.items()))))
+                following[rank] += 1
+            if generator.random() < 0.2:
+                live += read_feed(feed, limit)
+            if generator.random() < 0.2:  # another reader stops in the middle, and continues
+                with closing(ReportFeed(path, position=position)) as other:
+                    new = [row for row in other.read(7) if isinstance(row, ReportRow)]
+                resumed += [(row.rank, row.index) for row in new]
+                ends = {row.rank: row.index + 1 for row in new}
+                position = FeedPosition(0, {**position.next_index, **ends})
+        run.close()
+        live += read_feed(feed, limit)
+    with closing(ReportFeed(path, position=position)) as other:
+        resumed += [(rank, index) for _, rank, index, _ in read_feed(other)]
+    with closing(ReportFeed(path)) as feed:
+        closed = read_feed(feed, limit)
+    for rank in range(workers):
+        of_rank = [row for row in expected if row[1] == rank]
+        assert [row for row in live if row[1] == rank] == of_rank
+        assert [row for row in closed if row[1] == rank] == of_rank
+        assert [index for other, index in resumed if other == rank] == [row[2] for row in of_rank]
+        with closing(ReportFeed(path, rank=rank)) as feed:
+            assert read_feed(feed, limit) == of_rank
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._history.events import JournaledEvent, RunEnded, RunStarted
 from drawbar.train._history.journal import decode_readable_events
-from drawbar.train._history.report_blocks import decode_block
+from drawbar.train._history.report_blocks import ReportBlock, decode_block
 from drawbar.train._history.report_ranges import AttemptReports, apply_to_attempts
 from drawbar.train._history.stored_reports import SegmentReader
 from drawbar.train._metrics import Metrics
@@ -258,27 +258,27 @@ class ReportFeed:
         if self._rank is not None:
             return self._next_index.get(self._rank, self._default_index)
         if len(self._next_index) < attempt.num_workers:
-            return self._default_index
+            return min([self._default_index, *self._next_index.values()])
         return min(self._next_index.values(), default=self._default_index)
 
     def _iter_attempt(self, attempt: AttemptReports) -> Iterator[ReportRow]:
         if attempt.attempt < self._start_attempt or self._segments is None:
             return
-        for line in self._segments.read_lines():
-            if not line.startswith(self._prefix):
-                continue
-            try:
-                block = decode_block(line)
-            except DECODE_ERRORS:
-                continue
-            for row, index in enumerate(block.indices):
-                is_read = index < self._next_index.get(block.rank, self._default_index)
+        for lines in self._segments.read_segments():
+            for rank, index, block, row in _sort_reports(self._decode_lines(lines)):
+                is_read = index < self._next_index.get(rank, self._default_index)
                 if is_read or not attempt.first <= index < attempt.end:
                     continue
-                self._next_index[block.rank] = index + 1
+                self._next_index[rank] = index + 1
                 yield ReportRow(
-                    attempt.attempt, block.rank, index, block.time[row], block.get_metrics(row)
+                    attempt.attempt, rank, index, block.time[row], block.get_metrics(row)
                 )
+
+    def _decode_lines(self, lines: Iterable[bytes]) -> Iterator[ReportBlock]:
+        for line in lines:
+            if line.startswith(self._prefix):
+                with contextlib.suppress(*DECODE_ERRORS):
+                    yield decode_block(line)
 
     def _read_journal(self) -> None:
         if self._is_local:
@@ -359,6 +359,21 @@ class ReportFeed:
         self._items = None
         if self._segments is not None:
             self._segments.close()
+
+
+def _sort_reports(
+    blocks: Iterable[ReportBlock],
+) -> Iterator[tuple[int, int, ReportBlock, int]]:
+    """Yield rank, number, block, and row of each report in a segment, in order for each rank.
+
+    Closed segments have one block for each set of metric names of a rank.
+    """
+    for rank, group in itertools.groupby(blocks, key=lambda block: block.rank):
+        reports = [
+            (index, block, row) for block in group for row, index in enumerate(block.indices)
+        ]
+        for index, block, row in sorted(reports, key=lambda report: report[0]):
+            yield rank, index, block, row
 
 
 def _resolve(path: str | os.PathLike[str], filesystem: AnyFileSystem | None) -> Any:

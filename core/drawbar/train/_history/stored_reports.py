@@ -276,22 +276,22 @@ class SegmentReader:
             self._open[1].close()
             self._open = None
 
-    def read_lines(self) -> Iterator[bytes]:
-        """Yield the complete lines that are new since the last call."""
+    def read_segments(self) -> Iterator[list[bytes]]:
+        """Yield the complete lines of each segment that are new since the last call."""
         while True:
             if self._open is not None:
                 segment, file = self._open
                 # Checked first: a segment that was replaced has no lines after the ones read next.
                 path = self._directory.local_path / segment.path
                 is_current = is_current_file(path, file.fileno())
-                yield from _read_new_lines(file)
+                yield list(_read_new_lines(file))
                 if is_current:
                     return
                 self.close()
             segments = [s for s in self._list_segments() if s.first > self._last_first]
             if not segments:
                 return
-            yield from self._start_segment(segments[0])
+            yield self._start_segment(segments[0])
 
     def _list_segments(self) -> list[Segment]:
         files = self._directory.run_files
@@ -299,23 +299,24 @@ class SegmentReader:
         segments = parse_segments(names or files.list_reports())
         return [segment for segment in segments if segment.attempt == self._attempt]
 
-    def _start_segment(self, segment: Segment) -> Iterator[bytes]:
-        """Open an open segment on this machine, or yield the lines of another segment."""
+    def _start_segment(self, segment: Segment) -> list[bytes]:
+        """Open an open segment on this machine, or return the lines of another segment."""
         if segment.end is None:
             with contextlib.suppress(FileNotFoundError):  # closed in the meantime, or remote
                 path = self._directory.local_path / segment.path
                 self._open = segment, open_regular_file(path)
                 self._last_first = segment.first
-                return
+                return []
         data = self._directory.run_files.read_report(segment.file_name)
         if data is None:
-            return  # closed in the meantime; the next list has the closed segment
+            return []  # closed in the meantime; the next list has the closed segment
         self._last_first = segment.first
         if segment.end is None and not data.startswith(b"\x1f\x8b"):
-            yield from strip_torn_line(data).splitlines()
-        elif self._has_needed_reports(data):
+            return strip_torn_line(data).splitlines()
+        if self._has_needed_reports(data):
             with contextlib.suppress(ValueError):  # a damaged segment
-                yield from decompress_lines(data).splitlines()
+                return decompress_lines(data).splitlines()
+        return []
 
     def _has_needed_reports(self, data: bytes) -> bool:
         if self._first_index <= 0:
