@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,15 @@ def test_process_group_after_exception_is_destroyed(fit: Callable[..., Result]) 
         fit(function)
     assert not dist.is_initialized()
     assert "MASTER_PORT" not in os.environ
+
+
+def test_process_group_with_dead_weak_proxy_is_destroyed(fit: Callable[..., Result]) -> None:
+    proxy = weakref.proxy(torch.nn.Linear(1, 1))  # torch.compile leaves such proxies
+
+    assert fit(lambda: 1).return_value == 1
+    assert not dist.is_initialized()
+    with pytest.raises(ReferenceError):
+        isinstance(proxy, torch.nn.Module)
 
 
 def test_process_group_with_tcp_does_not_set_master_env(
