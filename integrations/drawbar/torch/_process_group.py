@@ -193,10 +193,8 @@ def _release_default_arguments(group: object) -> None:
     Functions of `torch.distributed` use the current default group for None.
     """
     for function in gc.get_objects():
-        # `isinstance` reads `__class__`, which runs code of proxies and of lazy modules.
-        if type(function) is not FunctionType:
-            continue
-        defaults = function.__defaults__ or ()
+        # isinstance() would run code of the object: dead weak proxies raise, old names warn.
+        defaults = (type(function) is FunctionType and function.__defaults__) or ()
         if any(value is group for value in defaults):
             function.__defaults__ = tuple(None if value is group else value for value in defaults)
 
