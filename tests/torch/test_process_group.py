@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -60,16 +61,17 @@ def test_process_group_with_compiled_model_and_dead_proxy_is_destroyed(
     fit: Callable[..., Result],
 ) -> None:
     class ForbidsClass:
-        @property
+        @property  # type: ignore[misc]  # `object` allows to set it
         def __class__(self) -> Any:
             raise AssertionError("an object of the user was inspected")
 
     def function() -> list[Any]:
         owner = torch.nn.Linear(1, 1)
         kept = [weakref.proxy(owner), ForbidsClass()]
+        compile_model: Any = functools.partial(torch.compile, backend="eager")
         for model in (
-            torch.compile(prepare_model(torch.nn.Linear(1, 1)), backend="eager"),
-            prepare_model(torch.compile(torch.nn.Linear(1, 1), backend="eager")),
+            compile_model(prepare_model(torch.nn.Linear(1, 1))),
+            prepare_model(compile_model(torch.nn.Linear(1, 1))),
         ):
             model(torch.ones(1, 1)).sum().backward()
         return kept

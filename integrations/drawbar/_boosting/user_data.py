@@ -60,7 +60,7 @@ class UserData:
     margin_order: Literal["C", "F"] = "C"
 
     def __post_init__(self) -> None:
-        """Give flat margins of several classes one column for each class."""
+        """Reshape flat margins of several classes to one column for each class."""
         if self.margin is None or is_ray_dataset(self.features):
             return
         margin, rows = np.asarray(self.margin), len(np.asarray(self.label))

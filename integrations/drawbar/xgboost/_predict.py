@@ -106,7 +106,7 @@ def _prepare_batch(estimator: Any, features: pd.DataFrame) -> pd.DataFrame:
 
 
 def _strings_to_categories(booster: Booster, features: pd.DataFrame) -> pd.DataFrame:
-    """Convert strings of categorical features to categories, and integers beside these too.
+    """Convert strings of categorical features to categories, together with integer ones.
 
     XGBoost accepts codes of categories only in a table without named categories.
     """

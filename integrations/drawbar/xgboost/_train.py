@@ -91,8 +91,7 @@ def train(
     validate_worker_weights(params, dtrain)
     report_callbacks = [
         callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)
-    ]
-    report_callbacks = report_callbacks or [RayTrainReportCallback()]
+    ] or [RayTrainReportCallback()]
     progress, booster = report_callbacks[0].load_resume_state(start_training())
     num_done = progress.rounds
     booster = Booster(

@@ -33,7 +33,7 @@ def validate_worker_weights(params: Mapping[str, object], matrix: DMatrix) -> No
     Collective: call it on all ranks.
 
     Raises:
-        ValueError: The model would differ from that of one process. Every rank raises the same
+        ValueError: The model would differ from one that a single process trains. Every rank raises the same
             error.
     """
     objective = str(params.get("objective"))
