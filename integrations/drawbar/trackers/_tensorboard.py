@@ -25,8 +25,9 @@ _RUN_FILE = ".drawbar-run-id"
 class TensorBoard(FileTracker):
     """Write the reports of a run to TensorBoard event files.
 
-    The step is the number of the report. If a new attempt replaces reports, TensorBoard shows only
-    the later ones. Each point is on disk before Drawbar records that it was sent.
+    The step is the number of the report. If a new attempt replaces reports, the default server of
+    TensorBoard can show the earlier ones, too. Each point is on disk before
+    Drawbar records that it was sent.
 
     Args:
         log_dir: Directory for the event files of several runs. Each run has a directory in it with
