@@ -405,3 +405,12 @@ def test_arguments_that_scikit_learn_users_give(model: Any, rows: Any) -> None:
     x, y = rows
     options = {**HERE, "n_estimators": np.int64(3), "n_jobs": -1}
     assert model(**options).fit(x, y).score(x, y) > 0.1
+
+
+def test_lightgbm_classifier_encodes_the_labels_of_eval_X_and_eval_y() -> None:
+    x = np.linspace(-1, 1, 60).reshape(-1, 1)
+    y = np.where(x[:, 0] > 0, "up", "down")
+    model = RayLGBMClassifier(verbosity=-1, **HERE)
+    by_set = clone(model).fit(x, y, eval_set=[(x.copy(), y)])
+    by_pair = clone(model).fit(x, y, eval_X=x.copy(), eval_y=y)
+    assert by_pair.evals_result_ == by_set.evals_result_

@@ -300,6 +300,8 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
         ({"params": {"data_seed": float("inf")}}, "must be an integer, found inf"),
         ({"params": {"linear_trees": True}}, "trains a separate model on each worker"),
         ({"params": {"interaction_constraints": [[0]]}}, "LightGBM crashes"),
+        ({"params": {"mc_method": "advanced"}}, "LightGBM uses 'basic' instead"),
+        ({"params": {"forcedbins_filename": "bins.json"}}, "Drawbar computes the bins"),
         ({"early_stopping_rounds": 2}, "needs a dataset to evaluate"),
         ({"train_loop_per_worker": print}, "cannot be combined with a training function"),
         ({"label_column": None}, "Pass either train_loop_per_worker"),
@@ -326,6 +328,25 @@ def test_serial_tree_learner_on_one_worker(declare: Callable[..., Result]) -> No
     data = pd.DataFrame({"x": x, "y": 3 * x})
     ours = booster_of(declare({"tree_learner": "serial"}, data, num_workers=1))
     assert "[tree_learner: serial]" in ours.model_to_string()
+
+
+@pytest.mark.parametrize(
+    "objective", ["cross_entropy", "xentlambda", "poisson", "tweedie", "gamma"]
+)
+def test_rows_are_shuffled_if_start_scores_are_averaged(objective: str) -> None:
+    trainer = LightGBMTrainer(
+        params={"objective": objective},
+        label_column="y",
+        datasets={"train": pd.DataFrame({"x": [0.0, 1.0], "y": [0.0, 1.0]})},
+        scaling_config=ScalingConfig(num_workers=2),
+    )
+    assert trainer.dataset_config.shuffles("train")
+
+
+def test_worker_without_weight_warns_of_the_start_score(declare: Callable[..., Result]) -> None:
+    data = pd.DataFrame({"x": [0.0], "y": [3.0]})  # the second worker has no rows
+    with pytest.warns(UserWarning, match=r"Ranks \[1\] have no rows with a weight above 0"):
+        declare({}, data, num_workers=2)
 
 
 def test_trees_of_lines_on_one_worker(declare: Callable[..., Result]) -> None:

@@ -353,6 +353,9 @@ class RayLGBMClassifier(LGBMClassifier, _RayLGBMModel):
 
     def fit(self, X: FeatureData, y: ColumnData, *args: Any, **options: Any) -> Self:
         """Fit like `LGBMClassifier.fit`, on workers."""
+        if options.get("eval_X") is not None:  # the base class encodes only `eval_set`
+            pair = options.pop("eval_X"), options.pop("eval_y", None)
+            options["eval_set"] = fit_arguments.eval_pairs(options.get("eval_set"), *pair)
         if is_ray_dataset(X):
             classes = unique_labels(X, y)
             sets = [

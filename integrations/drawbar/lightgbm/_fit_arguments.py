@@ -50,6 +50,8 @@ def eval_pairs(
     """Return features and labels to evaluate, from `eval_set` or `eval_X` and `eval_y`."""
     if eval_set is not None or eval_X is None:
         return as_list(eval_set)
+    if eval_y is None:
+        raise ValueError("eval_X is set, but eval_y is None. Pass both.")
     if isinstance(eval_X, tuple):
         return list(zip(eval_X, eval_y, strict=True))
     return [(eval_X, eval_y)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from drawbar._boosting.shard import Shard
 from drawbar._boosting.threads import warn_oversubscribed_threads
 from drawbar._boosting.training_spec import validate_labels
 from drawbar.lightgbm._compat import ConfigAliases
-from drawbar.train import ScalingConfig
+from drawbar.train import ScalingConfig, collective, get_context
 
 _RESERVED = (
     "machines",
@@ -52,17 +55,23 @@ _SINGLE_WORKER_ONLY = {
 }
 """Parameters that need a single process, and the effect with several workers."""
 
-PERCENTILE_OBJECTIVES = (
+_PERCENTILES = (
     *("regression_l1", "l1", "mae", "mean_absolute_error"),
     *("mape", "mean_absolute_percentage_error"),
     "quantile",
 )
-"""Objectives whose leaf values are percentiles of a worker's rows."""
 
 _CLASSES = ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "ovr")
 _RANKS = ("lambdarank", "rank_xendcg", "xendcg", "xe_ndcg", "xe_ndcg_mart", "xendcg_mart")
 _PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda")
 _COUNTS = ("poisson", "tweedie")
+
+AVERAGED_OBJECTIVES = (*_PERCENTILES, *_PROBABILITIES, *_COUNTS, "gamma")
+"""Objectives for which LightGBM averages a nonlinear value of each worker's rows: a percentile in
+each leaf, or the logarithm or log odds of the mean label as the start score."""
+
+_EXACT_START = ("binary", *_CLASSES, *_RANKS, "none", "null", "custom", "na")
+"""Objectives that have no start score, or one that LightGBM computes from all rows."""
 
 
 def find_alias(params: Mapping[str, object], name: str) -> str | None:
@@ -133,6 +142,11 @@ def check_parameters(params: Mapping[str, object], scaling_config: ScalingConfig
         get_parameter(params, "tree_learner", "data"),
         scaling_config.max_workers,
     )
+    if (alias := find_alias(params, "forcedbins_filename")) is not None and params[alias]:
+        raise ValueError(
+            f"params[{alias!r}]={params[alias]!r} is not supported: Drawbar computes the bins of "
+            "all rows. Remove it, or round the values of the feature before training."
+        )
     if scaling_config.max_workers > 1:
         _check_distributed(params)
     for name in _INTEGER_PARAMETERS:
@@ -171,6 +185,12 @@ def _check_distributed(params: Mapping[str, object]) -> None:
                 f"params[{alias!r}]={params[alias]!r} needs a single worker: with several, "
                 f"{reason}. Remove it, or set num_workers=1."
             )
+    alias = find_alias(params, "monotone_constraints_method")
+    if alias is not None and params[alias] != "basic":
+        raise ValueError(
+            f"params[{alias!r}]={params[alias]!r} needs a single worker: with several, LightGBM "
+            "uses 'basic' instead. Set it to 'basic', or set num_workers=1."
+        )
 
 
 def _is_integer(value: object) -> bool:
@@ -180,6 +200,28 @@ def _is_integer(value: object) -> bool:
     except ValueError:
         return False
     return True
+
+
+def warn_start_score(shard: Shard, params: Mapping[str, object]) -> None:
+    """Warn on rank 0 if ranks without weight change the start score. Collective.
+
+    LightGBM averages the start scores of the workers and ignores their weights.
+    """
+    has_weight = any(block.weight is None or np.any(block.weight) for block in shard)
+    ranks = [rank for rank, found in enumerate(collective.all_gather(has_weight)) if not found]
+    objective = get_parameter(params, "objective", "regression")
+    averages = not callable(objective) and objective not in _EXACT_START
+    from_average = str(get_parameter(params, "boost_from_average", True)).lower()
+    if not ranks or not averages or from_average in ("false", "0", "-"):
+        return
+    if get_context().get_world_rank() == 0:
+        warnings.warn(
+            f"Ranks {ranks} have no rows with a weight above 0. LightGBM averages the start scores "
+            f"of all ranks for objective {objective!r}, so the model differs from that of one "
+            "process. Use fewer workers, remove rows of weight 0, or set "
+            "params['boost_from_average']=False.",
+            stacklevel=2,
+        )
 
 
 def check_labels(shard: Shard, params: Mapping[str, object]) -> None:

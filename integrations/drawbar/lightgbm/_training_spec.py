@@ -17,13 +17,14 @@ from drawbar._boosting.training_spec import TrainingSpec
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._data import compute_shared_bins, make_dataset
 from drawbar.lightgbm._parameters import (
+    AVERAGED_OBJECTIVES,
     PARAMETER_ALIASES,
-    PERCENTILE_OBJECTIVES,
     check_labels,
     check_parameters,
     choose_histogram_layout,
     find_alias,
     get_parameter,
+    warn_start_score,
 )
 from drawbar.lightgbm._train import (
     add_report_callback,
@@ -57,8 +58,8 @@ class LightGBMTrainingSpec(TrainingSpec):
 
     @property
     def averages_percentiles(self) -> bool:
-        """Whether the objective sets leaf values to percentiles of a worker's rows."""
-        return get_parameter(self.params, "objective") in PERCENTILE_OBJECTIVES
+        """Whether LightGBM averages leaf values or start scores, which needs similar rows."""
+        return get_parameter(self.params, "objective") in AVERAGED_OBJECTIVES
 
     def validate(self, scaling_config: ScalingConfig) -> None:
         """Check the parameters in the driver."""
@@ -73,6 +74,7 @@ class LightGBMTrainingSpec(TrainingSpec):
         """Train on this worker and report each round."""
         for shard in shards.values():
             check_labels(shard, self.params)
+        warn_start_score(shards["train"], self.params)
         params = self._params(len(shards["train"].schema.features))
         callbacks = add_report_callback(self.callbacks)
         if self.early_stopping_rounds is not None:
