@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -140,7 +140,7 @@ def train_and_fail_once(
             enable_model_summary=False,
         )
 
-    data = torch.utils.data.DataLoader(torch.ones(4, 1), 2)
+    data: Any = torch.utils.data.DataLoader(cast("Any", torch.ones(4, 1)), 2)
     net = Net(**hyperparameters)
     make_trainer().fit(net, data, ckpt_path=ckpt_path)
     (tested,) = make_trainer().test(Net(), data, ckpt_path="last", verbose=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from drawbar.lightning._bases import Callback
 from drawbar.lightning._checkpoint import is_lightning_checkpoint, lightning_checkpoint_path
@@ -85,7 +85,7 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
         if checkpoint is not None and is_lightning_checkpoint(checkpoint):
             self.path = str(lightning_checkpoint_path(checkpoint))
             if checkpoint.manifest is not None:
-                self.sources = list(checkpoint.manifest.data_positions.get(_SOURCES, ()))
+                self.sources = [*cast("Any", checkpoint.manifest.data_positions.get(_SOURCES, ()))]
 
     def add_source(self, ckpt_path: object) -> str | None:
         """Record the argument of a `fit`, and return the checkpoint that replaces it, if any."""
