@@ -179,6 +179,7 @@ class TestModelCheckpoint:
         ("arguments", "message"),
         [
             ({"save_last": "link"}, "a committed checkpoint has only one name"),
+            ({"save_weights_only": True}, "from which a restart cannot resume"),
             ({"filename": "{val/loss}"}, "would create nested directories"),
             ({"filename": "a/{epoch}", "auto_insert_metric_name": False}, "nested directories"),
         ],

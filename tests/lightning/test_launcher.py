@@ -149,6 +149,16 @@ def test_tuner_with_num_workers_raises(plain: Any, tmp_path: Path) -> None:
         tuner.lr_find(plain.Digits(), plain.DigitsData(2))
 
 
+def test_save_weights_only_raises_before_workers_start(plain: Any, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    callbacks = [ModelCheckpoint(save_weights_only=True)]
+    trainer = make_trainer(plain, tmp_path, RayDDPStrategy, callbacks=callbacks)
+    with pytest.raises(ValueError, match=r"Remove save_weights_only, or add .*RayTrainReport"):
+        trainer.fit(plain.Digits(), plain.DigitsData(2))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_launcher_weights_equal_last_checkpoint(fitted: tuple[Any, Any]) -> None:
     trainer, module = fitted
     saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
@@ -157,12 +167,15 @@ def test_launcher_weights_equal_last_checkpoint(fitted: tuple[Any, Any]) -> None
         torch.testing.assert_close(value, saved["state_dict"][name])
 
 
-def test_best_checkpoint_is_tested_and_predicted_with(plain: Any, fitted: tuple[Any, Any]) -> None:
+def test_best_and_last_checkpoint_are_tested_and_predicted_with(
+    plain: Any, fitted: tuple[Any, Any]
+) -> None:
     trainer, module = fitted
     checkpoint = trainer.checkpoint_callback
     before = {name: vars(checkpoint)[name] for name in (*RUN_PATHS, "current_score")}
     (tested,) = trainer.test(datamodule=plain.DigitsData(2), ckpt_path="best")
-    predicted = torch.cat(trainer.predict(module, plain.DigitsData(2)))
+    untrained = plain.Digits()
+    predicted = torch.cat(trainer.predict(untrained, plain.DigitsData(2), ckpt_path="last"))
     data = plain.DigitsData(2)
     data.setup("predict")
     x, y = data.rest.tensors

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
+import functools
+from collections import defaultdict, deque
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from drawbar.lightning import RayDDPStrategy, RayTrainReportCallback, prepare_trainer
+from drawbar.lightning._launcher import find_newest_of_named_run
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 from tests.lightning.digits import SAMPLES, STEPS, fit, losses, make_module
@@ -75,6 +82,102 @@ def test_resumed_trainer_tests_current_weights(tmp_path: Path) -> None:
     manifest = result.checkpoint.manifest
     assert manifest is not None
     assert result.return_value == (None, pytest.approx(manifest.metrics["val_loss"]))
+
+
+class Size(enum.Enum):
+    SMALL = 1
+
+
+HYPERPARAMETERS: dict[str, Any] = {
+    "path": Path("data"),
+    "size": Size.SMALL,
+    "rate": np.float64(0.1),
+    "options": argparse.Namespace(depth=2),
+    "date": datetime(2026, 1, 1),
+    "activation": torch.nn.ReLU,
+    "reduce": functools.partial(sum, start=1),
+    "layers": (slice(2), range(3), frozenset({1}), defaultdict(list), deque([1])),
+}
+
+
+def train_and_fail_once(
+    ckpt_path: str | None, hyperparameters: dict[str, Any], callback: bool = False
+) -> dict[str, Any]:
+    """Train three epochs with a Trainer without `prepare_trainer`, which fails in the second."""
+    import lightning.pytorch as pl
+
+    class Net(pl.LightningModule):
+        def __init__(self, **hyperparameters: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.epochs: list[int] = []
+
+        def configure_callbacks(self) -> Any:
+            return [pl.callbacks.ModelCheckpoint(save_top_k=-1)] if callback else []
+
+        def on_train_epoch_start(self) -> None:
+            self.epochs.append(self.current_epoch)
+            if self.current_epoch == 2 and get_context().get_attempt() == 0:
+                raise ValueError("once")
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return (self.weight - batch).square().mean()
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.log("weight", self.weight.sum())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def make_trainer() -> Any:
+        return pl.Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            strategy=RayDDPStrategy(),
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    data: Any = torch.utils.data.DataLoader(cast("Any", torch.ones(4, 1)), 2)
+    net = Net(**hyperparameters)
+    make_trainer().fit(net, data, ckpt_path=ckpt_path)
+    (tested,) = make_trainer().test(Net(), data, ckpt_path="last", verbose=False)
+    return {"epochs": net.epochs, "weight": net.weight.item(), "tested": tested["weight"]}
+
+
+def fail_once(folder: Path, name: str, *arguments: Any) -> Result:
+    run_config = RunConfig(
+        name=name, storage_path=folder, failure_config=FailureConfig(max_failures=1)
+    )
+    return TorchTrainer(
+        lambda: train_and_fail_once(*arguments),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+
+
+@pytest.mark.parametrize("arguments", [("last", HYPERPARAMETERS), (None, HYPERPARAMETERS, True)])
+def test_strategy_alone_resumes_and_reports(tmp_path: Path, arguments: tuple[Any, ...]) -> None:
+    """A restart and a new Trainer's `test("last")` load the run's newest checkpoint."""
+    result = fail_once(tmp_path, "run", *arguments)
+    assert result.return_value["epochs"] == [2]
+    assert result.return_value["tested"] == pytest.approx(result.return_value["weight"])
+    assert result.metrics is not None
+    assert result.metrics["step"] == 6
+    assert result.checkpoint is not None
+    run_config = RunConfig(name="run", storage_path=tmp_path)
+    assert find_newest_of_named_run(run_config) == result.checkpoint
+
+
+def test_ckpt_path_starts_only_the_first_attempt(tmp_path: Path) -> None:
+    """The path is that of an epoch's end, and the failure comes an epoch later."""
+    first = fail_once(tmp_path, "first", None, {}, True)
+    path = f"{first.best_checkpoints[0][0].path}/checkpoint.ckpt"
+    second = fail_once(tmp_path, "second", path, {}, True)
+    assert second.return_value["epochs"] == [2]
+    assert {metrics["step"] for _, metrics in second.best_checkpoints} == {4, 6}
 
 
 def by_model_checkpoint(pl: Any) -> list[Any]:

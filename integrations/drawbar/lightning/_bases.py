@@ -1,6 +1,6 @@
 """Base classes from Lightning for type checkers. At run time they are `object`.
 
-The actual base class is bound later; see `LateBoundBase` and `PreparedLightningTrainer`. Import a
+The actual base class is bound later; see `LateBoundBase`. Import a
 name from this module only to derive a class from it.
 """
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment as ClusterEnvironment
     from lightning.pytorch import Callback as Callback
-    from lightning.pytorch import Trainer as Trainer
     from lightning.pytorch.accelerators import CUDAAccelerator as CUDAAccelerator
     from lightning.pytorch.loggers import Logger as Logger
     from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
@@ -20,6 +19,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy
     from lightning.pytorch.strategies.parallel import ParallelStrategy as ParallelStrategy
 else:
-    Callback = ClusterEnvironment = CUDAAccelerator = Logger = Trainer = object
+    Callback = ClusterEnvironment = CUDAAccelerator = Logger = object
     ParallelStrategy = DDPStrategy = DeepSpeedStrategy = object
     FSDPStrategy = ModelParallelStrategy = object

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar import train
 from drawbar.lightning._bases import ParallelStrategy
+from drawbar.lightning._compat import has_weights_only_argument
 from drawbar.lightning._data_position import ShardBatches, TrainLoaderTracker
 from drawbar.lightning._environment import is_in_training_function
 from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
@@ -37,6 +38,12 @@ SAVE_TIMEOUT_AFTER_ERROR_S = 10.0
 
 class CheckpointStrategyMixin(ParallelStrategy):
     """Mixin for strategies: save and load checkpoints with the positions of data loaders."""
+
+    previous_checkpoint: Checkpoint | None = None
+    """Newest checkpoint of the last `fit`, if the Trainer was created in the driver."""
+
+    weights_only: bool | None = None
+    """`weights_only` argument of the current call. Lightning does not pass it to each strategy."""
 
     @cached_property
     def _train_loaders(self) -> TrainLoaderTracker:
@@ -61,6 +68,11 @@ class CheckpointStrategyMixin(ParallelStrategy):
         if name is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if "optimizer_states" not in checkpoint:
+            raise ValueError(
+                f"{str(filepath)!r} would be a checkpoint of the run without optimizer state, from "
+                "which a restart cannot resume. Use weights_only=False, or a path outside the run."
+            )
         with shared_checkpoint_dir() as path:
             super().save_checkpoint(checkpoint, path / CHECKPOINT_NAME, storage_options)
             report_shared_checkpoint(
@@ -70,9 +82,20 @@ class CheckpointStrategyMixin(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, object]:
-        """Load from the given path, and download the checkpoint first if it is remote."""
+        """Load from the given path, and download the checkpoint first if it is remote.
+
+        Checkpoints of this run are unpickled in full, as Lightning wrote them. torch's default,
+        `weights_only=True`, rejects ordinary hyperparameters such as a `Path`.
+        """
+        checkpoint_path = Path(checkpoint_path)
+        committed = _find_committed(checkpoint_path, self.previous_checkpoint)
+        if has_weights_only_argument(super().load_checkpoint):
+            weights_only = self.weights_only
+            if weights_only is None and self._is_trusted(checkpoint_path, committed):
+                weights_only = False
+            args, kwargs = (), {"weights_only": weights_only}
         with (
-            open_local(Path(checkpoint_path)) as path,
+            open_local(checkpoint_path, committed) as path,
             self.convert_for_loading(path) as loadable_path,
         ):
             # Other functions, such as validate(), always read all of their data.
@@ -80,6 +103,16 @@ class CheckpointStrategyMixin(ParallelStrategy):
                 self._train_loaders.resume_from(Checkpoint(path.parent))
             loaded: dict[str, object] = super().load_checkpoint(loadable_path, *args, **kwargs)
         return loaded
+
+    def _is_trusted(self, path: Path, committed: Checkpoint | None) -> bool:
+        """Return whether this run, or the last `fit` of the driver's Trainer, committed it."""
+        previous = self.previous_checkpoint
+        if previous is not None and (
+            committed == previous or path.parent.parent == Path(previous.path).parent
+        ):
+            return True
+        manifest = None if committed is None else committed.manifest
+        return manifest is not None and manifest.run_id == get_context().get_run_id()
 
     def convert_for_loading(self, path: Path) -> AbstractContextManager[Path]:
         """Convert a checkpoint for the current number of workers, if its format needs it."""
@@ -200,22 +233,48 @@ def lightning_checkpoint_path(checkpoint: Checkpoint) -> Path:
     return directory / CHECKPOINT_NAME
 
 
+def is_lightning_checkpoint(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint of the run contains a checkpoint that Lightning wrote."""
+    manifest = checkpoint.manifest
+    if manifest is not None:
+        return any(Path(file.path).parts[0] == CHECKPOINT_NAME for file in manifest.files)
+    # Checkpoints passed as `resume_from_checkpoint` may have no manifest.
+    with checkpoint.as_directory() as directory:
+        return Path(directory, CHECKPOINT_NAME).exists()
+
+
+def find_newest_checkpoint() -> Checkpoint | None:
+    """Return the newest checkpoint of the run that Lightning wrote. Call it on all ranks."""
+    newest = train.get_checkpoint()
+    candidates = [] if newest is None else [newest]
+    candidates += [reported.checkpoint for reported in _get_committed()]
+    return next(filter(is_lightning_checkpoint, reversed(candidates)), None)
+
+
 @contextmanager
-def open_local(path: Path) -> Iterator[Path]:
-    """Yield a path from which a checkpoint can be read, and download it if it is remote."""
-    checkpoint = None if path.exists() else _find_committed(path)
-    if checkpoint is None:
+def open_local(path: Path, checkpoint: Checkpoint | None) -> Iterator[Path]:
+    """Yield a path from which a checkpoint can be read, and download it if it is remote.
+
+    Args:
+        path: Path of the Lightning checkpoint, or of its download.
+        checkpoint: Checkpoint of a run to which the path belongs, if any.
+    """
+    if checkpoint is None or path.exists():
         yield path
     else:
         with checkpoint.as_directory() as directory:
             yield Path(directory, CHECKPOINT_NAME)
 
 
-def _find_committed(path: Path) -> Checkpoint | None:
-    newest = train.get_checkpoint()
-    if newest is not None and lightning_checkpoint_path(newest) == path:
-        return newest
-    for reported in train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED):
+def _find_committed(path: Path, previous: Checkpoint | None) -> Checkpoint | None:
+    for checkpoint in (train.get_checkpoint(), previous):
+        if checkpoint is not None and lightning_checkpoint_path(checkpoint) == path:
+            return checkpoint
+    for reported in _get_committed():
         if lightning_checkpoint_path(reported.checkpoint) == path:
             return reported.checkpoint
     return None
+
+
+def _get_committed() -> list[train.ReportedCheckpoint]:
+    return train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)

@@ -6,6 +6,7 @@ No other file of this package uses them.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -92,6 +93,14 @@ def stops_before_training(callback: object) -> bool:
 def mark_step_as_saved(model_checkpoint: object, step: int) -> None:
     """Record in a `ModelCheckpoint` that it has saved a step, which `state_dict()` omits."""
     cast("Any", model_checkpoint)._last_global_step_saved = step
+
+
+def has_weights_only_argument(load_checkpoint: Callable[..., object]) -> bool:
+    """Return whether a strategy's `load_checkpoint` has `weights_only`, as of Lightning 2.6.
+
+    Older versions unpickle checkpoints in full.
+    """
+    return "weights_only" in inspect.signature(load_checkpoint).parameters
 
 
 def get_process_group_settings(strategy: object) -> tuple[str | None, timedelta | None]:

@@ -9,6 +9,7 @@ loaded into the driver's Trainer.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import random
 import warnings
@@ -21,10 +22,10 @@ import numpy as np
 import torch
 
 from drawbar.lightning._callback_state import CallbackState, collect_callbacks
-from drawbar.lightning._prepare import prepare_trainer
+from drawbar.lightning._model_checkpoint import reject_weights_only
 from drawbar.lightning._resume import is_tuner_run
 from drawbar.torch import TorchConfig, TorchTrainer
-from drawbar.train import RunConfig, ScalingConfig, UserAbort
+from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig, UserAbort, runs
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -95,6 +96,7 @@ class RayLauncher:
     def __init__(self, launch: WorkerLaunchConfig, torch_config: ProcessGroupOptions) -> None:
         self._launch = launch
         self._torch_config = torch_config
+        self._newest: Checkpoint | None = None  # of the last `fit`
 
     def launch(
         self, function: Callable[..., object], *args: object, trainer: Trainer, **kwargs: object
@@ -112,11 +114,17 @@ class RayLauncher:
                 "(num_workers=...): its results would stay in the workers. Use a Trainer without "
                 "strategy=, or run the Tuner in a training function of drawbar.torch.TorchTrainer."
             )
+        reject_weights_only(trainer, cast("Any", trainer.strategy).package)
         restore_state = capture_reproducibility_state()
+
+        call = inspect.signature(function).bind(*args, **kwargs)
+        previous = self._newest
+        if previous is None and call.arguments.get("ckpt_path") == "last":
+            previous = find_newest_of_named_run(self._launch.run_config)
 
         def run_trainer() -> TrainerResult:
             restore_state()
-            return _run_in_worker(trainer, args, kwargs)
+            return _run_in_worker(trainer, args, kwargs, previous)
 
         run = TorchTrainer(
             run_trainer,
@@ -125,10 +133,13 @@ class RayLauncher:
             run_config=self._launch.run_config_for(trainer),
         )
         try:
-            outcomes = run.fit().return_values
+            finished = run.fit()
         except UserAbort as abort:
             print(abort)  # Lightning ends the process without a message
             raise
+        if trainer.state.fn == "fit":
+            self._newest = finished.checkpoint
+        outcomes = finished.return_values
         outcome = outcomes[0]
         if outcome is None:
             raise RuntimeError(
@@ -144,14 +155,31 @@ class RayLauncher:
         """Do nothing. Workers end with their run."""
 
 
+def find_newest_of_named_run(run_config: RunConfig) -> Checkpoint | None:
+    """Return the newest checkpoint of the run with this name, if there is one."""
+    if run_config.name is None:
+        return None
+    filesystem = run_config.storage_filesystem
+    try:
+        if run_config.storage_path is None:
+            path = runs.find_run(run_config.name, filesystem).path
+        else:
+            path = f"{run_config.storage_path}/{run_config.name}"
+        return Result.from_path(path, filesystem).checkpoint
+    except (FileNotFoundError, LookupError):
+        return None
+
+
 def _run_in_worker(
-    trainer: Trainer, args: Sequence[object], kwargs: Mapping[str, object]
+    trainer: Trainer,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    previous: Checkpoint | None,
 ) -> TrainerResult:
     """Run the method that was called on the driver's Trainer and return its result."""
     strategy: Any = trainer.strategy
     callbacks = list(cast("Any", trainer).callbacks)
-    strategy.attach_to_worker(trainer)
-    prepare_trainer(trainer)
+    strategy.attach_to_worker(trainer, previous)
     assert trainer.state.fn is not None
     method = getattr(trainer, trainer.state.fn.value)  # fit, validate, test or predict
     result = method(*args, **kwargs)

@@ -33,19 +33,44 @@ def decide_who_saves(trainer: Any, package: Package) -> None:
     Raises:
         ValueError: A setting of `ModelCheckpoint` does not work for committed checkpoints.
     """
+    reject_weights_only(trainer, package)
     model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", package)
     callbacks = [
         callback for callback in trainer.callbacks if isinstance(callback, model_checkpoint)
     ]
-    has_report_callback = any(
-        isinstance(callback, RayTrainReportCallback) and callback.save_checkpoints
-        for callback in trainer.callbacks
-    )
+    has_report_callback = has_saving_report_callback(trainer)
     for callback in callbacks:
         if not has_report_callback:
             save_into_run(callback)
         elif _has_default_settings(callback, model_checkpoint()):
             trainer.callbacks.remove(callback)
+
+
+def has_saving_report_callback(trainer: Any) -> bool:
+    """Return whether a `RayTrainReportCallback` of the Trainer saves checkpoints."""
+    return any(
+        isinstance(callback, RayTrainReportCallback) and callback.save_checkpoints
+        for callback in trainer.callbacks
+    )
+
+
+def reject_weights_only(trainer: Any, package: Package) -> None:
+    """Raise if a `ModelCheckpoint` would save checkpoints without training state into the run.
+
+    Raises:
+        ValueError: `save_weights_only` is set, and no report callback saves checkpoints.
+    """
+    model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", package)
+    if has_saving_report_callback(trainer):
+        return
+    for callback in trainer.callbacks:
+        if isinstance(callback, model_checkpoint) and callback.save_weights_only:
+            raise ValueError(
+                "ModelCheckpoint(save_weights_only=True) would save checkpoints of the run without "
+                "optimizer state, from which a restart cannot resume. Remove save_weights_only, or "
+                "add drawbar.lightning.RayTrainReportCallback() to the callbacks: it then saves "
+                "the checkpoints of the run, and this ModelCheckpoint saves into its dirpath."
+            )
 
 
 def _has_default_settings(callback: ModelCheckpoint, default: ModelCheckpoint) -> bool:

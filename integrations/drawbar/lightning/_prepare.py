@@ -1,4 +1,4 @@
-"""prepare_trainer: validate a Trainer and enable resume."""
+"""prepare_trainer: validate a Trainer and connect its callbacks to the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from drawbar.lightning._environment import RayLightningEnvironment
 from drawbar.lightning._model_checkpoint import decide_who_saves
 from drawbar.lightning._package import LateBoundBase
 from drawbar.lightning._progress_bar import replace_rich_progress_bar
-from drawbar.lightning._resume import enable_auto_resume
 
 TrainerT = TypeVar("TrainerT")
 
@@ -22,10 +21,10 @@ _REPLACEMENT_STRATEGIES = {
 
 
 def prepare_trainer(trainer: TrainerT) -> TrainerT:
-    """Validate a Trainer for this run and make `fit()` resume.
+    """Validate a Trainer for this run and make `ModelCheckpoint` save into the run.
 
-    `fit()` resumes from the run's latest checkpoint if Lightning wrote it and no `ckpt_path` is
-    passed. Checkpoints that `ModelCheckpoint` saves become checkpoints of the run.
+    The strategies of `drawbar.lightning` call it when `fit`, `validate`, `test`, or `predict`
+    starts. Call it yourself to find wrong settings earlier, such as `strategy="ddp"`.
 
     Args:
         trainer: The `lightning` or `pytorch_lightning` Trainer of this worker. It is modified.
@@ -67,5 +66,4 @@ def prepare_trainer(trainer: TrainerT) -> TrainerT:
         )
     decide_who_saves(untyped_trainer, untyped_trainer.strategy.package)
     replace_rich_progress_bar(untyped_trainer, untyped_trainer.strategy.package)
-    enable_auto_resume(untyped_trainer)
     return trainer

@@ -3,63 +3,64 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from drawbar.lightning._bases import Callback, Trainer
-from drawbar.lightning._checkpoint import CHECKPOINT_NAME, lightning_checkpoint_path
+from drawbar.lightning._bases import Callback
+from drawbar.lightning._checkpoint import is_lightning_checkpoint, lightning_checkpoint_path
 from drawbar.lightning._compat import mark_step_as_saved, stops_before_training
+from drawbar.lightning._model_checkpoint import has_saving_report_callback
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
-from drawbar.train import Checkpoint
-from drawbar.train.backend import start_training
+from drawbar.train import Checkpoint, get_checkpoint, get_context
+from drawbar.train.backend import register_data_position, start_training
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
 
-_CKPT_PATH_INDEX = 4
-"""Position of `ckpt_path` among the arguments of `fit`."""
+_SOURCES = "lightning.ckpt_path"
+"""Name under which checkpoints store the `ckpt_path` arguments of their training."""
 
 
-def enable_auto_resume(trainer: Any) -> None:
-    """Make the Trainer's `fit` resume from the run's latest checkpoint, if there is one.
+def select_resume_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
+    """Return the checkpoint from which this call of `fit` starts.
 
-    `fit(ckpt_path=...)` takes precedence. Checkpoints that Lightning did not write, and
-    checkpoints of another Trainer, are ignored.
+    This is the run's latest checkpoint, if Lightning wrote it in this training. `ckpt_path` takes
+    precedence until the run has a checkpoint of a training that started from it.
+
+    Args:
+        trainer: Trainer of this worker, whose `fit` was called.
+        ckpt_path: Argument of `fit`.
+
+    Returns:
+        The path of the run's latest checkpoint, or `ckpt_path`.
     """
-    trainer_class = type(trainer)
-    if not issubclass(trainer_class, PreparedLightningTrainer):
-        # Change the class of the object: loops, callbacks, and the user keep references to the
-        # object.
-        trainer.__class__ = type(
-            trainer_class.__name__,
-            (PreparedLightningTrainer, trainer_class),
-            {"__module__": trainer_class.__module__},
+    resume = next((each for each in trainer.callbacks if isinstance(each, ResumeCallback)), None)
+    if resume is None:
+        resume = bind_base(ResumeCallback, trainer.strategy.package)(start_training())
+        trainer.callbacks.insert(0, resume)
+        register_data_position(_SOURCES, lambda: resume.sources)
+    path = resume.add_source(ckpt_path)
+    if path is None:
+        _warn_if_nothing_is_saved(trainer)
+        return ckpt_path
+    # The loader is resumable: see _data_position.py.
+    warnings.filterwarnings("ignore", "(?s).*your dataloader is not resumable")
+    return path
+
+
+def _warn_if_nothing_is_saved(trainer: Any) -> None:
+    if (
+        trainer.is_global_zero
+        and get_context().get_attempt() > 0
+        and get_checkpoint() is None
+        and not trainer.checkpoint_callbacks
+        and not has_saving_report_callback(trainer)
+    ):
+        warnings.warn(
+            "fit() starts from scratch after a failure, because the Trainer saves no checkpoints. "
+            "Remove enable_checkpointing=False, or add drawbar.lightning.RayTrainReportCallback() "
+            "to its callbacks.",
+            stacklevel=2,
         )
-
-
-class PreparedLightningTrainer(Trainer):
-    """Trainer whose `fit` resumes from the run's latest checkpoint."""
-
-    _resume_callback: ResumeCallback | None = None
-
-    def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Train. Resume from the run's latest checkpoint unless `ckpt_path` is passed."""
-        if not is_tuner_run(self):  # the Tuner's fit() ends before training
-            self._resume_callback = self._resume_callback or _add_resume_callback(self)
-            has_ckpt_path = kwargs.get("ckpt_path") or any(
-                args[_CKPT_PATH_INDEX : _CKPT_PATH_INDEX + 1]
-            )
-            if self._resume_callback.path is not None and not has_ckpt_path:
-                # The loader is resumable: see _data_position.py.
-                warnings.filterwarnings("ignore", "(?s).*your dataloader is not resumable")
-                self.ckpt_path = self._resume_callback.path
-        super().fit(*args, **kwargs)
-
-
-def _add_resume_callback(trainer: Any) -> ResumeCallback:
-    resume = bind_base(ResumeCallback, trainer.strategy.package)(start_training())
-    trainer.callbacks.insert(0, resume)
-    return resume
 
 
 def is_tuner_run(trainer: Any) -> bool:
@@ -80,8 +81,19 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
 
     def __init__(self, checkpoint: Checkpoint | None) -> None:
         self.path: str | None = None
-        if checkpoint is not None and _is_lightning_checkpoint(checkpoint):
+        self.sources: list[str] = []
+        if checkpoint is not None and is_lightning_checkpoint(checkpoint):
             self.path = str(lightning_checkpoint_path(checkpoint))
+            if checkpoint.manifest is not None:
+                self.sources = [*cast("Any", checkpoint.manifest.data_positions.get(_SOURCES, ()))]
+
+    def add_source(self, ckpt_path: object) -> str | None:
+        """Record the argument of a `fit`, and return the checkpoint that replaces it, if any."""
+        source = "" if ckpt_path is None else str(ckpt_path)
+        is_start = source not in ("", "last", *self.sources)
+        if source not in self.sources:
+            self.sources.append(source)
+        return None if is_start else self.path
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]
@@ -113,12 +125,3 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
 
 def _saved_paths(callback: Any) -> list[str]:
     return [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
-
-
-def _is_lightning_checkpoint(checkpoint: Checkpoint) -> bool:
-    manifest = checkpoint.manifest
-    if manifest is not None:
-        return any(Path(file.path).parts[0] == CHECKPOINT_NAME for file in manifest.files)
-    # Checkpoints passed as `resume_from_checkpoint` may have no manifest.
-    with checkpoint.as_directory() as directory:
-        return Path(directory, CHECKPOINT_NAME).exists()

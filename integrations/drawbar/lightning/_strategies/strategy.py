@@ -26,10 +26,12 @@ from drawbar.lightning._compat import (
 )
 from drawbar.lightning._environment import RayLightningEnvironment, is_in_training_function
 from drawbar.lightning._launcher import ProcessGroupOptions, RayLauncher, WorkerLaunchConfig
+from drawbar.lightning._model_checkpoint import decide_who_saves
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
 from drawbar.lightning._strategies.accelerator import configure_for_workers
+from drawbar.lightning._worker_launcher import WorkerLauncher
 from drawbar.torch import get_device
-from drawbar.train import RunConfig, ScalingConfig, get_context
+from drawbar.train import Checkpoint, RunConfig, ScalingConfig, get_context
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -127,17 +129,29 @@ class RayStrategy(LauncherHook, CheckpointStrategyMixin, LateBoundBase, Parallel
         """Start workers with `num_workers`; otherwise, check the process group of this worker."""
         if self.launch_config is None:
             self._check_process_group()
+            self.set_launcher(WorkerLauncher())
         else:
             self.set_launcher(RayLauncher(self.launch_config, self.process_group_options()))
 
-    def attach_to_worker(self, trainer: Trainer) -> None:
-        """Attach to the worker that received the Trainer from the driver."""
+    def attach_to_worker(self, trainer: Trainer, previous: Checkpoint | None) -> None:
+        """Attach to the worker that received the Trainer from the driver.
+
+        Args:
+            trainer: The Trainer.
+            previous: Newest checkpoint of its last `fit`, if any.
+        """
         self.launch_config = None
-        self.set_launcher(None)
+        self.previous_checkpoint = previous
+        self.set_launcher(WorkerLauncher(previous))
         self._should_collect_weights = self._return_weights
         # The driver may have had no GPU, and therefore no gradient scaler.
         self.precision_plugin = make_precision_plugin(trainer)
         self.set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """Connect the callbacks to the run, also those of the module's `configure_callbacks`."""
+        decide_who_saves(get_trainer(self.lightning_module), self.package)
+        super().setup_environment()
 
     # -- the process group
 
@@ -232,7 +246,7 @@ class RayDDPStrategy(RayStrategy, DDPStrategy, base="strategies.DDPStrategy"):
         ```python
         def train_func():
             strategy = drawbar.lightning.RayDDPStrategy(find_unused_parameters=True)
-            trainer = drawbar.lightning.prepare_trainer(L.Trainer(strategy=strategy))
+            trainer = L.Trainer(strategy=strategy)
             trainer.fit(MyModule(), datamodule=MyDataModule())
         ```
     """
