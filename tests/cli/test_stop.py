@@ -33,8 +33,8 @@ def test_stop_ends_run_after_next_checkpoint(cli: Command, tmp_path: Path) -> No
         scaling_config=ScalingConfig(num_workers=0),
         run_config=RunConfig(name="run", storage_path=tmp_path),
     ).start()
-    command = [sys.executable, "-m", "drawbar.cli", "stop", run.path, "--json"]
-    assert json.loads(subprocess.check_output(command, text=True))["path"] == run.path
+    command = [sys.executable, "-m", "drawbar.cli", "stop", run.path]
+    assert subprocess.check_output(command, text=True).startswith("Stopping run 'run'.")
     result = run.wait()
     assert result.checkpoint is not None
     assert cli("show", run.path).out.startswith("run  stopped\n")
@@ -50,7 +50,9 @@ def test_stop_of_ended_run_reports_status_without_ray(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # without a default storage
     monkeypatch.chdir(interrupted_run.parent)
-    assert json.loads(cli("stop", "short", "--json").out)["status"] == "finished"
+    stopped = json.loads(cli("stop", "short", "--json").out)
+    assert (stopped["status"], Path(stopped["path"]).name) == ("finished", "short")
+    assert cli("stop", "short").out == "Run 'short' has already ended: finished.\n"
     for name in ("long", interrupted_run):
         result = cli("stop", name)
         assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,26 @@ def test_collective_after_return_of_other_rank_raises(fit: Callable[..., Result]
         fit(lambda: train_until(lambda: None), num_workers=2)
     assert raised.value.failures[0].rank == 0
     assert "another rank failed or left its training function" in str(raised.value)
+
+
+def test_collective_of_slow_rank_times_out_without_blaming_other_rank(
+    fit: Callable[..., Result], tmp_path: Path
+) -> None:
+    def function() -> None:
+        timed_out = tmp_path / "timed-out"
+        if get_context().get_world_rank() == 1:
+            while not timed_out.exists():
+                os.sched_yield()
+            return
+        try:
+            dist.all_reduce(torch.ones(1))
+        finally:
+            timed_out.touch()
+
+    with pytest.raises(WorkerGroupError) as raised:
+        fit(function, num_workers=2, torch_config=TorchConfig(timeout_s=5))
+    assert "raise TorchConfig(timeout_s=...)" in str(raised.value)
+    assert "another rank failed" not in str(raised.value)
 
 
 def load_alone() -> None:

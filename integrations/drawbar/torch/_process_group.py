@@ -207,7 +207,14 @@ def _clear_traceback_locals(error: BaseException | None) -> None:
 
 def _add_peer_failure_note(error: BaseException) -> None:
     text = str(error) if isinstance(error, RuntimeError) else ""
-    if "gloo/transport" in text or "remote process exited" in text:
+    if "gloo/transport" not in text and "remote process exited" not in text:
+        return
+    if "Timed out" in text:
         error.add_note(
-            "This rank was in a collective when another rank failed or left its training function."
+            "This rank waited in a collective until the timeout. Another rank is slow or does not "
+            "call this collective. If it is only slow, raise TorchConfig(timeout_s=...)."
         )
+        return
+    error.add_note(
+        "This rank was in a collective when another rank failed or left its training function."
+    )

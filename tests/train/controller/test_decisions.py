@@ -66,6 +66,8 @@ def test_after_failure_restarts_until_budget_is_used(
         failure_counts = decision.failure_counts
     assert decide_after_failure(cause, failure_counts, config) == GiveUp(
         f"FailureConfig.{budget}={limit} is used up"
+        if limit
+        else f"restarts are off. FailureConfig({budget}=3) allows 3"
     )
 
 

@@ -1,5 +1,6 @@
 """Placement of workers: capacity checks, which reject groups that can never fit, and ranks."""
 
+import contextlib
 import json
 import os
 import signal
@@ -156,6 +157,20 @@ def test_matches_selector_supports_ray_syntax(condition: str, matching: set[str 
     assert {
         k for k, labels in nodes.items() if matches_selector(labels, {"zone": condition})
     } == matching
+
+
+def test_label_selector_is_sent_to_ray_without_spaces() -> None:
+    scaling = make_scaling(1, {"CPU": 1}, selectors=[{"zone": "!in(b, a)"}])
+    assert scaling.label_selectors == [{"zone": "!in(b,a)"}]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "amount", "fits"), [(3, 0.3334, True), (3, 0.3335, False), (2, 0.5001, False)]
+)
+def test_check_group_fits_has_tolerance_of_ray(num_workers: int, amount: float, fits: bool) -> None:
+    rejected = pytest.raises(InsufficientResourcesError)
+    with contextlib.nullcontext() if fits else rejected:
+        check_group_fits([node("a", CPU=1)], make_scaling(num_workers, {"CPU": amount}))
 
 
 def test_describe_missing_resources_with_zero_cpus() -> None:

@@ -213,7 +213,11 @@ class ScalingConfig(ConfigRepr):
         if not (slice_labels or selector):
             return []
         selectors = [selector] * self.max_workers if isinstance(selector, Mapping) else selector
-        return [{**slice_labels, **labels} for labels in selectors]
+        return [
+            # Ray reads "in(a, b)" as the values "a" and " b".
+            {**slice_labels, **{key: value.replace(" ", "") for key, value in labels.items()}}
+            for labels in selectors
+        ]
 
     @property
     def num_cpus_per_worker(self) -> float:

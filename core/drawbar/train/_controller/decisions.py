@@ -65,6 +65,8 @@ def decide_after_failure(
     if limit < 0 or count < limit:
         remaining = "no limit" if limit < 0 else f"{limit - count - 1} of {limit} left"
         return Restart(failure_counts + Counter([cause]), f"{name}: {remaining}")
+    if limit == 0:
+        return GiveUp(f"restarts are off. FailureConfig({name}=3) allows 3")
     return GiveUp(f"FailureConfig.{name}={limit} is used up")
 
 

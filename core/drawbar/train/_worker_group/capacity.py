@@ -20,6 +20,8 @@ from drawbar.train._wording import format_count
 
 # Ray counts resources in ten-thousandths. Integers prevent 0.3 // 0.1 from being 2.
 _UNITS_PER_RESOURCE = 10_000
+# Ray (2.60) places three workers of 0.3334 CPUs on one CPU, but not two of 0.5001.
+_TOLERATED_UNITS = 2
 _UNBOUNDED = 10**9
 _INTERNAL_RESOURCES = re.compile(r"node:|object_store_memory$|.*_group_|bundle_group")
 
@@ -271,6 +273,8 @@ def count_fitting_bundles(resources: Mapping[str, float], bundle: Mapping[str, f
         # Ray places a fraction on one GPU, so the remainders of two GPUs do not add up.
         if name == "GPU" and need < _UNITS_PER_RESOURCE:
             most = min(most, has // _UNITS_PER_RESOURCE * (_UNITS_PER_RESOURCE // need))
+        elif need < _UNITS_PER_RESOURCE // 2:
+            most = min(most, (has + _TOLERATED_UNITS) // need)
         else:
             most = min(most, has // need)
     return most

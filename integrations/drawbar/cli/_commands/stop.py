@@ -27,8 +27,13 @@ def stop(
     """
     handle = open_handle(run)
     with command_errors():
-        if not handle.is_done:
+        was_done = handle.is_done
+        if not was_done:
             handle.stop(save=save)
         status = handle.status
     if as_json:
         write_json({"name": handle.name, "path": handle.path, "status": status})
+    elif was_done:
+        print(f"Run {handle.name!r} has already ended: {status}.")
+    else:
+        print(f"Stopping run {handle.name!r}. Its status is {status}.")
