@@ -23,6 +23,7 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
     get_context,
+    report,
 )
 from drawbar.train.testing import BackendContract
 
@@ -116,9 +117,14 @@ def test_surviving_worker_joins_new_process_group(
 
 def test_collective_after_return_of_other_rank_raises(fit: Callable[..., Result]) -> None:
     with pytest.raises(WorkerGroupError) as raised:
-        fit(lambda: train_until(lambda: None), num_workers=2)
-    assert raised.value.failures[0].rank == 0
-    assert "another rank failed or left its training function" in str(raised.value)
+        fit(lambda: train_until(lambda: report({"loss": 1.0})), num_workers=2)
+    first, second = raised.value.failures
+    assert (first.rank, second.rank) == (1, 0)
+    message = str(raised.value)
+    assert message.startswith("rank 1: left its training function: rank 1 returned while rank 0")
+    assert f"({__file__}:" in message.splitlines()[0]  # the last report
+    assert "after 1 report\n" in message
+    assert "rank 0: RuntimeError" in message
 
 
 def test_collective_of_slow_rank_times_out_without_blaming_other_rank(

@@ -296,6 +296,10 @@ class Attempt:
         """Return the number of reports of a rank in this attempt."""
         return self._progress.ranks[rank].reports - self._progress.first_index
 
+    def get_last_call(self, rank: int) -> str:
+        """Return the line of a rank's last report or collective, "" if there is none."""
+        return self._progress.ranks[rank].last
+
     def on_committed(self, manifest: Manifest, command: CommitCompleted) -> None:
         """Record a commit and notify every rank."""
         self._progress.on_committed(manifest.index)

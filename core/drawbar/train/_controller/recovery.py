@@ -21,7 +21,7 @@ from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import AttemptEndCause, AttemptEnded
 from drawbar.train._history.live_events import WorkersFailed
-from drawbar.train._worker_failure import sort_root_cause_first
+from drawbar.train._worker_failure import WorkerFailure, sort_root_cause_first
 from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 
 RESTART_GRACE_SECONDS = 1.0
@@ -94,6 +94,8 @@ class Recovery:
             failure.failures.append(startup_failure)
         # All failures are known now. Sort them by time: they arrive in any order.
         failure.failures = sort_root_cause_first(failure.failures)
+        if attempt is not None and (early_return := _describe_early_return(attempt, failure)):
+            failure.failures.insert(0, early_return)
         # Commit the checkpoints that all ranks have persisted. A restart resumes from them.
         await self._checkpoints.finish_attempt()
         # After these causes the backend was not set up.
@@ -199,6 +201,36 @@ def _get_failure_time(attempt: Attempt | None, failure: AttemptFailure) -> float
     if failure.cause == "hang" and attempt is not None:
         return time.time() - attempt.activity_clock.get_idle_seconds()
     return failure.failures[0].time if failure.failures else None
+
+
+def _describe_early_return(attempt: Attempt, failure: AttemptFailure) -> WorkerFailure | None:
+    """Describe the rank that returned while others were in a framework's collective with it.
+
+    The others only raise errors about a lost connection.
+
+    Returns:
+        None if the failures have another cause.
+    """
+    returned = failure.returned - {other.rank for other in failure.failures}
+    if not (returned and failure.is_only_lost_connections()):
+        return None
+    rank, waiting = min(returned), failure.failures[0].rank
+    worker = attempt.workers[rank]
+    return WorkerFailure(
+        rank=rank,
+        kind="exception",
+        type_name="left its training function",
+        message=(
+            f"rank {rank} returned while rank {waiting} waited for it in a collective of the "
+            "framework. Make all ranks run the same steps, and agree on when to stop"
+        ),
+        location=attempt.get_last_call(rank),
+        hostname=worker.hostname,
+        node_id=worker.node_id,
+        pid=worker.pid,
+        time=failure.failures[0].time,
+        num_reports=attempt.count_reports(rank),
+    )
 
 
 def _should_relocate(attempt: Attempt | None) -> bool:
