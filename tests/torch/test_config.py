@@ -37,6 +37,17 @@ def test_resolve_backend_depends_on_gpus() -> None:
     assert TorchConfig(backend="mpi").resolve_backend(has_gpus=True) == "mpi"
 
 
+@pytest.mark.parametrize(("backend", "meant"), [("glo", "gloo"), ("cpu:glooo", "gloo")])
+def test_torch_config_with_misspelled_backend_raises(backend: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"Did you mean '{meant}'"):
+        TorchConfig(backend=backend).check_requirements(ScalingConfig(num_workers=2))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ccl", "cpu:gloo,hpu:hccl", "xla", "smddp", "mpi"])
+def test_torch_config_accepts_backends_of_other_packages(backend: str) -> None:
+    TorchConfig(backend=backend).check_requirements(ScalingConfig(num_workers=2))
+
+
 def test_torch_config_nccl_without_gpus_raises() -> None:
     with pytest.raises(ValueError, match=r"backend='nccl'\) needs GPUs, but the workers have none"):
         TorchConfig(backend="nccl").check_requirements(ScalingConfig(num_workers=2))

@@ -5,6 +5,7 @@ The setup runs in the worker processes, in `TorchConfig.train_func_context`.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,13 +90,15 @@ class TorchConfig(BackendConfig):
         return self.backend or ("nccl" if has_gpus else "gloo")
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
-        """Check that the workers have the GPUs that the backend needs.
+        """Check the name of the backend, and that the workers have the GPUs that it needs.
 
         Raises:
-            ValueError: The backend is NCCL, but the workers have no GPUs or may share one.
+            ValueError: The name is probably misspelled, or the backend is NCCL, but the workers
+                have no GPUs or may share one.
         """
         gpus = scaling_config.num_gpus_per_worker
         backend = self.resolve_backend(has_gpus=gpus > 0)
+        _check_backend_name(backend)
         if "nccl" not in backend:
             return
         if not gpus:
@@ -131,6 +134,20 @@ class TorchConfig(BackendConfig):
                 warn_if_no_communication(),
             ):
                 yield
+
+
+def _check_backend_name(backend: str) -> None:
+    known = torch.distributed.Backend.backend_list
+    for part in backend.split(","):
+        name = part.rpartition(":")[2].lower()
+        # Only the workers know the backends that their packages register, such as "hccl" or "ccl".
+        if name in known or name.endswith("ccl"):
+            continue
+        if similar := difflib.get_close_matches(name, known, 1):
+            raise ValueError(
+                f"TorchConfig(backend={backend!r}) names no backend of torch.distributed. Did you "
+                f"mean {similar[0]!r}?"
+            )
 
 
 class TorchBackend(Backend):
