@@ -53,6 +53,12 @@ def test_module_has_trainer_or_none(trainer: L.Trainer) -> None:
     assert _compat.get_trainer(module) is trainer
 
 
+def test_end_restart_sets_attribute_of_fit_loop(trainer: L.Trainer) -> None:
+    trainer.fit_loop.restarting = True
+    _compat.end_restart(trainer)
+    assert not trainer.fit_loop.restarting
+
+
 def test_callbacks_of_tuner_stop_before_training() -> None:
     assert not _compat.stops_before_training(ModelCheckpoint())
     for kind in (BatchSizeFinder, LearningRateFinder):

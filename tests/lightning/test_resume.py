@@ -172,12 +172,64 @@ def test_strategy_alone_resumes_and_reports(tmp_path: Path, arguments: tuple[Any
 
 
 def test_ckpt_path_starts_only_the_first_attempt(tmp_path: Path) -> None:
-    """The path is that of an epoch's end, and the failure comes an epoch later."""
+    """The path is of a checkpoint at an epoch's end; the failure comes an epoch later."""
     first = fail_once(tmp_path, "first", None, {}, True)
     path = f"{first.best_checkpoints[0][0].path}/checkpoint.ckpt"
     second = fail_once(tmp_path, "second", path, {}, True)
     assert second.return_value["epochs"] == [2]
     assert {metrics["step"] for _, metrics in second.best_checkpoints} == {4, 6}
+
+
+def learning_rates(fails: bool) -> list[tuple[int, float]]:
+    """Train four epochs with a scheduler that monitors a metric of the epoch's first batch."""
+    import lightning.pytorch as pl
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.rates: list[tuple[int, float]] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            if fails and (self.current_epoch, index) == (1, 2) and not get_context().get_attempt():
+                raise ValueError("once")
+            self.rates.append((self.current_epoch, self.optimizers().param_groups[0]["lr"]))
+            if index == 0:
+                self.log("metric", 1.0)
+            return (self.weight - batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "metric"},
+            }
+
+    data: Any = torch.utils.data.DataLoader(cast("Any", torch.ones(4, 1)))
+    net = Net()
+    callback = pl.callbacks.ModelCheckpoint(every_n_train_steps=1)
+    options: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    pl.Trainer(max_epochs=4, strategy=RayDDPStrategy(), callbacks=[callback], **options).fit(
+        net, data
+    )
+    return net.rates
+
+
+def test_resume_mid_epoch_steps_scheduler_on_plateau(tmp_path: Path) -> None:
+    runs = [
+        TorchTrainer(
+            functools.partial(learning_rates, fails),
+            scaling_config=ScalingConfig(num_workers=0),
+            run_config=RunConfig(
+                name=str(fails), storage_path=tmp_path, failure_config=FailureConfig(max_failures=1)
+            ),
+        ).fit()
+        for fails in (False, True)
+    ]
+    complete, resumed = (run.return_value for run in runs)
+    assert resumed == complete[-len(resumed) :]
+    assert len(resumed) == 4 * 4 - 6
 
 
 def by_model_checkpoint(pl: Any) -> list[Any]:

@@ -217,7 +217,7 @@ def warn_start_score(shard: Shard, params: Mapping[str, object]) -> None:
     if get_context().get_world_rank() == 0:
         warnings.warn(
             f"Ranks {ranks} have no rows with a weight above 0. LightGBM averages the start scores "
-            f"of all ranks for objective {objective!r}, so the model differs from that of one "
+            f"of all ranks for objective {objective!r}, so the model differs from a model of one "
             "process. Use fewer workers, remove rows of weight 0, or set "
             "params['boost_from_average']=False.",
             stacklevel=2,

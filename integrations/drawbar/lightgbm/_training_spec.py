@@ -58,7 +58,7 @@ class LightGBMTrainingSpec(TrainingSpec):
 
     @property
     def averages_percentiles(self) -> bool:
-        """Whether LightGBM averages leaf values or start scores, which needs similar rows."""
+        """True if LightGBM averages leaf values or start scores, which needs similar rows."""
         return get_parameter(self.params, "objective") in AVERAGED_OBJECTIVES
 
     def validate(self, scaling_config: ScalingConfig) -> None:

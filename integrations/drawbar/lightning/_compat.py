@@ -95,6 +95,14 @@ def mark_step_as_saved(model_checkpoint: object, step: int) -> None:
     cast("Any", model_checkpoint)._last_global_step_saved = step
 
 
+def end_restart(trainer: object) -> None:
+    """Let Lightning step `ReduceLROnPlateau` at the end of an epoch that was resumed in its middle.
+
+    Lightning does not, because its checkpoints do not contain the monitored metric.
+    """
+    cast("Any", trainer).fit_loop._restarting = False
+
+
 def has_weights_only_argument(load_checkpoint: Callable[..., object]) -> bool:
     """Return whether a strategy's `load_checkpoint` has `weights_only`, as of Lightning 2.6.
 

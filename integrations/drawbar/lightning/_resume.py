@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from drawbar.lightning._bases import Callback
 from drawbar.lightning._checkpoint import is_lightning_checkpoint, lightning_checkpoint_path
-from drawbar.lightning._compat import mark_step_as_saved, stops_before_training
+from drawbar.lightning._compat import end_restart, mark_step_as_saved, stops_before_training
 from drawbar.lightning._model_checkpoint import has_saving_report_callback
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
 from drawbar.train import Checkpoint, get_checkpoint, get_context
@@ -82,10 +84,16 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
     def __init__(self, checkpoint: Checkpoint | None) -> None:
         self.path: str | None = None
         self.sources: list[str] = []
+        self._metrics: dict[str, float] = {}
         if checkpoint is not None and is_lightning_checkpoint(checkpoint):
             self.path = str(lightning_checkpoint_path(checkpoint))
             if checkpoint.manifest is not None:
                 self.sources = [*cast("Any", checkpoint.manifest.data_positions.get(_SOURCES, ()))]
+                self._metrics = {
+                    name: float(value)
+                    for name, value in checkpoint.manifest.metrics.items()
+                    if isinstance(value, int | float) and name not in ("epoch", "step")
+                }
 
     def add_source(self, ckpt_path: object) -> str | None:
         """Record the argument of a `fit`, and return the checkpoint that replaces it, if any."""
@@ -119,7 +127,14 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Forget the checkpoint, so that later `fit` calls do not resume from it."""
+        """Restore the logged metrics, which schedulers and callbacks monitor.
+
+        Then forget the checkpoint, so that later `fit` calls do not resume from it.
+        """
+        if self.path is not None:
+            for name, value in self._metrics.items():
+                trainer.callback_metrics.setdefault(name, torch.tensor(value))
+            end_restart(trainer)
         self.path = None
 
 

@@ -149,7 +149,7 @@ class RayStrategy(LauncherHook, CheckpointStrategyMixin, LateBoundBase, Parallel
         self.set_world_ranks()
 
     def setup_environment(self) -> None:
-        """Connect the callbacks to the run, also those of the module's `configure_callbacks`."""
+        """Connect the callbacks to the run, also the ones of `configure_callbacks`."""
         decide_who_saves(get_trainer(self.lightning_module), self.package)
         super().setup_environment()
 
