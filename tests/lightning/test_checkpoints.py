@@ -22,6 +22,7 @@ from drawbar.lightning import (
     _checkpoint,
 )
 from drawbar.train import Checkpoint, Result, WorkerGroupError
+from drawbar.train.runs import find_run
 from tests.lightning.digits import STEPS, fit, losses
 
 pytestmark = [
@@ -216,6 +217,16 @@ class TestModelCheckpoint:
         assert len(result.return_value) == 240  # one epoch of two
         names = [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
         assert names == [f"last-step={2 * STEPS}"]
+
+    def test_clean_keeps_best_checkpoint_of_monitor_after_resume(self, tmp_path: Path) -> None:
+        def callbacks(pl: Any) -> list[Any]:
+            # The first epoch is the best, since the loss goes down.
+            return [pl.callbacks.ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=-1)]
+
+        fit(tmp_path, callbacks, num_workers=0, max_epochs=1)
+        result = fit(tmp_path, callbacks, num_workers=0, max_epochs=3)
+        unused = find_run(result.path).find_unused_files(num_to_keep=1)
+        assert [Path(file.path).name for file in unused] == [f"epoch=1-step={2 * STEPS}"]
 
     def test_model_checkpoint_works_with_remote_storage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

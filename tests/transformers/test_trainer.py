@@ -218,6 +218,21 @@ def test_load_best_model_at_end_loads_from_run(
     assert loss == pytest.approx(result.best_checkpoints[0][1]["eval_loss"], abs=1e-6)
 
 
+def test_clean_keeps_best_checkpoint_of_trainer_after_resume(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    for max_steps in (2, 6):
+        saves = {**BEST, "save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
+
+        def function(saves: dict[str, Any] = saves) -> None:
+            runs.on_ray(tiny.trainer(tmp_path / "output", **saves)).train()
+
+        result = fit(function)
+    paths = {metrics["step"]: checkpoint.path for checkpoint, metrics in result.best_checkpoints}
+    unused = find_run(result.path).find_unused_files(num_to_keep=1)
+    assert [file.path for file in unused] == [paths[4]]
+
+
 def test_load_best_model_at_end_of_deleted_checkpoint_raises(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:

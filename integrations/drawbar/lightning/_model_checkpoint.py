@@ -12,10 +12,11 @@ import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from drawbar.lightning._checkpoint import CHECKPOINT_NAME
+from drawbar.lightning._checkpoint import CHECKPOINT_NAME, run_checkpoint_name
 from drawbar.lightning._package import Package, import_lightning_class
 from drawbar.lightning._report_callback import RayTrainReportCallback
 from drawbar.train import get_context
+from drawbar.train.backend import register_best_checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -102,6 +103,8 @@ def save_into_run(callback: ModelCheckpoint) -> None:
         "FILE_EXTENSION": f"/{CHECKPOINT_NAME}",
     }
     vars(callback).update(names)
+    if callback.monitor is not None:
+        register_best_checkpoint(lambda: run_checkpoint_name(callback.best_model_path))
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
 
 

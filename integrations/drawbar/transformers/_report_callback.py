@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from drawbar.train import ValidationTaskConfig, collective, get_checkpoint, report, set_progress
+from drawbar.train.backend import register_best_checkpoint
 from drawbar.transformers._resume import is_complete
 
 
@@ -76,6 +77,9 @@ class RayTrainReportCallback(TrainerCallback):
                 "trainer.train()."
             )
         self._is_training, self._has_no_steps_left = True, is_complete(state)
+        register_best_checkpoint(
+            lambda: {"step": state.best_global_step} if state.best_global_step else None
+        )
         self._latest_metrics = {
             name: value for logs in state.log_history for name, value in logs.items()
         }

@@ -10,6 +10,7 @@ from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._history.ranking import (
     SurplusQueue,
     describe_missing_scores,
+    find_best_of_framework,
     get_score,
     rank_checkpoints,
     select_surplus,
@@ -197,3 +198,19 @@ def test_describe_missing_scores_ignores_pending_validation() -> None:
     (pending,) = by_index(loss=[1])
     pending = msgspec.structs.replace(pending, validation=Validation())
     assert describe_missing_scores([pending], config) is None
+
+
+def test_find_best_of_framework_uses_newest_checkpoint_that_names_any() -> None:
+    checkpoints = by_index(step=[1, 2, 3, 4, 5])
+    assert find_best_of_framework(checkpoints) == set()
+    for index, positions in (
+        (1, {"best checkpoint-1": "c1"}),
+        (3, {"best checkpoint-1": "c0", "best checkpoint-2": {"step": 3}, "rows": {"step": 2}}),
+    ):
+        checkpoints[index] = msgspec.structs.replace(checkpoints[index], data_positions=positions)
+    assert find_best_of_framework(checkpoints) == {"c0", "c2"}
+    checkpoints[3] = msgspec.structs.replace(
+        checkpoints[3],
+        data_positions={"best checkpoint-1": {"step": 9}},  # deleted
+    )
+    assert find_best_of_framework(checkpoints) == set()

@@ -18,7 +18,11 @@ from pathlib import Path
 from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._history.events import CheckpointDeleted, JournaledEvent, RunStarted
 from drawbar.train._history.journal import Journal
-from drawbar.train._history.ranking import parse_checkpoint_config, select_surplus
+from drawbar.train._history.ranking import (
+    find_best_of_framework,
+    parse_checkpoint_config,
+    select_surplus,
+)
 from drawbar.train._history.report_ranges import list_committed_names
 from drawbar.train._storage.contents import is_external, list_parents
 from drawbar.train._storage.download_cache import get_user_temp_directory, remove_if_unused
@@ -107,6 +111,8 @@ def _find_surplus_checkpoints(
 ) -> Iterator[UnusedFile]:
     """Find checkpoints that the retention policy `config` does not keep.
 
+    The checkpoints that the training framework calls its best are kept, too.
+
     Args:
         directory: Directory of the run.
         names: Names of checkpoints that this run has committed. Other checkpoints in the directory,
@@ -116,8 +122,11 @@ def _find_surplus_checkpoints(
     """
     store = directory.checkpoints
     committed = [manifest for manifest in store.list_readable()[0] if manifest.name in names]
+    best = find_best_of_framework(committed)
     for manifest in select_surplus(committed, config):
-        if is_external(manifest.name) or _has_symlink_in_path(directory, manifest.name):
+        if manifest.name in best or is_external(manifest.name):
+            continue
+        if _has_symlink_in_path(directory, manifest.name):
             continue
         yield UnusedFile(
             "old checkpoint",

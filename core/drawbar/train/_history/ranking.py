@@ -18,7 +18,11 @@ from typing import NamedTuple
 
 from drawbar.train._config.run_config import CheckpointConfig
 from drawbar.train._metrics import describe_available, flatten
-from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
+from drawbar.train._storage.manifest import (
+    BEST_CHECKPOINT_SOURCE,
+    Manifest,
+    ReportedCheckpointStatus,
+)
 
 
 def parse_checkpoint_config(config: Mapping[str, object]) -> CheckpointConfig:
@@ -152,6 +156,32 @@ def select_surplus(checkpoints: Collection[Manifest], config: CheckpointConfig) 
     by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.index)
     return [by_name[name] for name in SurplusQueue(config, checkpoints).pop_surplus(newest.name)]
+
+
+def find_best_of_framework(checkpoints: Collection[Manifest]) -> set[str]:
+    """Return the names of the checkpoints that the training framework calls its best.
+
+    They are named by the newest checkpoint that names any; see
+    `drawbar.train.backend.register_best_checkpoint`.
+    """
+    newest_first = sorted(checkpoints, key=lambda checkpoint: checkpoint.index, reverse=True)
+    references = next(filter(None, map(_list_best_references, newest_first)), [])
+    return {
+        checkpoint.name
+        for checkpoint in checkpoints
+        if any(_refers_to(reference, checkpoint) for reference in references)
+    }
+
+
+def _list_best_references(checkpoint: Manifest) -> list[object]:
+    positions = checkpoint.data_positions.items()
+    return [value for name, value in positions if name.startswith(f"{BEST_CHECKPOINT_SOURCE}-")]
+
+
+def _refers_to(reference: object, checkpoint: Manifest) -> bool:
+    if isinstance(reference, Mapping):
+        return reference.items() <= checkpoint.metrics.items()
+    return reference == checkpoint.name
 
 
 def describe_missing_scores(

@@ -92,6 +92,9 @@ class Validation(msgspec.Struct, frozen=True, kw_only=True):
 MANIFEST_FORMAT = 1
 """Format version of manifests. New optional fields do not change it."""
 
+BEST_CHECKPOINT_SOURCE = "best checkpoint"
+"""Name of the data positions that identify the best checkpoints of a framework."""
+
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, CheckpointError)
 """Errors that decoding raises for damaged or invalid data."""
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from drawbar.train._protocol.messages import CheckpointDiscarded, ProcessRetired
 from drawbar.train._storage.checkpoint import Checkpoint
+from drawbar.train._storage.manifest import BEST_CHECKPOINT_SOURCE
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.context import (
     all_gather,
@@ -252,6 +253,26 @@ def discard_checkpoint(name: str) -> None:
         >>> discard_checkpoint("checkpoint_000003")
     """
     current_session("discard_checkpoint").send(CheckpointDiscarded(checkpoint_name=name))
+
+
+def register_best_checkpoint(get_best: Callable[[], str | Mapping[str, object] | None]) -> None:
+    """Record in every checkpoint of this worker which checkpoint the framework calls its best.
+
+    For frameworks that rank checkpoints themselves. `drawbar clean --keep` never deletes the best
+    checkpoint that the newest one names. Call it once for each training or each ranking.
+
+    Args:
+        get_best: Returns the name of the checkpoint directory, or metrics that identify the
+            checkpoint, or None if there is no best checkpoint yet. It is called at each report with
+            a checkpoint, and may already return the checkpoint that is being reported.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> register_best_checkpoint(lambda: {"step": trainer.best_step})
+    """
+    register_data_position(BEST_CHECKPOINT_SOURCE, get_best, add_index=True)
 
 
 def get_worker_environment() -> dict[str, str]:
