@@ -33,8 +33,8 @@ def validate_worker_weights(params: Mapping[str, object], matrix: DMatrix) -> No
     Collective: call it on all ranks.
 
     Raises:
-        ValueError: The model would differ from one that a single process trains. Every rank raises the same
-            error.
+        ValueError: The model would differ from one that a single process trains. Every rank raises
+            the same error.
     """
     objective = str(params.get("objective"))
     is_percentile, is_ranking = objective in PERCENTILE_OBJECTIVES, objective.startswith("rank:")
