@@ -152,6 +152,13 @@ LOGISTIC = {"objective": "binary:logistic"}
         ({"params": RANK}, "objective 'rank:ndcg' needs group_column"),
         ({"params": {"objective": "survival:aft"}}, "needs a lower and an upper bound"),
         (
+            {
+                "params": {"objective": "survival:cox"},
+                "scaling_config": ScalingConfig(num_workers=(1, 3)),
+            },
+            "'survival:cox' compares .*found 3 workers. Set num_workers=1",
+        ),
+        (
             {"train_loop_per_worker": loop},
             "params, label_column.* cannot be combined with a training function",
         ),

@@ -15,8 +15,10 @@ import xgboost
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from xgboost import DMatrix, QuantileDMatrix
 
-from drawbar.train import TrainingFailedError, runs
-from drawbar.xgboost import allreduce_metric
+import drawbar.xgboost
+from drawbar.train import RunConfig, TrainingFailedError, runs
+from drawbar.train.testing import run_in_threads
+from drawbar.xgboost import XGBoostConfig, allreduce_metric
 
 if TYPE_CHECKING:
     from tests.xgboost.conftest import FitInThreads
@@ -250,6 +252,17 @@ def test_more_workers_than_rows_of_percentile_objective_raise(fit_in_threads: Fi
     rows = pd.DataFrame({"a": [0.0, 1.0], "target": [0.0, 1.0]})
     with pytest.raises(TrainingFailedError, match="Set num_workers to at most 2"):
         fit_in_threads({"train": split(rows, 1, 2)}, {"objective": "reg:absoluteerror"})
+
+
+def test_cox_objective_in_training_function_of_several_workers_raises(
+    run_config: RunConfig,
+) -> None:
+    def function() -> None:
+        data = DMatrix(np.arange(20.0).reshape(10, 2), np.arange(10.0) + 1)
+        drawbar.xgboost.train({"objective": "survival:cox"}, data)
+
+    with pytest.raises(TrainingFailedError, match=r"found 2 workers\. Set num_workers=1"):
+        run_in_threads(function, backend_config=XGBoostConfig(), run_config=run_config)
 
 
 def test_rows_of_weight_zero_do_not_count_for_percentile_objective(

@@ -77,6 +77,7 @@ def validate_parameters(
             "ScalingConfig(use_gpu=True), or remove the parameter."
         )
     _check_objective(params, has_groups)
+    validate_num_workers(params, scaling_config.max_workers)
 
 
 def _check_objective(params: Mapping[str, object], has_groups: bool) -> None:
@@ -89,6 +90,19 @@ def _check_objective(params: Mapping[str, object], has_groups: bool) -> None:
         raise ValueError(
             "objective 'survival:aft' needs a lower and an upper bound for each label, which "
             "XGBoostTrainer(params=...) does not support. Use a training function."
+        )
+
+
+def validate_num_workers(params: Mapping[str, object], num_workers: int) -> None:
+    """Check the objective against the number of workers.
+
+    Raises:
+        ValueError: XGBoost cannot train the objective on several workers.
+    """
+    if num_workers > 1 and params.get("objective") == "survival:cox":
+        raise ValueError(
+            "objective 'survival:cox' compares each row with all rows of a later time, but XGBoost "
+            f"compares only the rows of one worker, found {num_workers} workers. Set num_workers=1."
         )
 
 

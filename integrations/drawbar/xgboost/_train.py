@@ -17,8 +17,9 @@ from xgboost.callback import (
 
 from drawbar._boosting.metric import allreduce_metric
 from drawbar._boosting.progress import BoostingProgress, EvaluationHistory
-from drawbar.train import set_progress
+from drawbar.train import get_context, set_progress
 from drawbar.train.backend import start_training
+from drawbar.xgboost._parameters import validate_num_workers
 from drawbar.xgboost._report_callback import RayTrainReportCallback
 from drawbar.xgboost._worker_weights import validate_worker_weights
 
@@ -76,8 +77,8 @@ def train(
         The trained booster.
 
     Raises:
-        ValueError: With the objective and the workers' weights, XGBoost would train another model
-            than in one process.
+        ValueError: With the objective and the workers' rows and weights, XGBoost would train
+            another model than in one process.
 
     Example:
         ```python
@@ -88,6 +89,7 @@ def train(
             drawbar.xgboost.train(config, dtrain, 100, callbacks=[callback])
         ```
     """
+    validate_num_workers(params, get_context().get_world_size())
     validate_worker_weights(params, dtrain)
     report_callbacks = [
         callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)
