@@ -193,7 +193,8 @@ def learning_rates(fails: bool) -> list[tuple[int, float]]:
         def training_step(self, batch: Any, index: int) -> Any:
             if fails and (self.current_epoch, index) == (1, 2) and not get_context().get_attempt():
                 raise ValueError("once")
-            self.rates.append((self.current_epoch, self.optimizers().param_groups[0]["lr"]))
+            optimizer = cast("Any", self.optimizers())
+            self.rates.append((self.current_epoch, optimizer.param_groups[0]["lr"]))
             if index == 0:
                 self.log("metric", 1.0)
             return (self.weight - batch).square().mean()
