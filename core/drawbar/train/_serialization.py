@@ -17,6 +17,7 @@ import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import cloudpickle
@@ -136,8 +137,21 @@ class Serialized:
                 object of the Ray session that wrote the file.
             Exception: Unpickling fails in this process.
         """
-        stream = io.BytesIO(self._body)
-        return _Unpickler(stream, self._buffers, self._references).load()
+        return self._make_unpickler().load()
+
+    def deserialize_with_script_names(self) -> tuple[Any, dict[str, object]]:
+        """Return the object, and the script's functions and classes in it by their names.
+
+        The script is `__main__` of the process that serialized the object.
+
+        Raises:
+            Exception: As for `deserialize`.
+        """
+        unpickler = self._make_unpickler()
+        return unpickler.load(), unpickler.load()
+
+    def _make_unpickler(self) -> _Unpickler:
+        return _Unpickler(io.BytesIO(self._body), self._buffers, self._references)
 
 
 def serialize(
@@ -163,7 +177,10 @@ def serialize(
         import ray
 
         reducers[ray.ObjectRef] = functools.partial(_embed_owned_object, extract_reference)
-    _Pickler(stream, reducers, extract_buffer).dump(value)
+    pickler = _Pickler(stream, reducers, extract_buffer)
+    pickler.dump(value)
+    # Refers to objects in the first pickle. Only `deserialize_with_script_names` reads it.
+    pickler.dump(dict(pickler.script_names))
     return Serialized(stream.getvalue(), buffers, references)
 
 
@@ -199,7 +216,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             tables.append(ray.cloudpickle.Pickler.dispatch_table)
         # super().__init__ reads this attribute.
         self.dispatch_table = ChainMap(*tables)
+        self.script_names: dict[str, object] = {}
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
+
+    def reducer_override(self, obj: Any) -> object:
+        """Note the functions and classes of `__main__`, which cloudpickle pickles by value."""
+        # Not `isinstance`, which runs code of the object, such as of a weak proxy.
+        if issubclass(type(obj), type | FunctionType) and obj.__module__ == "__main__":
+            name = obj.__qualname__
+            # Another object has the name if a decorator has replaced this one.
+            if name.isidentifier() and getattr(sys.modules["__main__"], name, obj) is obj:
+                self.script_names.setdefault(name, obj)
+        return super().reducer_override(obj)
 
 
 class _Unpickler(pickle.Unpickler):

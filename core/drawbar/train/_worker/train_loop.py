@@ -24,6 +24,7 @@ from drawbar.train._protocol.messages import (
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._worker.active_session import use_session
 from drawbar.train._worker.failure import describe_exception
+from drawbar.train._worker.script_names import use_script_names
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
 from drawbar.train._worker.training_thread import AttemptInterrupted
 from drawbar.train._worker.worker_env import make_worker_env, set_env_vars
@@ -72,8 +73,8 @@ def run_train_loop(
             # Threads share the environment, so ranks in threads of one process do not change it.
             if is_process_wide:
                 set_env_vars(make_worker_env(session.assignment))
-            loop = _make_copy(train_loop)
-            with loop.backend_config.train_func_context():
+            loop, script_names = _make_copy(train_loop)
+            with use_script_names(script_names), loop.backend_config.train_func_context():
                 session.send(FunctionStarted(time=time.time()))
                 session.timer.start()
                 session.thread_guard.reset_reporting_thread()
@@ -116,14 +117,19 @@ def _send_times(session: Session) -> None:
         session.send(session.timer.get_times())
 
 
-def _make_copy(train_loop: ObjectRef[Serialized] | TrainLoop) -> TrainLoop:
-    """Return a copy for this rank, whose config the function may change."""
+def _make_copy(
+    train_loop: ObjectRef[Serialized] | TrainLoop,
+) -> tuple[TrainLoop, dict[str, object]]:
+    """Return a copy for this rank, whose config the function may change, and the script's names.
+
+    In the script's own process, the names are empty: its `__main__` has them.
+    """
     if isinstance(train_loop, TrainLoop):
-        return dataclasses.replace(train_loop, config=copy.deepcopy(train_loop.config))
+        return dataclasses.replace(train_loop, config=copy.deepcopy(train_loop.config)), {}
     import ray
 
-    loop: TrainLoop = ray.get(train_loop).deserialize()
-    return loop
+    serialized: Serialized = ray.get(train_loop)
+    return serialized.deserialize_with_script_names()
 
 
 def is_main_thread() -> bool:
