@@ -95,7 +95,6 @@ def train(
         callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)
     ] or [RayTrainReportCallback()]
     progress, booster = report_callbacks[0].load_resume_state(start_training())
-    num_done = progress.rounds
     booster = Booster(
         params, [dtrain, *(matrix for matrix, _ in evals)], model_file=booster or xgb_model
     )
@@ -109,7 +108,7 @@ def train(
     callback_container.history.update(progress.history)
     booster = callback_container.before_training(booster)
     should_stop = _replay_callbacks(others, booster, progress)
-    for number in range(num_done, num_boost_round):
+    for number in range(progress.rounds, num_boost_round):
         if should_stop or callback_container.before_iteration(booster, number, dtrain, eval_sets):
             break
         booster.update(dtrain, iteration=number, fobj=obj)

@@ -123,11 +123,11 @@ class Attempt:
         self._should_emit_rounds = bool(run.spec.run_config.callbacks)
         self._checkpoints = checkpoints
         self._on_diagnosis_request = on_diagnosis_request
-        self._progress = AttemptProgress(
+        self.progress = AttemptProgress(
             len(workers), start.first_report_index, should_keep_all_rounds=self._should_emit_rounds
         )
         checkpoints.start_attempt(
-            self._progress, CommitContext(run.run_id, self.number, len(workers), group.send_command)
+            self.progress, CommitContext(run.run_id, self.number, len(workers), group.send_command)
         )
         self._round_metrics: dict[int, list[dict[str, object]]] = {}
         # The hang timeout starts here and does not include the start of the workers.
@@ -231,7 +231,7 @@ class Attempt:
             case Heartbeat():
                 pass  # only updates the time of the last activity
             case CheckpointWaitStarted():
-                self._progress.on_waiting_for_checkpoint(rank, message.report_index)
+                self.progress.on_waiting_for_checkpoint(rank, message.report_index)
                 self._check_divergence()
             case FilesPersisted() | FileChunk() | FileRequest() | CheckpointDiscarded():
                 self._checkpoints.on_message(rank, message)
@@ -290,19 +290,15 @@ class Attempt:
     def get_activity(self) -> dict[int, RankActivity]:
         """Return the last activity of each rank that has not finished."""
         idle_seconds = self.activity_clock.get_idle_seconds_by_rank()
-        return self._progress.get_activity(idle_seconds, self._last_locations)
+        return self.progress.get_activity(idle_seconds, self._last_locations)
 
     def count_reports(self, rank: int) -> int:
         """Return the number of reports of a rank in this attempt."""
-        return self._progress.ranks[rank].reports - self._progress.first_index
-
-    def get_last_call(self, rank: int) -> str:
-        """Return the line of a rank's last report or collective, "" if there is none."""
-        return self._progress.ranks[rank].last
+        return self.progress.ranks[rank].reports - self.progress.first_index
 
     def on_committed(self, manifest: Manifest, command: CommitCompleted) -> None:
         """Record a commit and notify every rank."""
-        self._progress.on_committed(manifest.index)
+        self.progress.on_committed(manifest.index)
         self.rank_times.record()
         self.progress_recorder.record()
         # A rank that has returned would ignore the command, which is a remote call on Ray.
@@ -319,7 +315,7 @@ class Attempt:
             self.rank_times.add(rank, report.times)
         self._last_locations[rank] = report.location
         self._checkpoints.record_moved_files(rank, self.workers[rank], report)
-        for complete in self._progress.on_report(rank, report):
+        for complete in self.progress.on_report(rank, report):
             if conflict := complete.find_conflict():
                 self.fail(AttemptFailure("divergence", [describe_divergence(conflict)]))
                 return
@@ -349,7 +345,7 @@ class Attempt:
 
     def _on_collective(self, rank: int, call: CollectiveCalled) -> None:
         self._last_locations[rank] = call.location
-        calls = self._progress.on_collective(rank, call)
+        calls = self.progress.on_collective(rank, call)
         if calls is None:
             self._check_divergence()
             return
@@ -367,13 +363,13 @@ class Attempt:
         # A return value that cannot be pickled is not a failure: training has succeeded.
         if message.serialization_error:
             self._emit(Notice(f"rank {rank}: {message.serialization_error}"))
-        self._progress.on_finished(rank)
+        self.progress.on_finished(rank)
         self._checkpoints.send_ready_replies()
         self._check_divergence()
         self.has_ended |= self.is_finished
 
     def _check_divergence(self) -> None:
-        reason = self._progress.find_divergence()
+        reason = self.progress.find_divergence()
         if reason is not None:
             self.fail(AttemptFailure("divergence", [describe_divergence(reason)]))
 

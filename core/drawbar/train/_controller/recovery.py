@@ -224,7 +224,7 @@ def _describe_early_return(attempt: Attempt, failure: AttemptFailure) -> WorkerF
             f"rank {rank} returned while rank {waiting} waited for it in a collective of the "
             "framework. Make all ranks run the same steps, and agree on when to stop"
         ),
-        location=attempt.get_last_call(rank),
+        location=attempt.progress.ranks[rank].last,
         hostname=worker.hostname,
         node_id=worker.node_id,
         pid=worker.pid,
