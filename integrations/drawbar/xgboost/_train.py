@@ -95,6 +95,8 @@ def train(
         callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)
     ] or [RayTrainReportCallback()]
     progress, booster = report_callbacks[0].load_resume_state(start_training())
+    for report in report_callbacks:
+        report.restore(progress)
     num_done = progress.rounds
     booster = Booster(
         params, [dtrain, *(matrix for matrix, _ in evals)], model_file=booster or xgb_model
