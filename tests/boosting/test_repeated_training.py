@@ -8,6 +8,7 @@ from typing import Any
 
 import lightgbm
 import numpy as np
+import pandas as pd
 import pytest
 import xgboost
 
@@ -90,3 +91,35 @@ def test_repeated_trainings_do_not_resume_from_each_other(
     assert rounds[-1] == (1, ROUNDS - 1)
     # The first training resumes from its rounds, and starts from scratch after the second.
     assert (rounds[0] == (0, 0)) == (fails_in == 1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "params"),
+    [
+        (drawbar.xgboost.XGBoostTrainer, XGBOOST),
+        (drawbar.lightgbm.LightGBMTrainer, LIGHTGBM),
+    ],
+)
+def test_run_without_remaining_rounds_ends_with_model_and_metrics(
+    trainer: Any, params: dict[str, Any], tmp_path: Path
+) -> None:
+    table = pd.DataFrame(FEATURES, columns=["a", "y"])
+    arguments: dict[str, Any] = {
+        "params": params,
+        "label_column": "y",
+        "datasets": {"train": table, "validation": table},
+        "num_boost_round": ROUNDS,
+        "scaling_config": ScalingConfig(num_workers=0),
+        "run_config": RunConfig(storage_path=tmp_path),
+    }
+    first = trainer(**arguments).fit()
+    again = trainer(**arguments, resume_from_checkpoint=first.checkpoint).fit()
+    assert again.checkpoint.path != first.checkpoint.path
+    assert again.metrics == first.metrics != {}
+    predictions = [
+        trainer.get_model(result.checkpoint).predict(
+            xgboost.DMatrix(table[["a"]]) if params is XGBOOST else table[["a"]]
+        )
+        for result in (first, again)
+    ]
+    np.testing.assert_array_equal(*predictions)

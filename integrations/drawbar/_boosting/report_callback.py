@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from drawbar._boosting.progress import EvaluationHistory
-from drawbar.train import ValidationTaskConfig, checkpoint_dir, get_context, report
+from drawbar.train import (
+    ValidationTaskConfig,
+    checkpoint_dir,
+    get_checkpoint,
+    get_context,
+    report,
+)
 from drawbar.train.backend import report_buffered
 
 MetricSelection = str | Sequence[str] | Mapping[str, str]
@@ -83,6 +89,16 @@ class RoundReporter:
         """Report a checkpoint at the end of training, unless the last round was already saved."""
         if self._checkpoint_at_end and num_rounds > self._last_saved_round:
             self._report_checkpoint(num_rounds, history, save)
+
+    def on_resume(self, num_rounds: int) -> None:
+        """Note which rounds a checkpoint of this run has, so that they are not saved again.
+
+        A checkpoint of another run does not count, so that each run ends with a checkpoint.
+        """
+        checkpoint = get_checkpoint()
+        manifest = None if checkpoint is None else checkpoint.manifest
+        if manifest is not None and manifest.run_id == get_context().get_run_id():
+            self._last_saved_round = num_rounds
 
     def _report_checkpoint(
         self, num_rounds: int, history: EvaluationHistory, save: Callable[[Path], None]

@@ -83,7 +83,13 @@ class RayTrainReportCallback:
         self._rounds, self._history = progress.rounds, copy.deepcopy(progress.history)
         self._maximized = set(progress.details.get("maximized", ()))
         self._first_round = progress.details.get("begin", 0)
+        self._reports.on_resume(progress.rounds)
         return self._first_round
+
+    def end_without_rounds(self, model: Booster) -> None:
+        """Save a restored model that has no remaining rounds, if only another run saved it."""
+        self._model = model
+        on_success(self._finish)
 
     def __call__(self, env: CallbackEnv) -> None:
         """Report the round that has ended."""

@@ -131,12 +131,15 @@ def run_rounds(
     Returns:
         The trained booster; `earlier` if there are no remaining rounds.
     """
-    begin = min(report.restore(progress) for report in _list_report_callbacks(callbacks))
+    reports = _list_report_callbacks(callbacks)
+    begin = min(report.restore(progress) for report in reports)
     if earlier is not None:
         earlier.set_train_data_name(train_name)
         env = partial(CallbackEnv, earlier, params, begin_iteration=begin, end_iteration=end)
         is_stopped = _is_stopped_by_replay(earlier, progress, callbacks, env)
         if is_stopped or progress.rounds >= end:
+            for report in reports:
+                report.end_without_rounds(earlier)
             return earlier
 
     booster: Booster | None = None

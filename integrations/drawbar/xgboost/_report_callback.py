@@ -80,6 +80,11 @@ class RayTrainReportCallback(TrainingCallback):
         """
         return load_model(checkpoint, filename, lambda path: Booster(model_file=path))
 
+    def restore(self, progress: BoostingProgress) -> None:
+        """Continue after the rounds of an earlier attempt or run."""
+        self._progress = progress
+        self._reports.on_resume(progress.rounds)
+
     def after_iteration(self, model: object, epoch: int, evals_log: EvaluationHistory) -> bool:
         """Report a round."""
         self._progress = BoostingProgress(epoch + 1, evals_log)

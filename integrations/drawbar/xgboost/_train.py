@@ -95,13 +95,13 @@ def train(
         callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)
     ] or [RayTrainReportCallback()]
     progress, booster = report_callbacks[0].load_resume_state(start_training())
+    for report in report_callbacks:
+        report.restore(progress)
     booster = Booster(
         params, [dtrain, *(matrix for matrix, _ in evals)], model_file=booster or xgb_model
     )
-    others = [
-        *(callback for callback in callbacks if not isinstance(callback, RayTrainReportCallback)),
-        *_make_default_callbacks(verbose_eval, early_stopping_rounds, maximize),
-    ]
+    others = [callback for callback in callbacks if callback not in report_callbacks]
+    others += _make_default_callbacks(verbose_eval, early_stopping_rounds, maximize)
     eval_sets = list(evals)
     metric = None if custom_metric is None else partial(_evaluate_globally, custom_metric)
     callback_container = CallbackContainer(others, metric=metric, output_margin=callable(obj))
