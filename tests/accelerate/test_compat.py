@@ -12,9 +12,10 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from torch.utils.data import DataLoader
 
 from drawbar.accelerate import launch, load_state
-from drawbar.accelerate._compat import declare_gpus
+from drawbar.accelerate._compat import declare_gpus, get_prepared_loaders
 from drawbar.torch._compat import get_accelerate_states
 from drawbar.train import RunConfig, ScalingConfig
 
@@ -38,6 +39,15 @@ def test_accelerate_states_are_shared_dicts_of_singletons() -> None:
 def test_declared_gpus_are_in_new_state() -> None:
     declare_gpus(is_cpu_requested=True)
     assert PartialState().distributed_type == DistributedType.MULTI_GPU
+
+
+def test_prepared_loaders_are_in_order_and_count_epochs() -> None:
+    accelerator = Accelerator(cpu=True)
+    loaders: list[DataLoader[int]] = [DataLoader(range(size)) for size in (3, 2)]  # type: ignore[arg-type]
+    prepared = list(accelerator.prepare(*loaders))
+    assert get_prepared_loaders(accelerator) == prepared
+    assert [len(list(loader)) for loader in prepared] == [3, 2]
+    assert [loader.iteration for loader in prepared] == [1, 1]
 
 
 def test_accelerate_state_of_user_process_is_restored(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
@@ -15,3 +18,8 @@ def declare_gpus(*, is_cpu_requested: bool) -> None:
     AcceleratorState._reset_state()
     PartialState(cpu=is_cpu_requested)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def get_prepared_loaders(accelerator: Accelerator) -> list[Any]:
+    """Return the data loaders that an Accelerator has prepared, in this order."""
+    return list(cast("Any", accelerator)._dataloaders)

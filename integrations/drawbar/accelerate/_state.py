@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from drawbar.accelerate._data_position import track_loader_epochs
 from drawbar.accelerate._prepare import check_accelerator
 from drawbar.train import CheckpointUploadMode, ValidationTaskConfig, checkpoint_dir, report
 from drawbar.train.backend import get_agreed_checkpoint
@@ -53,7 +54,8 @@ def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | N
     """Load the latest reported state into an Accelerator.
 
     Collective: call it on all ranks after `accelerator.prepare()`. It loads the run's latest
-    checkpoint, also after a restart.
+    checkpoint, also after a restart. Data loaders that the Accelerator has prepared continue with
+    the epoch of the checkpoint. Later checkpoints of this attempt contain their epochs.
 
     Args:
         accelerator: Accelerator that has prepared model, optimizer, and scheduler.
@@ -73,6 +75,7 @@ def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | N
         ```
     """
     check_accelerator(accelerator)
+    track_loader_epochs(accelerator)
     checkpoint = get_agreed_checkpoint()
     if checkpoint is None:
         return None

@@ -1,0 +1,113 @@
+"""Store the epochs of data loaders that Accelerate has prepared in checkpoints.
+
+The order of a loader with a seedable sampler depends on its attribute `iteration`, which
+`Accelerator.save_state()` omits. After a restart, each loader would repeat the order of epoch 0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import get_sampler
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
+
+from drawbar.accelerate._compat import get_prepared_loaders
+from drawbar.train import get_context
+from drawbar.train.backend import register_data_position
+
+SkipFirstBatches = Callable[..., Any]
+
+
+class LoaderEpoch:
+    """Epoch of a data loader that Accelerate has prepared.
+
+    Args:
+        loader: The data loader, which counts its epochs in the attribute `iteration`.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._set_epoch = loader.set_epoch
+        self._remainder: Any = None  # result of skip_first_batches() that may be iterated now
+        loader.set_epoch = self.set_epoch  # the loader calls it at the start of each iteration
+
+    def get(self) -> int:
+        """Return the epoch that is running, or the next one."""
+        newest = self._loader if self._remainder is None else self._remainder
+        epoch: int = newest.iteration
+        return epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the complete loader."""
+        self._remainder = None
+        self._set_epoch(epoch)
+
+    def advance(self, remainder: Any) -> None:
+        """Set the epoch to the one after that of a remainder, which another loader returns."""
+        self._remainder = remainder
+        self._loader.iteration = remainder.iteration + 1
+
+
+def track_loader_epochs(accelerator: Accelerator) -> None:
+    """Store the epochs of the Accelerator's loaders in checkpoints, and restore them.
+
+    Args:
+        accelerator: Accelerator that has prepared the loaders.
+    """
+    loaders = [each for each in get_prepared_loaders(accelerator) if hasattr(each, "iteration")]
+    epochs = {id(loader): LoaderEpoch(loader) for loader in loaders}
+    for number, epoch in enumerate(epochs.values()):
+        recorded = register_data_position(f"accelerate.data_loader-{number}", epoch.get)
+        if recorded is not None:
+            epoch.set_epoch(recorded)
+    untyped: Any = accelerator
+    untyped.skip_first_batches = _advance_after_skip(type(accelerator).skip_first_batches, epochs)
+    warn_of_unknown_order(loaders)
+
+
+def _advance_after_skip(skip: SkipFirstBatches, epochs: dict[int, LoaderEpoch]) -> SkipFirstBatches:
+    """Return `skip_first_batches` that counts the epoch in the complete loader, too.
+
+    It returns a copy of the loader. Accelerate counts the end of the epoch only in that copy, so
+    the next loop over the complete loader would repeat the same order.
+    """
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        remainder = skip(None, dataloader, num_batches)
+        if epoch := epochs.get(id(dataloader)):
+            epoch.advance(remainder)
+        return remainder
+
+    return skip_first_batches
+
+
+def warn_of_unknown_order(loaders: list[Any]) -> None:
+    """Warn on rank 0 of loaders whose order a restart cannot repeat.
+
+    Args:
+        loaders: Data loaders that Accelerate has prepared.
+    """
+    unknown = sorted({type(get_sampler(loader)).__name__ for loader in loaders if _is_lost(loader)})
+    if not unknown or get_context().get_world_rank():
+        return
+    warnings.warn(
+        f"After a restart, a data loader with {', '.join(unknown)} begins with another order of "
+        "its samples: some samples of the epoch are trained twice and others never. Use "
+        "Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)), a "
+        "custom sampler with set_epoch(), or drawbar.torch.prepare_data_loader instead of "
+        "accelerator.prepare for the loader.",
+        stacklevel=4,
+    )
+
+
+def _is_lost(loader: Any) -> bool:
+    """Return whether the order of a loader does not follow from its epoch."""
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    sampler = get_sampler(loader)
+    if isinstance(sampler, SequentialSampler | DistributedSampler):
+        return False
+    return not hasattr(sampler, "set_epoch")

@@ -1,0 +1,83 @@
+"""Tests of data loaders that Accelerate has prepared: checkpoints contain their epochs."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.utils.data import DataLoader
+
+from drawbar.accelerate import launch, load_state, report_state
+from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
+
+HERE = ScalingConfig(num_workers=0)
+BATCHES = 4  # of each epoch
+EPOCHS = 4
+
+pytestmark = pytest.mark.usefixtures("keep_environment")
+
+
+def train(rows: list[list[int]], stop: int | None) -> None:
+    """Train with a checkpoint after each batch and each epoch; fail after the batch `stop`."""
+    torch.manual_seed(0)
+    seedable = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=seedable)
+    data: DataLoader[int] = DataLoader(range(2 * BATCHES), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    _, loader = accelerator.prepare(torch.nn.Linear(1, 1), data)
+    step = (load_state(accelerator) or {"step": 0})["step"]
+    first_epoch, skipped = divmod(step, BATCHES)
+    for epoch in range(first_epoch, EPOCHS):
+        is_resumed = epoch == first_epoch and skipped
+        batches = accelerator.skip_first_batches(loader, skipped) if is_resumed else loader
+        for batch in batches:
+            step += 1
+            rows.append(batch.tolist())
+            if step % BATCHES:
+                report_state(accelerator, {"step": step})
+                if step == stop:
+                    raise RuntimeError("planned failure")
+        report_state(accelerator, {"step": step})
+        if step == stop:
+            raise RuntimeError("planned failure")
+
+
+def run(run_config: RunConfig, *stops: int) -> list[list[int]]:
+    """Return the batches of a run that is resumed after each failure."""
+    rows: list[list[int]] = []
+    for stop in stops:
+        with pytest.raises(TrainingFailedError, match="planned failure"):
+            launch(train, (rows, stop), HERE, run_config=run_config)
+    launch(train, (rows, None), HERE, run_config=run_config)
+    return rows
+
+
+def test_restart_with_seedable_sampler_continues_order_of_epochs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    def new_config() -> RunConfig:
+        return RunConfig(name="run", storage_path=tmp_path_factory.mktemp("run"))
+
+    expected = run(new_config())
+    epochs = [tuple(map(tuple, expected[i : i + BATCHES])) for i in range(0, 16, BATCHES)]
+    assert len(set(epochs)) == EPOCHS
+    # At the end of an epoch, in an epoch, in its remainder, and after it; two epochs later.
+    for stops in [(4, 6, 7, 8), (6, 13)]:
+        assert run(new_config(), *stops) == expected, stops
+
+
+def test_load_state_with_sampler_of_unknown_order_warns(run_config: RunConfig) -> None:
+    def function(is_seedable: bool) -> None:
+        config = DataLoaderConfiguration(use_seedable_sampler=is_seedable)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        data = range(4)
+        accelerator.prepare(DataLoader(data, shuffle=True))  # type: ignore[arg-type]
+        accelerator.prepare(DataLoader(data))  # type: ignore[arg-type]
+        load_state(accelerator)
+
+    with pytest.warns(UserWarning, match=r"RandomSampler.*use_seedable_sampler=True"):
+        launch(function, (False,), HERE, run_config=run_config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="After a restart")
+        launch(function, (True,), HERE, run_config=run_config)
