@@ -298,6 +298,16 @@ def test_prepare_trainer_with_save_total_limit_warns(
         fit(function)
 
 
+def test_prepare_trainer_with_save_only_model_raises(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> None:
+        runs.on_ray(tiny.trainer(tmp_path / "output", save_only_model=True, **SAVES))
+
+    with pytest.raises(WorkerGroupError, match=r"Remove save_only_model"):
+        fit(function)
+
+
 def test_prepare_trainer_outside_training_function_raises(tiny: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="inside a training function"):
         prepare_trainer(tiny.trainer(tmp_path / "output"))

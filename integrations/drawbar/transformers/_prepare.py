@@ -12,7 +12,7 @@ from drawbar.train.backend import make_import_error, require_package, start_trai
 try:
     import torch
     from accelerate.data_loader import DataLoaderDispatcher
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
 except ImportError as error:
     raise make_import_error("transformers", extra="transformers") from error
@@ -71,6 +71,7 @@ def prepare_trainer(trainer: T) -> T:
         TypeError: `trainer` is not a `transformers.Trainer`.
         RuntimeError: Called outside a training function, or with `TrainingArguments` that were
             created outside of it.
+        ValueError: `save_only_model` is set.
 
     Example:
         ```python
@@ -94,13 +95,7 @@ def prepare_trainer(trainer: T) -> T:
         with allow_sharding_on_cpu():
             trainer.create_accelerator_and_postprocess()
     require_matching_ranks(args.world_size, args.process_index, "Trainer")
-    if args.save_total_limit is not None:
-        warnings.warn(
-            f"save_total_limit={args.save_total_limit} has no effect, because the run manages its "
-            "checkpoints. Set RunConfig(checkpoint_config=CheckpointConfig(num_to_keep="
-            f"{args.save_total_limit})).",
-            stacklevel=2,
-        )
+    _check_save_arguments(args)
     # Change the class of the object: callbacks and the user keep references to the object.
     trainer_class = type(trainer)
     trainer.__class__ = type(
@@ -112,6 +107,22 @@ def prepare_trainer(trainer: T) -> T:
     if not any(isinstance(callback, RayTrainReportCallback) for callback in callbacks):
         trainer.add_callback(RayTrainReportCallback())
     return trainer
+
+
+def _check_save_arguments(args: TrainingArguments) -> None:
+    if args.save_only_model and args.save_strategy != "no":
+        raise ValueError(
+            "TrainingArguments(save_only_model=True) saves checkpoints without optimizer, learning "
+            "rate, and random state, from which a restart cannot resume. Remove save_only_model. "
+            'To save the model only, set save_strategy="no" and call trainer.save_model().'
+        )
+    if args.save_total_limit is not None:
+        warnings.warn(
+            f"save_total_limit={args.save_total_limit} has no effect, because the run manages its "
+            "checkpoints. Set RunConfig(checkpoint_config=CheckpointConfig(num_to_keep="
+            f"{args.save_total_limit})).",
+            stacklevel=3,
+        )
 
 
 def _uses_sharding(trainer: Trainer) -> bool:

@@ -298,7 +298,9 @@ def test_local_restart_resumes_from_latest_checkpoint(tmp_path: Path) -> None:
     assert result.error is None
 
 
-def test_local_restarts_end_when_budget_is_used(tmp_path: Path) -> None:
+def test_local_restarts_end_when_budget_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     attempts: list[int] = []
 
     def function() -> None:
@@ -308,6 +310,7 @@ def test_local_restarts_end_when_budget_is_used(tmp_path: Path) -> None:
     with pytest.raises(WorkerGroupError, match=r"FailureConfig.max_failures=2 is used up"):
         fit(function, tmp_path, failure_config=FailureConfig(max_failures=2))
     assert attempts == [0, 1, 2]
+    assert capfd.readouterr().err.count("starts again from the beginning") == 1
 
 
 def test_failure_with_undecodable_file_name_is_restarted(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from drawbar.train._controller.run import OpenRun
 from drawbar.train._errors import TrainingFailedError
 from drawbar.train._history.event_stream import Emit
 from drawbar.train._history.events import AttemptEndCause, AttemptEnded
-from drawbar.train._history.live_events import WorkersFailed
+from drawbar.train._history.live_events import Notice, WorkersFailed
 from drawbar.train._worker_failure import WorkerFailure, sort_root_cause_first
 from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 
@@ -32,6 +32,12 @@ FAIL_GRACE_SECONDS = 0.1
 
 ROOT_CAUSE_WAIT_S = 5.0
 """Maximum time to wait for failures of ranks that failed earlier than the known ones."""
+
+
+_NO_CHECKPOINT = (
+    "The run starts again from the beginning, because it has no checkpoint. To keep work, pass a "
+    "checkpoint to train.report(), or add the report callback of your framework."
+)
 
 
 class Recovery:
@@ -63,6 +69,7 @@ class Recovery:
         self._wait_for_events = wait_for_events
         self._failure_counts = run.failure_counts
         self._failed_starts = 0  # in a row
+        self._has_warned = False  # that work is lost
 
     async def handle_failure(
         self, number: int, attempt: Attempt | None, failure: AttemptFailure
@@ -110,7 +117,16 @@ class Recovery:
         self._emit_failure(number, attempt, failure, decision)
         if isinstance(decision, Restart):
             self._failure_counts = decision.failure_counts
+            if attempt is not None:
+                self._warn_if_work_is_lost()
         return decision
+
+    def _warn_if_work_is_lost(self) -> None:
+        """Warn once if the run restarts without a checkpoint."""
+        has_checkpoint = self._checkpoints.registry.latest or self._run.spec.resume_from_checkpoint
+        if not has_checkpoint and not self._has_warned:
+            self._has_warned = True
+            self._emit(Notice(_NO_CHECKPOINT))
 
     def _decide(self, cause: AttemptEndCause) -> Restart | GiveUp:
         config = self._run.spec.run_config.failure_config
