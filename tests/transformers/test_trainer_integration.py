@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+from torch.utils.data import WeightedRandomSampler
 
 from drawbar import train
 from drawbar.train import Result
@@ -110,3 +112,35 @@ def test_checkpoint_resumes_in_plain_transformers(
 ) -> None:
     assert under_torchrun["opened"] > 10_000
     assert under_torchrun["resumed"] == pytest.approx(killed.return_value[1], abs=1e-5)
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "by_length": {"train_sampling_strategy": "group_by_length"},
+    "custom": {},
+    "not_seedable": {"accelerator_config": {"use_seedable_sampler": False}},
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_restart_in_second_epoch_repeats_order_of_any_sampler(
+    tiny: Any, runs: Any, tmp_path: Path, num_workers: int
+) -> None:
+    save_steps = 10 if num_workers else 18  # two steps after the first epoch
+
+    def function(kind: str, die_at: int | None) -> dict[int, float]:
+        trainer = tiny.trainer(
+            tmp_path / "output", save_strategy="steps", save_steps=save_steps, **SAMPLERS[kind]
+        )
+        if kind == "custom":
+            trainer._get_train_sampler = lambda *_: WeightedRandomSampler([1.0] * 64, 64)
+        runs.on_ray(trainer, die_at=die_at).train()
+        losses: dict[int, float] = tiny.losses(trainer)
+        return losses
+
+    for kind in SAMPLERS if num_workers == 0 else ["custom"]:
+        complete, restarted = (
+            runs.fit(partial(function, kind, die_at), tmp_path / f"{kind}-{die_at}", num_workers)
+            for die_at in (None, save_steps + 1)
+        )
+        assert len(restarted.timeline.attempts) == 2
+        assert restarted.return_values[0] == pytest.approx(complete.return_values[0], abs=1e-6)

@@ -11,12 +11,34 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import get_sampler
+from accelerate.data_loader import BatchSamplerShard, get_sampler
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from drawbar.accelerate._compat import get_prepared_loaders
 from drawbar.train import get_context
 from drawbar.train.backend import register_data_position
+
+
+def find_sampler(loader: Any) -> Any:
+    """Find the sampler of a data loader that Accelerate has prepared.
+
+    Accelerate's `get_sampler` finds no sampler if the batches are split between processes, unless
+    the sampler is seedable.
+
+    Args:
+        loader: The data loader.
+
+    Returns:
+        The sampler; None if the loader has none.
+
+    Example:
+        >>> find_sampler(accelerator.prepare(DataLoader(dataset, shuffle=True)))
+    """
+    shard = loader.batch_sampler
+    if isinstance(shard, BatchSamplerShard):
+        return getattr(shard.batch_sampler, "sampler", None)
+    return get_sampler(loader)
+
 
 SkipFirstBatches = Callable[..., Any]
 
@@ -90,7 +112,9 @@ def warn_of_unknown_order(loaders: list[Any]) -> None:
     Args:
         loaders: Data loaders that Accelerate has prepared.
     """
-    unknown = sorted({type(get_sampler(loader)).__name__ for loader in loaders if _is_lost(loader)})
+    unknown = sorted(
+        {type(find_sampler(loader)).__name__ for loader in loaders if _is_lost(loader)}
+    )
     if not unknown or get_context().get_world_rank():
         return
     warnings.warn(
@@ -107,7 +131,7 @@ def _is_lost(loader: Any) -> bool:
     """Return whether the order of a loader does not follow from its epoch."""
     if isinstance(loader.dataset, IterableDataset):
         return False
-    sampler = get_sampler(loader)
+    sampler = find_sampler(loader)
     if isinstance(sampler, SequentialSampler | DistributedSampler):
         return False
     return not hasattr(sampler, "set_epoch")

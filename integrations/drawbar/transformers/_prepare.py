@@ -35,6 +35,7 @@ from drawbar.transformers._resume import (
     restore_callbacks,
     was_stopped,
 )
+from drawbar.transformers._sampler_order import SamplerOrderCallback
 
 require_package("transformers", extra="transformers", min_version="4.50")
 
@@ -142,8 +143,9 @@ class PreparedTransformersTrainer(BestModelTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, RayTrainReportCallback):
                 callback.is_trainer_prepared = True
-        self.remove_callback(SkipCompleteTraining)  # of an earlier call
-        self.add_callback(SkipCompleteTraining)
+        for callback_class in (SkipCompleteTraining, SamplerOrderCallback):
+            self.remove_callback(callback_class)  # of an earlier call
+            self.add_callback(callback_class)
         if is_shard(self.train_dataset) or is_batch_iterable(self.train_dataset):
             self.args.ignore_data_skip = True  # a shard already skips the consumed rows
             self.add_callback(EpochFromStepsCallback)
