@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -296,6 +297,26 @@ def test_prepare_trainer_with_save_total_limit_warns(
 
     with pytest.warns(UserWarning, match=r"CheckpointConfig\(num_to_keep=2\)"):
         fit(function)
+
+
+def test_metrics_that_are_arrays_or_sets_are_reported_as_lists(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def compute_metrics(prediction: object) -> dict[str, object]:
+        tensors = {"each": [torch.ones(2), 1]}
+        return {"array": np.arange(3), "tensor": torch.ones(2), "set": {2, 1}, "nested": tensors}
+
+    def function() -> None:
+        trainer = tiny.trainer(tmp_path / "output", max_steps=1)
+        trainer.compute_metrics = compute_metrics
+        runs.on_ray(trainer).train()
+        trainer.evaluate()
+
+    metrics = fit(function).metrics
+    assert metrics["eval_array"] == [0, 1, 2]
+    assert metrics["eval_tensor"] == [1.0, 1.0]
+    assert metrics["eval_set"] == [1, 2]
+    assert metrics["eval_nested"] == {"each": [[1.0, 1.0], 1]}
 
 
 def test_prepare_trainer_with_save_only_model_raises(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
@@ -107,8 +109,9 @@ class RayTrainReportCallback(TrainerCallback):
         """Report the log."""
         if self._is_training and self._has_no_steps_left:
             return  # no steps were trained, so throughput and loss are zero
-        self._latest_metrics.update(logs or {})
-        metrics = (logs or {}) if self._is_training else self._latest_metrics
+        logged = {name: _to_json_value(value) for name, value in (logs or {}).items()}
+        self._latest_metrics.update(logged)
+        metrics = logged if self._is_training else self._latest_metrics
         report({**metrics, "step": state.global_step})
 
     def on_save(
@@ -147,6 +150,17 @@ class RayTrainReportCallback(TrainerCallback):
 
     def _metrics_to_report(self, state: TrainerState) -> dict[str, object]:
         return {**self._latest_metrics, "epoch": state.epoch, "step": state.global_step}
+
+
+def _to_json_value(value: Any) -> Any:
+    """Convert arrays, tensors, and sets that `compute_metrics` may return to lists."""
+    if isinstance(value, Mapping):
+        return {key: _to_json_value(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_to_json_value, value), key=repr)
+    if isinstance(value, list | tuple):
+        return [_to_json_value(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _checkpoint_directory(args: TrainingArguments, step: int) -> Path:
