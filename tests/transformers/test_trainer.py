@@ -48,6 +48,14 @@ class StepsBegun(TrainerCallback):
         self.begun.append(state.global_step)
 
 
+class StopAfterFirstStep(TrainerCallback):
+    """Fails in the second step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            raise RuntimeError("stopped")
+
+
 @pytest.mark.parametrize(
     ("argument", "begins"), [(None, 3), (True, 3), (False, 0)], ids=["nothing", "True", "False"]
 )
@@ -296,6 +304,25 @@ def test_prepare_trainer_with_save_total_limit_warns(
         runs.on_ray(tiny.trainer(tmp_path / "output", save_total_limit=2))
 
     with pytest.warns(UserWarning, match=r"CheckpointConfig\(num_to_keep=2\)"):
+        fit(function)
+
+
+def test_resume_with_other_number_of_steps_warns(
+    tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    def function() -> None:
+        size = 16 if train.get_checkpoint() is None else 32
+        options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": size}
+        trainer = runs.on_ray(
+            tiny.trainer(tmp_path / "output", save_strategy="steps", save_steps=1, **options)
+        )
+        if size == 16:
+            trainer.add_callback(StopAfterFirstStep())
+        trainer.train()
+
+    with pytest.raises(WorkerGroupError, match="stopped"):
+        fit(function)
+    with pytest.warns(UserWarning, match=r"1 epochs have 2 steps now, and had 4 before"):
         fit(function)
 
 

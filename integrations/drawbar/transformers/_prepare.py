@@ -30,6 +30,7 @@ from drawbar.transformers._data import (
 from drawbar.transformers._report_callback import RayTrainReportCallback
 from drawbar.transformers._resume import (
     SkipCompleteTraining,
+    WarnOfOtherTotalSteps,
     is_complete,
     load_state_of_this_run,
     restore_callbacks,
@@ -143,9 +144,10 @@ class PreparedTransformersTrainer(BestModelTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, RayTrainReportCallback):
                 callback.is_trainer_prepared = True
-        for callback_class in (SkipCompleteTraining, SamplerOrderCallback):
+        for callback_class in (SkipCompleteTraining, SamplerOrderCallback, WarnOfOtherTotalSteps):
             self.remove_callback(callback_class)  # of an earlier call
-            self.add_callback(callback_class)
+        self.add_callback(SkipCompleteTraining)
+        self.add_callback(SamplerOrderCallback)
         if is_shard(self.train_dataset) or is_batch_iterable(self.train_dataset):
             self.args.ignore_data_skip = True  # a shard already skips the consumed rows
             self.add_callback(EpochFromStepsCallback)
@@ -157,6 +159,7 @@ class PreparedTransformersTrainer(BestModelTrainer):
             state = load_state_of_this_run(checkpoint, path)
             if state is not None:
                 restore_callbacks(self.callback_handler.callbacks, state)
+                self.add_callback(WarnOfOtherTotalSteps(state))
                 if was_stopped(state):
                     self.args.max_steps = state.global_step
             try:

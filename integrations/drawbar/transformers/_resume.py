@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -91,3 +92,36 @@ class SkipCompleteTraining(TrainerCallback):
         """Cancel the actions at the end of an epoch that had no steps."""
         if self._skips:
             control.should_log = control.should_evaluate = control.should_save = False
+
+
+class WarnOfOtherTotalSteps(TrainerCallback):
+    """Warn if the total number of steps differs from before the resume.
+
+    It changes with the number of workers and the batch size. Learning rates are computed from it,
+    so they jump at the resume.
+
+    Args:
+        saved: State in the checkpoint.
+    """
+
+    def __init__(self, saved: TrainerState) -> None:
+        self._saved = saved
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Compare the totals."""
+        saved = self._saved
+        has_same_epochs = saved.num_train_epochs == state.num_train_epochs and args.max_steps <= 0
+        if state.is_world_process_zero and has_same_epochs and saved.max_steps != state.max_steps:
+            warnings.warn(
+                f"{state.num_train_epochs} epochs have {state.max_steps} steps now, and had "
+                f"{saved.max_steps} before the resume, because the number of workers or the batch "
+                "size has changed. The learning rate jumps. To keep its schedule, set "
+                f"TrainingArguments(max_steps={saved.max_steps}) and the same global batch size.",
+                stacklevel=2,
+            )
