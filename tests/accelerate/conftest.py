@@ -53,3 +53,12 @@ def digits() -> type[Digits]:
 @pytest.fixture(scope="module", autouse=True)
 def _keep_environment(keep_environment: None) -> None:
     """Use `keep_environment` in all modules: some of their tests run in this process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _reset_accelerate() -> None:
+    """Forget the state that tests of other packages in this process have left in Accelerate."""
+    from drawbar.torch._compat import get_accelerate_states
+
+    for state in get_accelerate_states():
+        state.clear()
