@@ -12,7 +12,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drawbar.lightning import DrawbarLogger, RayDDPStrategy, prepare_trainer
+from drawbar.lightning import DrawbarLogger, RayDDPStrategy
 from drawbar.torch import TorchTrainer
 from drawbar.train import RunConfig, ScalingConfig
 
@@ -62,13 +62,12 @@ def train_loop(config):
     best = pl.callbacks.ModelCheckpoint(monitor="accuracy", mode="max", save_last=True)
     trainer = pl.Trainer(
         max_epochs=config["epochs"],
-        strategy=RayDDPStrategy(),  # this line,
+        strategy=RayDDPStrategy(),  # a plain script does not have this line
         callbacks=[best],
         logger=DrawbarLogger(),
         log_every_n_steps=10,
         enable_progress_bar=False,
     )
-    trainer = prepare_trainer(trainer)  # and this one, are what a plain script does not have
     trainer.fit(Classifier(lr=0.002), Digits())
     return best.best_model_path
 

@@ -15,7 +15,14 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss, r2_score, roc_auc_score
 
 from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer, RayTrainReportCallback
-from drawbar.train import Checkpoint, Result, RunConfig, ScalingConfig, ValidationConfig
+from drawbar.train import (
+    Checkpoint,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+    WorkerGroupError,
+)
 from tests.boosting.shards import train_in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
@@ -301,7 +308,7 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
         ({"params": {"linear_trees": True}}, "trains a separate model on each worker"),
         ({"params": {"interaction_constraints": [[0]]}}, "LightGBM crashes"),
         ({"params": {"mc_method": "advanced"}}, "LightGBM uses 'basic' instead"),
-        ({"params": {"forcedbins_filename": "bins.json"}}, "Drawbar computes the bins"),
+        ({"params": {"forcedbins_filename": "bins.json"}}, "not supported. Remove it, or round"),
         ({"early_stopping_rounds": 2}, "needs a dataset to evaluate"),
         ({"train_loop_per_worker": print}, "cannot be combined with a training function"),
         ({"label_column": None}, "Pass either train_loop_per_worker"),
@@ -343,10 +350,15 @@ def test_rows_are_shuffled_if_start_scores_are_averaged(objective: str) -> None:
     assert trainer.dataset_config.shuffles("train")
 
 
-def test_worker_without_weight_warns_of_the_start_score(declare: Callable[..., Result]) -> None:
+def test_worker_without_weight_raises_if_it_changes_start_score(
+    declare: Callable[..., Result],
+) -> None:
     data = pd.DataFrame({"x": [0.0], "y": [3.0]})  # the second worker has no rows
-    with pytest.warns(UserWarning, match=r"Ranks \[1\] have no rows with a weight above 0"):
+    with pytest.raises(WorkerGroupError, match=r"Ranks \[1\] have no rows with a weight above 0"):
         declare({}, data, num_workers=2)
+    params = {"boost_from_average": False}
+    ours = booster_of(declare(params, data, num_workers=2))
+    assert ours.predict(data[["x"]]) == pytest.approx(alone(params, data).predict(data[["x"]]))
 
 
 def test_trees_of_lines_on_one_worker(declare: Callable[..., Result]) -> None:

@@ -82,7 +82,7 @@ class BoostingTrainer(DataParallelTrainer):
         else:
             _require_no_spec_arguments(arguments)
         is_split = scaling_config is not None and scaling_config.max_workers > 1
-        needs_shuffle = is_split and spec is not None and spec.averages_percentiles
+        needs_shuffle = is_split and spec is not None and spec.needs_random_rows
         if dataset_config is None:
             group = None if spec is None else spec.columns.group
             dataset_config = _default_data_config(group, shuffles=needs_shuffle)
@@ -117,7 +117,7 @@ def _default_data_config(group: str | None, *, shuffles: bool) -> DataConfig:
 
 def _warn_of_order() -> None:
     warnings.warn(
-        "The objective averages leaf values over the workers, so each worker needs a random sample "
+        "The library averages values of each worker's rows, so each worker needs a random sample "
         'of the rows, but dataset_config does not shuffle "train". Unless the rows are in random '
         "order, set "
         'DataConfig(datasets_to_split="all", uneven_rows="keep", datasets_to_shuffle=["train"]).',

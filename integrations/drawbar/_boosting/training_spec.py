@@ -103,11 +103,11 @@ class TrainingSpec(ABC):
 
     @property
     @abstractmethod
-    def averages_percentiles(self) -> bool:
-        """Whether the objective sets leaf values to percentiles of a worker's rows.
+    def needs_random_rows(self) -> bool:
+        """True if the library averages nonlinear values of each worker's rows, such as percentiles.
 
-        The library averages these values over the workers. The result is close to the percentile of
-        all rows only if each worker has a random sample of them.
+        The result is close to the value of all rows only if each worker has a random sample of
+        them.
         """
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, get_sampler
+from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from drawbar.accelerate._compat import get_prepared_loaders
@@ -20,7 +20,7 @@ from drawbar.train.backend import register_data_position
 
 
 def find_sampler(loader: Any) -> Any:
-    """Find the sampler of a data loader that Accelerate has prepared.
+    """Find the object that determines the order of a data loader that Accelerate has prepared.
 
     Accelerate's `get_sampler` finds no sampler if the batches are split between processes, unless
     the sampler is seedable.
@@ -29,15 +29,16 @@ def find_sampler(loader: Any) -> Any:
         loader: The data loader.
 
     Returns:
-        The sampler; None if the loader has none.
+        The sampler, or a custom batch sampler that has none.
 
     Example:
         >>> find_sampler(accelerator.prepare(DataLoader(dataset, shuffle=True)))
     """
-    shard = loader.batch_sampler
-    if isinstance(shard, BatchSamplerShard):
-        return getattr(shard.batch_sampler, "sampler", None)
-    return get_sampler(loader)
+    batch_sampler = loader.batch_sampler
+    if isinstance(batch_sampler, BatchSamplerShard):
+        batch_sampler = batch_sampler.batch_sampler
+    batches = loader.sampler if batch_sampler is None else batch_sampler
+    return getattr(batches, "sampler", batches)
 
 
 SkipFirstBatches = Callable[..., Any]
@@ -68,7 +69,7 @@ class LoaderEpoch:
         self._set_epoch(epoch)
 
     def advance(self, remainder: Any) -> None:
-        """Set the epoch to the one after that of a remainder, which another loader returns."""
+        """Continue after the epoch of a remainder, which is a separate loader."""
         self._remainder = remainder
         self._loader.iteration = remainder.iteration + 1
 

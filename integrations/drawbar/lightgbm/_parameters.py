@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from drawbar._boosting.shard import Shard
 from drawbar._boosting.threads import warn_oversubscribed_threads
 from drawbar._boosting.training_spec import validate_labels
 from drawbar.lightgbm._compat import ConfigAliases
-from drawbar.train import ScalingConfig, collective, get_context
+from drawbar.train import ScalingConfig, collective
 
 _RESERVED = (
     "machines",
@@ -144,8 +143,8 @@ def check_parameters(params: Mapping[str, object], scaling_config: ScalingConfig
     )
     if (alias := find_alias(params, "forcedbins_filename")) is not None and params[alias]:
         raise ValueError(
-            f"params[{alias!r}]={params[alias]!r} is not supported: Drawbar computes the bins of "
-            "all rows. Remove it, or round the values of the feature before training."
+            f"params[{alias!r}]={params[alias]!r} is not supported. Remove "
+            "it, or round the values of the feature before training."
         )
     if scaling_config.max_workers > 1:
         _check_distributed(params)
@@ -202,10 +201,13 @@ def _is_integer(value: object) -> bool:
     return True
 
 
-def warn_start_score(shard: Shard, params: Mapping[str, object]) -> None:
-    """Warn on rank 0 if ranks without weight change the start score. Collective.
+def check_start_score(shard: Shard, params: Mapping[str, object]) -> None:
+    """Check that no rank without weight changes the start score. Collective.
 
     LightGBM averages the start scores of the workers and ignores their weights.
+
+    Raises:
+        ValueError: A rank has no weight. Every rank raises the same error.
     """
     has_weight = any(block.weight is None or np.any(block.weight) for block in shard)
     ranks = [rank for rank, found in enumerate(collective.all_gather(has_weight)) if not found]
@@ -214,14 +216,11 @@ def warn_start_score(shard: Shard, params: Mapping[str, object]) -> None:
     from_average = str(get_parameter(params, "boost_from_average", True)).lower()
     if not ranks or not averages or from_average in ("false", "0", "-"):
         return
-    if get_context().get_world_rank() == 0:
-        warnings.warn(
-            f"Ranks {ranks} have no rows with a weight above 0. LightGBM averages the start scores "
-            f"of all ranks for objective {objective!r}, so the model differs from a model of one "
-            "process. Use fewer workers, remove rows of weight 0, or set "
-            "params['boost_from_average']=False.",
-            stacklevel=2,
-        )
+    raise ValueError(
+        f"Ranks {ranks} have no rows with a weight above 0, but LightGBM averages the start scores "
+        f"of all ranks for objective {objective!r}, so the model would be wrong. Use fewer "
+        "workers, remove rows of weight 0, or set params['boost_from_average']=False."
+    )
 
 
 def check_labels(shard: Shard, params: Mapping[str, object]) -> None:

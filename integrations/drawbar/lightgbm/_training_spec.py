@@ -21,10 +21,10 @@ from drawbar.lightgbm._parameters import (
     PARAMETER_ALIASES,
     check_labels,
     check_parameters,
+    check_start_score,
     choose_histogram_layout,
     find_alias,
     get_parameter,
-    warn_start_score,
 )
 from drawbar.lightgbm._train import (
     add_report_callback,
@@ -57,8 +57,8 @@ class LightGBMTrainingSpec(TrainingSpec):
         return super().runs_user_code or callable(objective) or bool(self.feval)
 
     @property
-    def averages_percentiles(self) -> bool:
-        """True if LightGBM averages leaf values or start scores, which needs similar rows."""
+    def needs_random_rows(self) -> bool:
+        """True if LightGBM averages percentiles or start scores of each worker's rows."""
         return get_parameter(self.params, "objective") in AVERAGED_OBJECTIVES
 
     def validate(self, scaling_config: ScalingConfig) -> None:
@@ -74,7 +74,7 @@ class LightGBMTrainingSpec(TrainingSpec):
         """Train on this worker and report each round."""
         for shard in shards.values():
             check_labels(shard, self.params)
-        warn_start_score(shards["train"], self.params)
+        check_start_score(shards["train"], self.params)
         params = self._params(len(shards["train"].schema.features))
         callbacks = add_report_callback(self.callbacks)
         if self.early_stopping_rounds is not None:

@@ -1,7 +1,7 @@
 """Base classes from Lightning for type checkers. At run time they are `object`.
 
-The actual base class is bound later; see `LateBoundBase`. Import a
-name from this module only to derive a class from it.
+The actual base class is bound later; see `LateBoundBase`. Import a name from this module
+only to derive a class from it.
 """
 
 from __future__ import annotations

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from drawbar.lightning._checkpoint import CHECKPOINT_NAME, run_checkpoint_name
 from drawbar.lightning._package import Package, import_lightning_class
 from drawbar.lightning._report_callback import RayTrainReportCallback
 from drawbar.train import get_context
-from drawbar.train.backend import register_best_checkpoint
+from drawbar.train.backend import attempt_local, register_best_checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
 REPLACED_ATTRIBUTES = ("dirpath", "filename", "CHECKPOINT_NAME_LAST", "FILE_EXTENSION")
 """Attributes of a `ModelCheckpoint` that `save_into_run` sets."""
+
+
+class _RankingCallbacks(weakref.WeakSet[Any]):
+    """Callbacks of this attempt whose best checkpoint is registered."""
 
 
 def decide_who_saves(trainer: Any, package: Package) -> None:
@@ -103,7 +108,9 @@ def save_into_run(callback: ModelCheckpoint) -> None:
         "FILE_EXTENSION": f"/{CHECKPOINT_NAME}",
     }
     vars(callback).update(names)
-    if callback.monitor is not None:
+    ranking = attempt_local(_RankingCallbacks)
+    if callback.monitor is not None and callback not in ranking:
+        ranking.add(callback)
         register_best_checkpoint(lambda: run_checkpoint_name(callback.best_model_path))
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
 

@@ -26,8 +26,8 @@ class TensorBoard(FileTracker):
     """Write the reports of a run to TensorBoard event files.
 
     The step is the number of the report. If a new attempt replaces reports, the default server of
-    TensorBoard can show the earlier ones, too. Each point is on disk before
-    Drawbar records that it was sent.
+    TensorBoard can show the earlier ones, too. Each point is on disk before Drawbar records that it
+    was sent.
 
     Args:
         log_dir: Directory for the event files of several runs. Each run has a directory in it with

@@ -46,7 +46,7 @@ class SamplerOrderCallback(TrainerCallback):
         if isinstance(getattr(loader, "dataset", None), IterableDataset):
             return
         sampler = find_sampler(loader)
-        if sampler is None or hasattr(sampler, "set_epoch"):
+        if hasattr(sampler, "set_epoch"):
             return
         generator = getattr(sampler, "generator", None)
         self._generator = generator or torch.default_generator

@@ -44,8 +44,8 @@ class XGBoostTrainingSpec(TrainingSpec):
         return super().runs_user_code or callable(self.obj) or callable(self.custom_metric)
 
     @property
-    def averages_percentiles(self) -> bool:
-        """Whether the objective sets leaf values to percentiles of a worker's rows."""
+    def needs_random_rows(self) -> bool:
+        """True if leaf values are percentiles of a worker's rows, which XGBoost averages."""
         return self.params.get("objective") in PERCENTILE_OBJECTIVES
 
     def validate(self, scaling_config: ScalingConfig) -> None:
@@ -84,7 +84,7 @@ class XGBoostTrainingSpec(TrainingSpec):
         for name, shard in shards.items():
             matrices[name] = build_quantile_matrix(
                 shard,
-                drop_zero_weights=name == "train" and self.averages_percentiles,
+                drop_zero_weights=name == "train" and self.needs_random_rows,
                 reference=matrices.get("train"),
                 max_bin=params.get("max_bin"),
                 nthread=params["nthread"],

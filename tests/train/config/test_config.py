@@ -50,6 +50,7 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (ScalingConfig, "resources_per_worker", {4: 1}, "must be a str, found 4 \\(int\\)"),
     (ScalingConfig, "accelerator_type", 5, "must be a str or None, found 5 \\(int\\)"),
     (ScalingConfig, "label_selector", "zone=a", "must be a mapping, or a list .* found 'zone=a'"),
+    (ScalingConfig, "label_selector", {"zone": 1}, "must have strings as values, found .*1"),
     (ScalingConfig, "label_selector", 3, "must be a mapping, or a list .* found 3"),
     (ScalingConfig, "label_selector", ["a"], "must be a mapping, or a list .* found \\['a'\\]"),
     (FailureConfig, "max_failures", "1", "must be an int, found '1'"),

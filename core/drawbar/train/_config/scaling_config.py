@@ -53,6 +53,8 @@ def _check_label_selector(name: str, value: Any) -> Any:
         raise TypeError(
             f"{name} must be a mapping, or a list with one mapping per worker, found {value!r}"
         )
+    if not all(isinstance(v, str) for selector in selectors for v in selector.values()):
+        raise TypeError(f"{name} must have strings as values, found {value!r}")
     return value
 
 

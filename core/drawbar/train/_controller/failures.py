@@ -106,7 +106,7 @@ class AttemptFailure:
         Args:
             timeout: Maximum time in seconds for each of both cases.
         """
-        await self._wait_while(self.is_only_lost_connections, min(timeout, PEER_DEATH_WAIT_S))
+        await self._wait_while(self.has_only_lost_connections, min(timeout, PEER_DEATH_WAIT_S))
         # A rank that hangs in its clean-up may never send its failure.
         await self._wait_while(self._has_earlier_failure, timeout)
 
@@ -130,7 +130,7 @@ class AttemptFailure:
         exits = all(failure.kind == "exit" and failure.rank > 0 for failure in self.failures)
         return bool(self.failures) and exits and not self.deaths and 0 not in self.returned
 
-    def is_only_lost_connections(self) -> bool:
+    def has_only_lost_connections(self) -> bool:
         """Return whether all failures are lost connections, but no death is reported."""
         are_lost_connections = all(
             _CONNECTION_LOST.search(failure.message) for failure in self.failures

@@ -35,8 +35,8 @@ ROOT_CAUSE_WAIT_S = 5.0
 
 
 _NO_CHECKPOINT = (
-    "The run starts again from the beginning, because it has no checkpoint. To keep work, pass a "
-    "checkpoint to train.report(), or add the report callback of your framework."
+    "The run starts again from the beginning, because it has no checkpoint. To keep work, pass "
+    "checkpoints to train.report(), or let the report callback of your framework save more often."
 )
 
 
@@ -228,7 +228,7 @@ def _describe_early_return(attempt: Attempt, failure: AttemptFailure) -> WorkerF
         None if the failures have another cause.
     """
     returned = failure.returned - {other.rank for other in failure.failures}
-    if not (returned and failure.is_only_lost_connections()):
+    if not (returned and failure.has_only_lost_connections()):
         return None
     rank, waiting = min(returned), failure.failures[0].rank
     worker = attempt.workers[rank]
