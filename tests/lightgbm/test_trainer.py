@@ -356,9 +356,6 @@ def test_worker_without_weight_raises_if_it_changes_start_score(
     data = pd.DataFrame({"x": [0.0], "y": [3.0]})  # the second worker has no rows
     with pytest.raises(WorkerGroupError, match=r"Ranks \[1\] have no rows with a weight above 0"):
         declare({}, data, num_workers=2)
-    params = {"boost_from_average": False}
-    ours = booster_of(declare(params, data, num_workers=2))
-    assert ours.predict(data[["x"]]) == pytest.approx(alone(params, data).predict(data[["x"]]))
 
 
 def test_trees_of_lines_on_one_worker(declare: Callable[..., Result]) -> None:

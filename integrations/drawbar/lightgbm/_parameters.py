@@ -204,7 +204,8 @@ def _is_integer(value: object) -> bool:
 def check_start_score(shard: Shard, params: Mapping[str, object]) -> None:
     """Check that no rank without weight changes the start score. Collective.
 
-    LightGBM averages the start scores of the workers and ignores their weights.
+    LightGBM averages the start scores of the workers and ignores their weights. It does so even
+    with `boost_from_average=False` if the first tree has no split.
 
     Raises:
         ValueError: A rank has no weight. Every rank raises the same error.
@@ -212,14 +213,12 @@ def check_start_score(shard: Shard, params: Mapping[str, object]) -> None:
     has_weight = any(block.weight is None or np.any(block.weight) for block in shard)
     ranks = [rank for rank, found in enumerate(collective.all_gather(has_weight)) if not found]
     objective = get_parameter(params, "objective", "regression")
-    averages = not callable(objective) and objective not in _EXACT_START
-    from_average = str(get_parameter(params, "boost_from_average", True)).lower()
-    if not ranks or not averages or from_average in ("false", "0", "-"):
+    if not ranks or callable(objective) or objective in _EXACT_START:
         return
     raise ValueError(
         f"Ranks {ranks} have no rows with a weight above 0, but LightGBM averages the start scores "
         f"of all ranks for objective {objective!r}, so the model would be wrong. Use fewer "
-        "workers, remove rows of weight 0, or set params['boost_from_average']=False."
+        "workers, or remove rows of weight 0."
     )
 
 
