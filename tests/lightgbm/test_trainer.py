@@ -397,7 +397,7 @@ def test_training_metric_does_not_trigger_early_stopping(
 
 
 def test_early_stopping_uses_dataset_with_the_name_training(
-    run_config: RunConfig, binary: Any
+    ray_cluster: None, run_config: RunConfig, binary: Any
 ) -> None:
     """LightGBM's default name of the training data, which early stopping ignores."""
     x, y = binary
