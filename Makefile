@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: demo test check bench docs clean
 
-demo: $(VENV)/dev
+demo: $(VENV)/demo
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
 
 # Tests mostly wait, so several run in parallel, each process with its own Ray instance. Tests that
@@ -38,10 +38,20 @@ bench: $(VENV)/bench
 docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict
 
+define CREATE_VENV
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Drawbar needs Python >= 3.11; set PYTHON=...")'
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+endef
+
 # Each of these files marks an installed set of extras, which is updated when the metadata of the project changes.
+$(VENV)/demo: pyproject.toml constraints.txt
+	$(CREATE_VENV)
+	@echo "installing Drawbar with PyTorch and scikit-learn into $(VENV): about a minute the first time"
+	$(PIP) --editable '.[demo]'
+	touch $@
+
 $(VENV)/dev: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Drawbar needs Python >= 3.11; set PYTHON=...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(CREATE_VENV)
 	@echo "installing Drawbar and what its tests need into $(VENV): some minutes the first time"
 	$(PIP) --editable '.[dev]'
 	touch $@
