@@ -174,7 +174,8 @@ def test_dataset_without_rows_for_workers_raises_before_start(
     (tmp_path / "files").mkdir()
     nothing: dict[str, list[int]] = {"id": []}
     for dataset, message in (
-        (tmp_path / "files", rf"no Parquet file in {tmp_path}/files"),
+        (tmp_path / "files", rf"datasets\['train'\]: there is no Parquet file in {tmp_path}/files"),
+        ([tmp_path / "gone.parquet"], rf"datasets\['train'\]: {tmp_path}/gone.parquet"),
         (frame(0), r"datasets\['train'\] has no rows"),
         (datasets.Dataset.from_dict(nothing), r"datasets\['train'\] has no rows"),
         (ray.data.from_arrow(pa.table(nothing)), r"datasets\['train'\] has no rows"),

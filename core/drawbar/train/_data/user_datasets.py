@@ -13,15 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar.train._data.parquet_files import read_parquet
 from drawbar.train._frames import warn_caller
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import Dataset
     from ray.data.preprocessor import Preprocessor
-
-MAX_OBJECT_STORE_FRACTION = 0.25
-"""Fraction of a node's object store that Parquet files may fill; larger ones are streamed."""
 
 
 def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) -> None:
@@ -100,6 +98,8 @@ def _open_dataset(name: str, dataset: object) -> object:
     _check_dataset_type(name, dataset)
     try:
         return to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"datasets[{name!r}]: {error}") from error
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             f"datasets[{name!r}] cannot be read as a table: {describe_value(dataset)}; "
@@ -158,39 +158,6 @@ def to_arrow_table(table: Any) -> pa.Table:
     if hasattr(table, "iloc"):
         return pa.Table.from_pandas(table, preserve_index=False)
     return pa.table(table)
-
-
-def read_parquet(path_or_paths: Any) -> pa.Table | Dataset:
-    """Read Parquet files, or return a streamed Ray Data dataset if they are too large.
-
-    Raises:
-        FileNotFoundError: There are no Parquet files in the paths.
-    """
-    import pyarrow.dataset
-    import ray
-    import ray.data
-
-    is_list = isinstance(path_or_paths, list | tuple)
-    paths = [os.fspath(path) for path in path_or_paths] if is_list else path_or_paths
-    paths = os.fspath(paths) if isinstance(paths, os.PathLike) else paths
-    files = pyarrow.dataset.dataset(paths, format="parquet")
-    if not files.files:
-        raise FileNotFoundError(f"there is no Parquet file in {paths}")
-    groups = (group for fragment in files.get_fragments() for group in fragment.row_groups)
-    nbytes = sum(group.total_byte_size for group in groups)
-    stores = [node["Resources"].get("object_store_memory", 0) for node in _list_alive_nodes()]
-    if nbytes <= MAX_OBJECT_STORE_FRACTION * min(stores, default=0):
-        return files.to_table()
-    streamed: Dataset = ray.data.read_parquet(paths)
-    return streamed
-
-
-def _list_alive_nodes() -> list[dict[str, dict[str, float]]]:
-    import ray
-
-    if not ray.is_initialized():
-        ray.init()
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # Ray has no types here
 
 
 def is_fitted(preprocessor: Preprocessor) -> bool:
