@@ -67,7 +67,7 @@ class RemotePath:
         return self.uri or self.fs_path
 
     def __truediv__(self, name: str) -> RemotePath:
-        uri = join_uri(self.uri, name, is_quoted=self._has_quoted_uri) if self.uri else ""
+        uri = join_uri(self.uri, name, is_quoted=_is_quoted(self.filesystem)) if self.uri else ""
         return RemotePath(f"{self.fs_path.rstrip('/')}/{name}", self.filesystem, uri)
 
     @property
@@ -78,12 +78,8 @@ class RemotePath:
     @property
     def parent(self) -> RemotePath:
         """Parent directory."""
-        uri = get_parent_uri(self.uri, is_quoted=self._has_quoted_uri) if self.uri else ""
+        uri = get_parent_uri(self.uri, is_quoted=_is_quoted(self.filesystem)) if self.uri else ""
         return RemotePath(self.fs_path.rstrip("/").rpartition("/")[0], self.filesystem, uri)
-
-    @property
-    def _has_quoted_uri(self) -> bool:
-        return get_fsspec_filesystem(self.filesystem) is None
 
     @property
     def local_path(self) -> Path | None:
@@ -214,13 +210,6 @@ class RemotePath:
 
     # -- deleting
 
-    def delete_temporary_files(self) -> None:
-        """Delete the temporary files below that a killed process has left."""
-        if can_rename(self.filesystem):  # otherwise, there are none
-            for file in self.list_files():
-                if is_temporary(file.path):
-                    self.delete_file(file.path)
-
     def delete_file(self, name: str) -> None:
         """Delete a file. A missing file is not an error."""
         try:
@@ -243,6 +232,19 @@ class RemotePath:
             )
         except FileNotFoundError:
             return
+
+
+def delete_temporary_files(directory: RemotePath) -> None:
+    """Delete the temporary files below a directory that a killed process has left."""
+    if can_rename(directory.filesystem):  # otherwise, there are none
+        for file in directory.list_files():
+            if is_temporary(file.path):
+                directory.delete_file(file.path)
+
+
+def _is_quoted(filesystem: FileSystem) -> bool:
+    """Return True if the URIs of a filesystem are percent-encoded; see `uris`."""
+    return get_fsspec_filesystem(filesystem) is None
 
 
 def is_same_filesystem(one: FileSystem, other: FileSystem) -> bool:

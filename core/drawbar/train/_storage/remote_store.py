@@ -35,7 +35,12 @@ from drawbar.train._storage.contents import (
 )
 from drawbar.train._storage.external_checkpoints import remove_name
 from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.remote_path import RemotePath, is_same_filesystem, upload_files
+from drawbar.train._storage.remote_path import (
+    RemotePath,
+    delete_temporary_files,
+    is_same_filesystem,
+    upload_files,
+)
 from drawbar.train._storage.retries import warn_if_slow
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
 from drawbar.train._storage.storage_path import write_file
@@ -97,7 +102,7 @@ class RemoteCheckpointStore(CheckpointStore):
         # An abandoned attempt may have left other files under this name.
         _remove_unlisted(directory, draft.staged_files)
         finalize(directory, draft.manifest, draft)
-        with contextlib.suppress(OSError):  # it means nothing beside a manifest
+        with contextlib.suppress(OSError):  # a manifest makes it meaningless
             directory.delete_file(PENDING_MARKER)
         fault_points.maybe_stop_at("commit.renamed")
         return draft.manifest
@@ -132,7 +137,7 @@ class RemoteCheckpointStore(CheckpointStore):
 
     def clean_up(self) -> None:
         """Delete temporary files and uncommitted directories, since there is no staging area."""
-        self.run_path.delete_temporary_files()
+        delete_temporary_files(self.run_path)
         for name in self.list_uncommitted():
             (self.run_path / name).delete_tree()
 

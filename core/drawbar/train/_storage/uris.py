@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote, urlsplit
 
-_SAFE_CHARACTERS = "/!$&'()*+,;=:@"  # that a path in a URI may contain, beside letters and digits
+# Characters that a path in a URI may contain, in addition to letters and digits.
+_SAFE_CHARACTERS = "/!$&'()*+,;=:@"
 
 
 def quote_path(path: str) -> str:
