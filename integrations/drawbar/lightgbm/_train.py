@@ -17,8 +17,14 @@ from drawbar._boosting.progress import BoostingProgress
 from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._evaluation import EvalResult, make_eval_result
-from drawbar.lightgbm._parameters import drop_parameters, find_alias, get_parameter
+from drawbar.lightgbm._parameters import (
+    drop_parameters,
+    find_alias,
+    get_parameter,
+    is_forest,
+)
 from drawbar.lightgbm._report_callback import RayTrainReportCallback
+from drawbar.lightgbm._start_score import add_to_first_tree
 from drawbar.train import Checkpoint
 from drawbar.train.backend import start_training
 
@@ -114,6 +120,7 @@ def run_rounds(
     progress: BoostingProgress,
     *,
     train_name: str,
+    start_score: float | None = None,
     **options: Any,
 ) -> Booster:
     """Train the remaining rounds with `lightgbm.train`.
@@ -125,6 +132,7 @@ def run_rounds(
         earlier: Booster with the trees so far.
         progress: Progress of this booster.
         train_name: Name of the training data in evaluations, which early stopping ignores.
+        start_score: Initial score of all rows, which the first tree must contain.
         **options: Other arguments of `lightgbm.train`. Without `init_model`, the datasets must
             start from the scores of `earlier`.
 
@@ -153,6 +161,11 @@ def run_rounds(
             if earlier is not None and options.get("init_model") is None:
                 _c_api.prepend_trees(booster, earlier)
 
+    def finish(env: CallbackEnv) -> None:
+        if start_score is not None and env.iteration == 0:
+            assert isinstance(env.model, Booster)
+            add_to_first_tree(env.model, start_score)
+
     callbacks = _sort_callbacks(callbacks)
     before = [callback for callback in callbacks if _is_before_iteration(callback)]
     after = [callback for callback in callbacks if not _is_before_iteration(callback)]
@@ -163,7 +176,7 @@ def run_rounds(
             num_boost_round=end - progress.rounds,
             callbacks=[
                 group([prepare, *before], before_iteration=True),
-                group(after, before_iteration=False),
+                group([finish, *after], before_iteration=False),
             ],
             **options,
         )
@@ -277,9 +290,6 @@ def _require_no_init_score(datasets: Sequence[Dataset], *, is_resume: bool) -> N
     )
 
 
-_FORESTS = ("rf", "random_forest")
-"""Boosting types to which LightGBM cannot add earlier trees. They always start from scratch."""
-
 _SEED_DEFAULTS = {"bagging_seed": 3, "feature_fraction_seed": 2, "extra_seed": 6, "drop_seed": 4}
 """Seeds of draws in every round, and LightGBM's default values."""
 
@@ -313,7 +323,7 @@ def load_resume_state(
     initial: Booster | None = None,
 ) -> tuple[Booster | None, BoostingProgress]:
     """Return booster and progress of a checkpoint, or else of the initial model."""
-    if checkpoint is not None and get_parameter(params, "boosting") not in _FORESTS:
+    if checkpoint is not None and not is_forest(params):
         report = _list_report_callbacks(callbacks)[0]
         initial = report.get_model(checkpoint, report.filename)
         known = BoostingProgress.load(checkpoint)
