@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from lightgbm import Booster
+from lightgbm.callback import CallbackEnv
 
 from drawbar._boosting.shard import Shard
 from drawbar.lightgbm._parameters import check_rank_weights, get_parameter, is_forest
@@ -80,11 +83,27 @@ def compute_start_score(shard: Shard, params: Mapping[str, object]) -> float | N
     return link(math.fsum(label for label, _ in sums) / all_weights)
 
 
-def add_to_first_tree(booster: Booster, start_score: float) -> None:
-    """Add the start score to the leaves of the first tree. The scores of rows already have it."""
-    tree = booster.dump_model(num_iteration=1)["tree_info"][0]
-    for leaf in range(tree["num_leaves"]):
-        booster.set_leaf_output(0, leaf, booster.get_leaf_output(0, leaf) + start_score)
+@dataclass(frozen=True)
+class StartScoreCallback:
+    """LightGBM callback that adds the start score to the first tree, before other callbacks.
+
+    Args:
+        start_score: Initial score of all rows.
+    """
+
+    order: ClassVar[float] = -math.inf
+
+    start_score: float
+
+    def __call__(self, env: CallbackEnv) -> None:
+        """Change the leaves after the first round. The scores of the rows are right already."""
+        if env.iteration > 0:
+            return
+        assert isinstance(env.model, Booster)
+        tree = env.model.dump_model(num_iteration=1)["tree_info"][0]
+        for leaf in range(tree["num_leaves"]):
+            value = env.model.get_leaf_output(0, leaf) + self.start_score
+            env.model.set_leaf_output(0, leaf, value)
 
 
 def _is_set(params: Mapping[str, object], name: str, default: bool) -> bool:

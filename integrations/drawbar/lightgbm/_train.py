@@ -24,7 +24,6 @@ from drawbar.lightgbm._parameters import (
     is_forest,
 )
 from drawbar.lightgbm._report_callback import RayTrainReportCallback
-from drawbar.lightgbm._start_score import add_to_first_tree
 from drawbar.train import Checkpoint
 from drawbar.train.backend import start_training
 
@@ -120,7 +119,6 @@ def run_rounds(
     progress: BoostingProgress,
     *,
     train_name: str,
-    start_score: float | None = None,
     **options: Any,
 ) -> Booster:
     """Train the remaining rounds with `lightgbm.train`.
@@ -132,7 +130,6 @@ def run_rounds(
         earlier: Booster with the trees so far.
         progress: Progress of this booster.
         train_name: Name of the training data in evaluations, which early stopping ignores.
-        start_score: Initial score of all rows, which the first tree must contain.
         **options: Other arguments of `lightgbm.train`. Without `init_model`, the datasets must
             start from the scores of `earlier`.
 
@@ -161,11 +158,6 @@ def run_rounds(
             if earlier is not None and options.get("init_model") is None:
                 _c_api.prepend_trees(booster, earlier)
 
-    def finish(env: CallbackEnv) -> None:
-        if start_score is not None and env.iteration == 0:
-            assert isinstance(env.model, Booster)
-            add_to_first_tree(env.model, start_score)
-
     callbacks = _sort_callbacks(callbacks)
     before = [callback for callback in callbacks if _is_before_iteration(callback)]
     after = [callback for callback in callbacks if not _is_before_iteration(callback)]
@@ -176,7 +168,7 @@ def run_rounds(
             num_boost_round=end - progress.rounds,
             callbacks=[
                 group([prepare, *before], before_iteration=True),
-                group([finish, *after], before_iteration=False),
+                group(after, before_iteration=False),
             ],
             **options,
         )

@@ -25,7 +25,7 @@ from drawbar.lightgbm._parameters import (
     get_parameter,
     needs_random_rows,
 )
-from drawbar.lightgbm._start_score import compute_start_score
+from drawbar.lightgbm._start_score import StartScoreCallback, compute_start_score
 from drawbar.lightgbm._train import (
     add_report_callback,
     early_stopping,
@@ -80,6 +80,8 @@ class LightGBMTrainingSpec(TrainingSpec):
             callbacks.append(early_stopping(self.early_stopping_rounds, params))
         earlier, progress = load_resume_state(params, get_checkpoint(), callbacks)
         start_score = None if earlier else compute_start_score(shards["train"], params)
+        if start_score is not None:
+            callbacks.append(StartScoreCallback(start_score))
         bins = compute_shared_bins(shards["train"], params)
         datasets = {
             name: make_dataset(shard, bins, params, earlier, start_score)
@@ -98,7 +100,6 @@ class LightGBMTrainingSpec(TrainingSpec):
             earlier,
             progress,
             train_name="train",
-            start_score=start_score,
             train_set=train_set,
             valid_sets=list(datasets.values()) or None,
             valid_names=list(datasets),
