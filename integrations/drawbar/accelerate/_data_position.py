@@ -34,10 +34,10 @@ def find_sampler(loader: Any) -> Any:
     Example:
         >>> find_sampler(accelerator.prepare(DataLoader(dataset, shuffle=True)))
     """
-    batch_sampler = loader.batch_sampler
+    batch_sampler = getattr(loader, "batch_sampler", None)
     if isinstance(batch_sampler, BatchSamplerShard):
         batch_sampler = batch_sampler.batch_sampler
-    batches = loader.sampler if batch_sampler is None else batch_sampler
+    batches = getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
     return getattr(batches, "sampler", batches)
 
 
