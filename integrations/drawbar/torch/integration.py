@@ -2,8 +2,15 @@
 
 from drawbar.torch._compat import disable_deepspeed_shm
 from drawbar.torch._sampler import EpochPosition, EpochSampler, num_rank_items
+from drawbar.torch._stream_position import preserve_random_state
 from drawbar.train.backend import set_public_module
 
-__all__ = ["EpochPosition", "EpochSampler", "disable_deepspeed_shm", "num_rank_items"]
+__all__ = [
+    "EpochPosition",
+    "EpochSampler",
+    "disable_deepspeed_shm",
+    "num_rank_items",
+    "preserve_random_state",
+]
 
 set_public_module(globals())

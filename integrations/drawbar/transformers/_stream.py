@@ -6,16 +6,13 @@ after a restart, it would skip the batches of all epochs together, and begin wit
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from drawbar.torch.integration import preserve_random_state
 from drawbar.train.backend import register_data_position
 
 
@@ -81,7 +78,7 @@ class StreamLoader:
 
     def _skip(self, num_trained: int) -> Iterator[Any]:
         """Return the batches after the trained ones. If there are none, start the next epoch."""
-        with _preserve_random_state():
+        with preserve_random_state():
             batches = self._start_epoch()
             self.num_batches = sum(1 for _ in islice(batches, num_trained))
             first = list(islice(batches, 1))
@@ -91,17 +88,6 @@ class StreamLoader:
         self._first_epoch += 1
         self.set_epoch(self.epoch + 1 - self._first_epoch)
         return self._skip(num_left) if num_left else self._start_epoch()
-
-
-@contextmanager
-def _preserve_random_state() -> Iterator[None]:
-    """Restore the state of the global random generators, which the Trainer has restored before."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
 
 
 class StreamCallback(TrainerCallback):
