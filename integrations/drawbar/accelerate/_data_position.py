@@ -64,14 +64,18 @@ class LoaderEpoch:
         return epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the complete loader."""
+        """Set the epoch of the complete loader. After a remainder, its next iteration has another.
+
+        Accelerate counts an epoch that the user left by `break` as not complete.
+        """
+        if self._remainder is not None and epoch == self._loader.iteration:
+            epoch = self._remainder.iteration
         self._remainder = None
         self._set_epoch(epoch)
 
-    def advance(self, remainder: Any) -> None:
-        """Continue after the epoch of a remainder, which is a separate loader."""
+    def follow(self, remainder: Any) -> None:
+        """Continue after a remainder, which is a separate loader that counts its epoch."""
         self._remainder = remainder
-        self._loader.iteration = remainder.iteration + 1
 
 
 def track_loader_epochs(accelerator: Accelerator) -> None:
@@ -87,11 +91,11 @@ def track_loader_epochs(accelerator: Accelerator) -> None:
         if recorded is not None:
             epoch.set_epoch(recorded)
     untyped: Any = accelerator
-    untyped.skip_first_batches = _advance_after_skip(type(accelerator).skip_first_batches, epochs)
+    untyped.skip_first_batches = _follow_after_skip(type(accelerator).skip_first_batches, epochs)
     warn_of_unknown_order(loaders)
 
 
-def _advance_after_skip(skip: SkipFirstBatches, epochs: dict[int, LoaderEpoch]) -> SkipFirstBatches:
+def _follow_after_skip(skip: SkipFirstBatches, epochs: dict[int, LoaderEpoch]) -> SkipFirstBatches:
     """Return `skip_first_batches` that counts the epoch in the complete loader, too.
 
     It returns a copy of the loader. Accelerate counts the end of the epoch only in that copy, so
@@ -101,7 +105,7 @@ def _advance_after_skip(skip: SkipFirstBatches, epochs: dict[int, LoaderEpoch]) 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         remainder = skip(None, dataloader, num_batches)
         if epoch := epochs.get(id(dataloader)):
-            epoch.advance(remainder)
+            epoch.follow(remainder)
         return remainder
 
     return skip_first_batches

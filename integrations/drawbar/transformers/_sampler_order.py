@@ -91,7 +91,7 @@ class SamplerOrderCallback(TrainerCallback):
 
     def _is_epoch_end(self, loader: Any, state: TrainerState, args: TrainingArguments) -> bool:
         if self._stream is not None:
-            return self._stream.is_between_epochs
+            return self._stream.position()[1] == 0
         return state.global_step % math.ceil(len(loader) / args.gradient_accumulation_steps) == 0
 
     def _get_state(self) -> torch.Tensor | None:
