@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -103,3 +105,19 @@ def test_load_state_with_sampler_of_unknown_order_warns(run_config: RunConfig) -
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="After a restart")
         launch(function, (True,), HERE, run_config=run_config)
+
+
+def test_load_state_with_stateful_loader_of_shuffle_buffer_warns(run_config: RunConfig) -> None:
+    def function(buffer_size: int | None) -> None:
+        accelerator = Accelerator(cpu=True)
+        stream: Any = datasets.Dataset.from_dict({"x": [*range(4)]}).to_iterable_dataset()
+        stream = stream.shuffle(buffer_size=buffer_size) if buffer_size else stream
+        loader: Any = accelerator.prepare(DataLoader(stream))
+        loader.use_stateful_dataloader = True  # as Accelerate sets it if torchdata is installed
+        load_state(accelerator)
+
+    with pytest.warns(UserWarning, match="loses the rows in the shuffle buffer"):
+        launch(function, (2,), HERE, run_config=run_config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="With use_stateful_dataloader")
+        launch(function, (None,), HERE, run_config=run_config)

@@ -15,6 +15,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from drawbar.accelerate._compat import get_prepared_loaders
+from drawbar.torch.integration import has_exact_state, is_huggingface_stream
 from drawbar.train import get_context
 from drawbar.train.backend import register_data_position
 
@@ -93,6 +94,7 @@ def track_loader_epochs(accelerator: Accelerator) -> None:
     untyped: Any = accelerator
     untyped.skip_first_batches = _follow_after_skip(type(accelerator).skip_first_batches, epochs)
     warn_of_unknown_order(loaders)
+    warn_of_lost_rows(loaders)
 
 
 def _follow_after_skip(skip: SkipFirstBatches, epochs: dict[int, LoaderEpoch]) -> SkipFirstBatches:
@@ -140,3 +142,25 @@ def _is_lost(loader: Any) -> bool:
     if isinstance(sampler, SequentialSampler | DistributedSampler):
         return False
     return not hasattr(sampler, "set_epoch")
+
+
+def warn_of_lost_rows(loaders: list[Any]) -> None:
+    """Warn on rank 0 of loaders whose state lacks rows, which a restart loses.
+
+    Args:
+        loaders: Data loaders that Accelerate has prepared.
+    """
+    has_lost_rows = any(
+        getattr(loader, "use_stateful_dataloader", False)
+        and is_huggingface_stream(loader.dataset)
+        and not has_exact_state(loader.dataset)
+        for loader in loaders
+    )
+    if has_lost_rows and not get_context().get_world_rank():
+        warnings.warn(
+            "With use_stateful_dataloader=True, a restart loses the rows in the shuffle buffer of "
+            "a Hugging Face stream, because its state does not contain them. Remove "
+            "use_stateful_dataloader and call accelerator.skip_first_batches, or use "
+            "drawbar.torch.prepare_data_loader instead of accelerator.prepare for the loader.",
+            stacklevel=4,
+        )
