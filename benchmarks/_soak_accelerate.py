@@ -9,6 +9,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
@@ -100,15 +101,20 @@ class Source:
         self.epoch = self.num_consumed = 0
 
     def read(self) -> Iterator[Any]:
-        """Yield the rest of the epoch."""
+        """Return an iterator over the rest of the epoch."""
         loader = self.loader
         if not self._is_own and self._has_epoch:
             loader.dataset.set_epoch(self.epoch)
         if self._is_own and self._skip is accelerate.skip_first_batches:
             loader.set_epoch(self.epoch)
         if self._is_own and self.num_consumed:
+            if isinstance(loader, DataLoaderDispatcher) and self.num_consumed == _length(loader):
+                return iter(())  # Accelerate cannot dispatch a remainder without batches
             loader = self._skip(loader, self.num_consumed)
-        for batch in loader:
+        return self._count(iter(loader))
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
             self.num_consumed += 1
             yield batch
 
@@ -121,6 +127,13 @@ class Source:
         while True:
             yield from self.read()
             self.end_epoch()
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def train(settings: dict[str, Any], steps: Steps) -> object:
@@ -165,14 +178,13 @@ class _Loop:
         for epoch in range(begin, self._settings["epochs"]):
             first = self._sources[0]
             others = self._sources[1:]
-            if first.num_consumed != self._settings["steps"]:
-                # No variable keeps an iterator: it would not end the epoch.
-                for batches in zip(
-                    first.read(), *(cycles or [each.read() for each in others]), strict=False
-                ):
-                    self._train(epoch, batches)
-                    if first.num_consumed == self._settings["steps"]:
-                        break
+            # No variable keeps an iterator: it would not end the epoch.
+            for batches in zip(
+                first.read(), *(cycles or [each.read() for each in others]), strict=False
+            ):
+                if first.num_consumed > (self._settings["steps"] or first.num_consumed):
+                    break
+                self._train(epoch, batches)
             for source in self._sources[: 1 if is_cycle else None]:
                 source.end_epoch()
             if self._settings["saves_epochs"] and self._accelerator.sync_gradients:

@@ -56,13 +56,21 @@ class LoaderEpoch:
         self._loader = loader
         self._set_epoch = loader.set_epoch
         self._remainder: Any = None  # result of skip_first_batches() that may be iterated now
+        self._running: int | None = None  # epoch of the newest iteration
+        self._is_over = False  # the checkpoint was saved with the last batch of an epoch
         loader.set_epoch = self.set_epoch  # the loader calls it at the start of each iteration
 
-    def get(self) -> int:
-        """Return the epoch that is running, or the next one."""
+    def get(self) -> dict[str, Any]:
+        """Return the epoch that is running, or the next one after the last batch."""
         newest = self._loader if self._remainder is None else self._remainder
-        epoch: int = newest.iteration
-        return epoch
+        # Accelerate counts the epoch when the loop requests another batch after the last one.
+        is_over = newest.end_of_dataloader and newest.iteration == self._running
+        return {"epoch": newest.iteration + is_over, "is_over": is_over or self._is_over}
+
+    def restore(self, recorded: dict[str, Any]) -> None:
+        """Continue with the epoch of a checkpoint."""
+        self.set_epoch(recorded["epoch"])
+        self._is_over = recorded["is_over"]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the complete loader. After a remainder, its next iteration has another.
@@ -71,12 +79,17 @@ class LoaderEpoch:
         """
         if self._remainder is not None and epoch == self._loader.iteration:
             epoch = self._remainder.iteration
-        self._remainder = None
+        self._remainder, self._is_over = None, False
+        is_called_by_user = self._loader.end_of_dataloader  # an iteration resets it before
+        self._running = None if is_called_by_user else epoch
         self._set_epoch(epoch)
 
-    def follow(self, remainder: Any) -> None:
+    def follow(self, remainder: Any, num_skipped: int) -> None:
         """Continue after a remainder, which is a separate loader that counts its epoch."""
-        self._remainder = remainder
+        if self._is_over and num_skipped:  # all batches of the previous epoch are skipped
+            remainder.iteration, self._is_over = self._loader.iteration - 1, False
+            return
+        self._remainder, self._running = remainder, remainder.iteration
 
 
 def track_loader_epochs(accelerator: Accelerator) -> None:
@@ -90,7 +103,7 @@ def track_loader_epochs(accelerator: Accelerator) -> None:
     for number, epoch in enumerate(epochs.values()):
         recorded = register_data_position(f"accelerate.data_loader-{number}", epoch.get)
         if recorded is not None:
-            epoch.set_epoch(recorded)
+            epoch.restore(recorded)
     untyped: Any = accelerator
     untyped.skip_first_batches = _follow_after_skip(type(accelerator).skip_first_batches, epochs)
     warn_of_unknown_order(loaders)
@@ -107,7 +120,7 @@ def _follow_after_skip(skip: SkipFirstBatches, epochs: dict[int, LoaderEpoch]) -
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         remainder = skip(None, dataloader, num_batches)
         if epoch := epochs.get(id(dataloader)):
-            epoch.follow(remainder)
+            epoch.follow(remainder, num_batches)
         return remainder
 
     return skip_first_batches
