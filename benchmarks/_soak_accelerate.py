@@ -40,14 +40,18 @@ DRAWBAR_KINDS = (
 def draw(rng: random.Random) -> dict[str, Any]:
     """Return the settings of a random scenario."""
     loaders = [_draw_loader(rng) for _ in range(rng.choice((1, 1, 2)))]
+    joins = rng.choice(("zip", "cycle"))
+    steps = rng.randint(1, 8) if rng.random() < 0.2 else None
+    # Accelerate does not count an epoch that ends early, so call set_epoch.
+    ends_early = steps is not None or (joins == "zip" and len(loaders) > 1)
     return {
         "loaders": loaders,
-        "joins": rng.choice(("zip", "cycle")),
-        "skips": rng.choice(("method", "function")),
+        "joins": joins,
+        "skips": "function" if ends_early else rng.choice(("method", "function")),
         "dispatch_batches": rng.choice((None, None, True)),
         "accumulation_steps": rng.choice((1, 1, 2)),
         "epochs": rng.randint(1, 3),
-        "steps": rng.randint(1, 8) if rng.random() < 0.2 else None,
+        "steps": steps,
         "save_steps": rng.randint(1, 6),
         "saves_epochs": rng.random() < 0.4,
     }

@@ -48,7 +48,7 @@ class StreamTracker(EpochCounter):
         self._world_size = world_size
         self._has_exact_state = world_size == 1 and reads_state and has_exact_state(stream)
         self._recorded: dict[str, Any] | None = None
-        self._is_state_loaded = False
+        self._is_state_loaded = self._has_begun = False
         self._consumed = 0
 
     def resume_from(self, state: Any) -> None:
@@ -60,6 +60,9 @@ class StreamTracker(EpochCounter):
 
     def start_epoch(self) -> None:
         """Begin an iteration."""
+        if self._has_begun:
+            self._recorded = None  # the previous iteration ended before its first batch
+        self._has_begun = True
         super().start_epoch()
         self._consumed = 0
         stream = self._stream()
