@@ -64,7 +64,16 @@ def has_exact_state(stream: Any) -> bool:
     """Return whether the `state_dict` of a Hugging Face stream is exact.
 
     The state lacks the rows in shuffle buffers, and rows of batched maps of formatted tables. There
-    is no public access to the steps of a stream. False if they are unknown.
+    is no public access to the steps of a stream.
+
+    Args:
+        stream: The stream.
+
+    Returns:
+        True if it is exact; False also if the steps of the stream are unknown.
+
+    Example:
+        >>> has_exact_state(dataset.to_iterable_dataset())
     """
     formatting = getattr(stream, "_formatting", None)
     steps = [getattr(stream, "_ex_iterable", None)]

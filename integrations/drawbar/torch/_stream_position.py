@@ -26,7 +26,17 @@ T = TypeVar("T")
 
 
 def is_huggingface_stream(dataset: object) -> bool:
-    """Return whether this is an `IterableDataset` of Hugging Face."""
+    """Return whether this is an `IterableDataset` of Hugging Face.
+
+    Args:
+        dataset: The dataset.
+
+    Returns:
+        True if it is; False also if `datasets` is not imported.
+
+    Example:
+        >>> is_huggingface_stream(load_dataset(name, split="train", streaming=True))
+    """
     module = sys.modules.get("datasets")
     return module is not None and isinstance(dataset, module.IterableDataset)
 
