@@ -97,7 +97,8 @@ def _open_dataset(name: str, dataset: object) -> object:
         return dataset
     _check_dataset_type(name, dataset)
     try:
-        return to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
+        table = to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
+        return table if is_ray_dataset(table) else _widen_categories(table)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"datasets[{name!r}]: {error}") from error
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
@@ -158,6 +159,30 @@ def to_arrow_table(table: Any) -> pa.Table:
     if hasattr(table, "iloc"):
         return pa.Table.from_pandas(table, preserve_index=False)
     return pa.table(table)
+
+
+def _widen_categories(table: pa.Table) -> pa.Table:
+    """Use 32-bit codes for categories in several chunks, whose categories may differ.
+
+    Raises:
+        TypeError: Workers cannot read the categories, such as pandas' intervals.
+    """
+    import pyarrow as pa
+
+    for number, field in enumerate(table.schema):
+        if not pa.types.is_dictionary(field.type):
+            continue
+        values = field.type.value_type
+        if isinstance(values, pa.BaseExtensionType):
+            raise TypeError(
+                f"column {field.name!r} has categories of the type {values}, which workers cannot "
+                f"read. Convert them, for example with "
+                f'frame[{field.name!r}].astype(str).astype("category")'
+            )
+        if table.column(number).num_chunks > 1:
+            wide = pa.dictionary(pa.int32(), values, field.type.ordered)
+            table = table.set_column(number, field.name, table.column(number).cast(wide))
+    return table
 
 
 def is_fitted(preprocessor: Preprocessor) -> bool:
