@@ -1,12 +1,14 @@
 """Run random scenarios of interrupted training, and check the samples that each rank consumed.
 
     python -m benchmarks soak --scenarios 1000 --seed 7
+    python -m benchmarks soak --framework lightning --scenarios 300 --seed 7
     python -m benchmarks soak --frames 100000 --seed 7
 
 Each scenario is a training function with data loaders, and a plan of its interruptions
 (`_soak_scenario`). The ranks are threads of this process. One of 50 scenarios runs on Ray workers,
 which die by SIGKILL. The recorded samples (`_soak_run`) must agree with docs/data.md
-(`_soak_oracle`). `--frames` sends random data to the server of a torchrun group instead
+(`_soak_oracle`). `--framework` compares trainings with a framework, with and without failures
+(`_soak_frameworks`). `--frames` sends random data to the server of a torchrun group instead
 (`_soak_frames`).
 """
 
@@ -107,6 +109,35 @@ def run_soak(scenarios: int, seed: int, only: int | None = None) -> int:
     return failed
 
 
+def run_framework_soak(name: str, numbers: Sequence[int], seed: int) -> int:
+    """Run scenarios of a framework and print the differences of each.
+
+    Args:
+        name: Name of the framework.
+        numbers: Numbers of the scenarios.
+        seed: Seed from which the scenarios are drawn.
+
+    Returns:
+        Number of scenarios with differences.
+    """
+    from benchmarks._soak_frameworks import check_framework_scenario  # imports the frameworks
+
+    warnings.simplefilter("ignore")
+    failed, begin = 0, time.perf_counter()
+    for done, number in enumerate(numbers, start=1):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            scenario, differences = check_framework_scenario(name, seed, number)
+        if differences:
+            failed += 1
+            print(f"scenario {number} of seed {seed} failed: {scenario}")
+            for difference in differences[:SHOWN]:
+                print(f"  {difference[:SHOWN_LENGTH]}", flush=True)
+        if done % PROGRESS_EVERY == 0 or done == len(numbers):
+            seconds = time.perf_counter() - begin
+            print(f"{done} scenarios in {seconds:.0f} s, {failed} failed", flush=True)
+    return failed
+
+
 def _is_on_ray(number: int) -> bool:
     return number % ON_RAY_EVERY == ON_RAY_EVERY - 1
 
@@ -117,6 +148,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--scenarios", type=int, default=1000, help="number of scenarios (1000)")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument("--frames", type=int, help="send random frames instead, this number")
+    parser.add_argument("--framework", choices=["lightning"], help="train with a framework")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="run a single scenario")
     options = parser.parse_args(arguments)
     logging.getLogger("drawbar").setLevel(logging.ERROR)
@@ -127,6 +159,10 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{options.frames} frames in {time.perf_counter() - begin:.0f} s")
         print("\n".join(violations) if violations else "all frames passed")
         sys.exit(bool(violations))
-    failed = run_soak(options.scenarios, options.seed, options.only)
+    if options.framework is not None:
+        numbers = range(options.scenarios) if options.only is None else [options.only]
+        failed = run_framework_soak(options.framework, numbers, options.seed)
+    else:
+        failed = run_soak(options.scenarios, options.seed, options.only)
     print(f"{failed} scenarios failed" if failed else "all scenarios passed")
     sys.exit(failed > 0)
