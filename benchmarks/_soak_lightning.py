@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from drawbar.lightning import RayDDPStrategy, prepare_trainer
 
 if TYPE_CHECKING:
     from benchmarks._soak_frameworks import Recorder
 
-MODES = ("max_size", "max_size_cycle", "min_size")  # "sequential" is for evaluation alone
+Mode = Literal["max_size", "max_size_cycle", "min_size"]
+MODES: tuple[Mode, ...] = (
+    "max_size",
+    "max_size_cycle",
+    "min_size",
+)  # "sequential" is for evaluation alone
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class LightningScenario:
     """
 
     loaders: tuple[Loader, ...]
-    mode: str | None
+    mode: Mode | None
     is_dict: bool
     epochs: int
     accumulate: int
@@ -70,9 +75,9 @@ class LightningScenario:
         recorder.weights = model.layer.weight.flatten().tolist()
 
     def _make_loaders(self) -> Any:
-        loaders = [
+        loaders: list[DataLoader[Any]] = [
             DataLoader(
-                torch.arange(100.0 * number, 100.0 * number + each.rows).reshape(-1, 1),
+                TensorDataset(torch.arange(100.0 * number, 100.0 * number + each.rows)),
                 batch_size=each.batch_size,
                 shuffle=each.shuffle,
                 drop_last=each.drop_last,
@@ -96,10 +101,11 @@ class Model(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Record the rows of all loaders and return the loss."""
         parts = list(batch.values()) if isinstance(batch, dict) else batch
-        parts = [parts] if isinstance(parts, torch.Tensor) else parts
-        rows = [None if each is None else each.flatten().tolist() for each in parts]
+        parts = [parts] if isinstance(parts[0], torch.Tensor) else parts
+        rows = [None if each is None else each[0].tolist() for each in parts]
         self._recorder.step(self.current_epoch, batch_idx, rows)
-        losses = [self.layer(each / 100).square().mean() for each in parts if each is not None]
+        columns = [each[0].reshape(-1, 1) / 100 for each in parts if each is not None]
+        losses = [self.layer(each).square().mean() for each in columns]
         return torch.stack(losses).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
