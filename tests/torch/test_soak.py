@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks._soak import check_scenario
+from benchmarks._soak_frameworks import check_framework_scenario
 from benchmarks._soak_oracle import Outcome, find_violations
 from benchmarks._soak_run import Pass
 from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
@@ -17,6 +18,13 @@ SCENARIOS = 30
 def test_loader_in_random_scenario_behaves_as_documented(number: int) -> None:
     scenario = draw_scenario(SEED, number)
     assert check_scenario(scenario) == [], scenario
+
+
+# Two failures after checkpoints at the end of an epoch
+@pytest.mark.parametrize(("framework", "seed", "number"), [("lightning", 7, 30)])
+def test_framework_with_failures_trains_as_without(framework: str, seed: int, number: int) -> None:
+    scenario, differences = check_framework_scenario(framework, seed, number)
+    assert differences == [], scenario
 
 
 def test_draw_scenario_with_equal_seeds_returns_equal_scenarios() -> None:
