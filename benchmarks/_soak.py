@@ -38,7 +38,7 @@ from benchmarks._soak_restarts import check_restarts
 from benchmarks._soak_run import Part, Pass, read_orders, run_scenario
 from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
 
-FRAMEWORKS = ("accelerate", "transformers")
+FRAMEWORKS = ("accelerate", "lightning", "transformers")
 ON_RAY_EVERY = 50
 PROGRESS_EVERY = 100
 SHOWN = 3  # violations of a scenario, each up to this length:

@@ -22,13 +22,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*logging interval"),
 ]
 
+FailAt = tuple[tuple[int, int], ...]
+"""Epoch and number of the batch at which each attempt fails."""
+
 Steps = list[tuple[int, int, list[Any]]]
 """Epoch, number of the batch, and the rows of each loader."""
 
 
-def make_module(
-    fail_at: tuple[int, int] | None, make_backbone: Callable[[], torch.nn.Module]
-) -> Any:
+def make_module(fail_at: FailAt, make_backbone: Callable[[], torch.nn.Module]) -> Any:
     import lightning.pytorch as pl
 
     class Net(pl.LightningModule):
@@ -40,7 +41,8 @@ def make_module(
 
         def training_step(self, batch: Any, index: int) -> Any:
             parts = batch if isinstance(batch, list) else [batch]
-            if fail_at == (self.current_epoch, index) and get_context().get_attempt() == 0:
+            attempt = get_context().get_attempt()
+            if fail_at[attempt : attempt + 1] == ((self.current_epoch, index),):
                 raise ValueError("once")
             rows = [None if part is None else part.flatten().tolist() for part in parts]
             self.steps.append((self.current_epoch, index, rows))
@@ -79,16 +81,16 @@ def fit(module: Any, loaders: Any, **options: Any) -> tuple[Steps, list[float]]:
     ).tolist()
 
 
-def run(tmp_path: Path, function: Any, *fail_at: int, num_workers: int = 0) -> Any:
+def run(tmp_path: Path, function: Any, *fail_at: tuple[int, int], num_workers: int = 0) -> Any:
     """Return the steps of the last attempt and the final weights, of rank 0."""
     return (
         TorchTrainer(
-            functools.partial(function, fail_at or None),
+            functools.partial(function, fail_at),
             scaling_config=ScalingConfig(num_workers=num_workers),
             run_config=RunConfig(
-                name=f"run_{fail_at}",
+                name=f"run_{len(fail_at)}",
                 storage_path=tmp_path,
-                failure_config=FailureConfig(max_failures=1),
+                failure_config=FailureConfig(max_failures=len(fail_at)),
             ),
         )
         .fit()
@@ -96,7 +98,9 @@ def run(tmp_path: Path, function: Any, *fail_at: int, num_workers: int = 0) -> A
     )
 
 
-def check_restart(tmp_path: Path, function: Any, *fail_at: int, **options: Any) -> Steps:
+def check_restart(
+    tmp_path: Path, function: Any, *fail_at: tuple[int, int], **options: Any
+) -> Steps:
     """Check that a run with a failure ends like one without, and return its last steps."""
     all_steps, weights = run(tmp_path, function, **options)
     steps, resumed_weights = run(tmp_path, function, *fail_at, **options)
@@ -106,7 +110,7 @@ def check_restart(tmp_path: Path, function: Any, *fail_at: int, **options: Any) 
 
 
 def several_loaders(
-    mode: str, window: int, workers: int, fail_at: tuple[int, int] | None
+    mode: str, window: int, workers: int, fail_at: FailAt
 ) -> tuple[Steps, list[float]]:
     import lightning.pytorch as pl
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -147,18 +151,35 @@ def test_several_loaders_continue_at_their_own_positions(
 ) -> None:
     """The first loader has 4 batches per epoch, the second one 14."""
     function = functools.partial(several_loaders, mode, window, workers)
-    steps = check_restart(tmp_path, function, *fail_at)
+    steps = check_restart(tmp_path, function, fail_at)
     assert steps[0][:2] == first
 
 
 def test_several_loaders_of_several_ranks_continue_at_their_own_positions(tmp_path: Path) -> None:
     function = functools.partial(several_loaders, "max_size", 2, 0)
-    steps = check_restart(tmp_path, function, 1, 5, num_workers=2)
+    steps = check_restart(tmp_path, function, (1, 5), num_workers=2)
     assert steps[0][:2] == (1, 4)
     assert steps[0][2][0] is None  # the first loader ended before the restart
 
 
-def unfreezes(fail_at: tuple[int, int] | None) -> tuple[Steps, list[float]]:
+def saves_at_ends_of_epochs(fail_at: FailAt) -> tuple[Steps, list[float]]:
+    import lightning.pytorch as pl
+
+    checkpoints = [
+        pl.callbacks.ModelCheckpoint(every_n_train_steps=2),  # with the last batch of an epoch
+        pl.callbacks.ModelCheckpoint(save_on_train_epoch_end=True),
+    ]
+    data: Any = torch.arange(4.0).reshape(4, 1)
+    loader: Any = DataLoader(data, batch_size=2)
+    return fit(make_module(fail_at, linear), loader, callbacks=checkpoints, max_epochs=4)
+
+
+def test_second_failure_repeats_no_epoch(tmp_path: Path) -> None:
+    steps = check_restart(tmp_path, saves_at_ends_of_epochs, (1, 0), (2, 0))
+    assert [step[:2] for step in steps] == [(2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+def unfreezes(fail_at: FailAt) -> tuple[Steps, list[float]]:
     import lightning.pytorch as pl
 
     def double_the_rate(epoch: int) -> float:
@@ -177,10 +198,10 @@ def unfreezes(fail_at: tuple[int, int] | None) -> tuple[Steps, list[float]]:
 
 
 def test_unfrozen_backbone_stays_unfrozen(tmp_path: Path) -> None:
-    check_restart(tmp_path, unfreezes, 2, 1)
+    check_restart(tmp_path, unfreezes, (2, 1))
 
 
-def loader_for_each_pair_of_epochs(fail_at: tuple[int, int] | None) -> tuple[Steps, list[float]]:
+def loader_for_each_pair_of_epochs(fail_at: FailAt) -> tuple[Steps, list[float]]:
     import lightning.pytorch as pl
 
     module = make_module(fail_at, linear)
@@ -201,4 +222,4 @@ def loader_for_each_pair_of_epochs(fail_at: tuple[int, int] | None) -> tuple[Ste
 
 def test_loaders_are_created_again_in_the_same_epochs(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="called in epoch 2 and, after the restart, .* epoch 3"):
-        check_restart(tmp_path, loader_for_each_pair_of_epochs, 3, 1)
+        check_restart(tmp_path, loader_for_each_pair_of_epochs, (3, 1))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _soak_accelerate, _soak_transformers
+from benchmarks import _soak_accelerate, _soak_lightning, _soak_transformers
 from benchmarks._soak import FRAMEWORKS, check_scenario
 from benchmarks._soak_oracle import Outcome, find_violations
 from benchmarks._soak_restarts import check_restarts
@@ -25,7 +25,10 @@ def test_loader_in_random_scenario_behaves_as_documented(number: int) -> None:
 
 
 @pytest.mark.usefixtures("keep_environment")
-@pytest.mark.parametrize("framework", [_soak_accelerate, _soak_transformers], ids=FRAMEWORKS)
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's
+@pytest.mark.parametrize(
+    "framework", [_soak_accelerate, _soak_lightning, _soak_transformers], ids=FRAMEWORKS
+)
 def test_framework_in_random_scenarios_repeats_steps_of_uninterrupted_run(framework: Any) -> None:
     for number in range(FRAMEWORK_SCENARIOS):
         violations, description = check_restarts(framework, SEED, number)

@@ -132,6 +132,19 @@ def undo_step_count(trainer: object) -> None:
     cast("Any", trainer).fit_loop.epoch_loop._batches_that_stepped -= 1
 
 
+def count_resumed_epoch(trainer: object) -> None:
+    """Let Lightning count the epoch that begins after a checkpoint of the last batch of an epoch.
+
+    Lightning continues the count of the epoch that is complete. A checkpoint at the end of the next
+    epoch would then resume at the beginning of that epoch.
+    """
+    fit_loop = cast("Any", trainer).fit_loop
+    progress = fit_loop.epoch_progress.current
+    is_mid_epoch = getattr(fit_loop, "restarted_mid_epoch", False)  # as of Lightning 2.5
+    if is_mid_epoch and progress.ready == progress.processed:
+        fit_loop.reset_restart_stage()
+
+
 def end_restart(trainer: object) -> None:
     """Let Lightning step `ReduceLROnPlateau` at the end of an epoch that was resumed in its middle.
 
