@@ -105,7 +105,7 @@ def _is_numeric(dtype: str) -> bool:
 
 
 def _find_kind(dtype: str) -> int:
-    """Return the position of a dtype's kind among those of which each contains the one before."""
+    """Return the position of a dtype's kind. A kind can hold the values of the previous ones."""
     kinds = [jnp.issubdtype(jnp.dtype(dtype), kind) for kind in _KINDS]
     return kinds.index(True) if True in kinds else len(kinds)
 
