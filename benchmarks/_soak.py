@@ -2,12 +2,14 @@
 
     python -m benchmarks soak --scenarios 1000 --seed 7
     python -m benchmarks soak --frames 100000 --seed 7
+    python -m benchmarks soak --framework accelerate --scenarios 300 --seed 7
 
 Each scenario is a training function with data loaders, and a plan of its interruptions
 (`_soak_scenario`). The ranks are threads of this process. One of 50 scenarios runs on Ray workers,
 which die by SIGKILL. The recorded samples (`_soak_run`) must agree with docs/data.md
 (`_soak_oracle`). `--frames` sends random data to the server of a torchrun group instead
-(`_soak_frames`).
+(`_soak_frames`). `--framework` runs scenarios of a framework with its own loaders instead, in this
+process (`_soak_restarts`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import io
 import logging
 import secrets
@@ -23,6 +26,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import cloudpickle
 import ray
@@ -30,9 +34,11 @@ import ray
 from benchmarks import _soak_loaders, _soak_run, _soak_scenario
 from benchmarks._soak_frames import check_frames
 from benchmarks._soak_oracle import Outcome, find_violations, group_by_epoch
+from benchmarks._soak_restarts import check_restarts
 from benchmarks._soak_run import Part, Pass, read_orders, run_scenario
 from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
 
+FRAMEWORKS = ("accelerate", "transformers")
 ON_RAY_EVERY = 50
 PROGRESS_EVERY = 100
 SHOWN = 3  # violations of a scenario, each up to this length:
@@ -107,6 +113,40 @@ def run_soak(scenarios: int, seed: int, only: int | None = None) -> int:
     return failed
 
 
+def run_framework(name: str, scenarios: int, seed: int, only: int | None = None) -> int:
+    """Run scenarios of a framework, and print the violations of each.
+
+    Args:
+        name: Name of the framework.
+        scenarios: Number of scenarios.
+        seed: Seed from which the scenarios are drawn.
+        only: Number of the only scenario to run; None for all.
+
+    Returns:
+        Number of scenarios with violations.
+    """
+    warnings.simplefilter("ignore")
+    framework: Any = importlib.import_module(f"benchmarks._soak_{name}")
+    failed, begin = 0, time.perf_counter()
+    for done, number in enumerate([only] if only is not None else range(scenarios), start=1):
+        console, description = io.StringIO(), ""
+        try:
+            with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
+                violations, description = check_restarts(framework, seed, number)
+        except Exception as error:
+            violations = [f"{type(error).__name__}: {error}"]
+        if violations:
+            failed += 1
+            print(f"{name} scenario {number} of seed {seed} failed: {description}")
+            for violation in violations if only is not None else violations[:SHOWN]:
+                print(f"  {violation if only is not None else violation[:SHOWN_LENGTH]}")
+            print(console.getvalue() if only is not None else "", end="", flush=True)
+        if done % PROGRESS_EVERY == 0:
+            seconds = time.perf_counter() - begin
+            print(f"{done} scenarios in {seconds:.0f} s, {failed} failed", flush=True)
+    return failed
+
+
 def _is_on_ray(number: int) -> bool:
     return number % ON_RAY_EVERY == ON_RAY_EVERY - 1
 
@@ -117,6 +157,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--scenarios", type=int, default=1000, help="number of scenarios (1000)")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument("--frames", type=int, help="send random frames instead, this number")
+    parser.add_argument("--framework", choices=FRAMEWORKS, help="run scenarios of a framework")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="run a single scenario")
     options = parser.parse_args(arguments)
     logging.getLogger("drawbar").setLevel(logging.ERROR)
@@ -127,6 +168,9 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{options.frames} frames in {time.perf_counter() - begin:.0f} s")
         print("\n".join(violations) if violations else "all frames passed")
         sys.exit(bool(violations))
-    failed = run_soak(options.scenarios, options.seed, options.only)
+    if options.framework is None:
+        failed = run_soak(options.scenarios, options.seed, options.only)
+    else:
+        failed = run_framework(options.framework, options.scenarios, options.seed, options.only)
     print(f"{failed} scenarios failed" if failed else "all scenarios passed")
     sys.exit(failed > 0)

@@ -21,7 +21,6 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     ValidationConfig,
-    WorkerGroupError,
 )
 from tests.boosting.shards import train_in_threads
 
@@ -335,27 +334,6 @@ def test_serial_tree_learner_on_one_worker(declare: Callable[..., Result]) -> No
     data = pd.DataFrame({"x": x, "y": 3 * x})
     ours = booster_of(declare({"tree_learner": "serial"}, data, num_workers=1))
     assert "[tree_learner: serial]" in ours.model_to_string()
-
-
-@pytest.mark.parametrize(
-    "objective", ["cross_entropy", "xentlambda", "poisson", "tweedie", "gamma"]
-)
-def test_rows_are_shuffled_if_start_scores_are_averaged(objective: str) -> None:
-    trainer = LightGBMTrainer(
-        params={"objective": objective},
-        label_column="y",
-        datasets={"train": pd.DataFrame({"x": [0.0, 1.0], "y": [0.0, 1.0]})},
-        scaling_config=ScalingConfig(num_workers=2),
-    )
-    assert trainer.dataset_config.shuffles("train")
-
-
-def test_worker_without_weight_raises_if_it_changes_start_score(
-    declare: Callable[..., Result],
-) -> None:
-    data = pd.DataFrame({"x": [0.0], "y": [3.0]})  # the second worker has no rows
-    with pytest.raises(WorkerGroupError, match=r"Ranks \[1\] have no rows with a weight above 0"):
-        declare({}, data, num_workers=2)
 
 
 def test_trees_of_lines_on_one_worker(declare: Callable[..., Result]) -> None:

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     Strategy,
 )
+from lightning.pytorch.utilities import CombinedLoader
 
 from drawbar.lightning import _compat
 
@@ -57,6 +58,24 @@ def test_end_restart_sets_attribute_of_fit_loop(trainer: L.Trainer) -> None:
     trainer.fit_loop.restarting = True
     _compat.end_restart(trainer)
     assert not trainer.fit_loop.restarting
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's
+def test_trainer_has_loaders_and_epochs_of_their_creation(trainer: L.Trainer) -> None:
+    assert _compat.get_train_loaders(trainer) == ([], "")
+    combined = CombinedLoader([[1], [2, 3]], "max_size")
+    vars(trainer.fit_loop)["_combined_loader"] = combined
+    assert _compat.get_train_loaders(trainer) == ([[1], [2, 3]], "max_size")
+    assert _compat.get_reload_epochs(trainer) == (float("-inf"), float("-inf"))
+    _compat.set_train_reload_epoch(trainer, 2)
+    _compat.set_val_reload_epoch(trainer, 3)
+    assert _compat.get_reload_epochs(trainer) == (2, 3)
+
+
+def test_step_count_of_loggers_is_a_number_of_the_epoch_loop(trainer: L.Trainer) -> None:
+    assert trainer.fit_loop.epoch_loop.on_save_checkpoint() == {"_batches_that_stepped": 0}
+    _compat.undo_step_count(trainer)
+    assert trainer.fit_loop.epoch_loop.on_save_checkpoint() == {"_batches_that_stepped": -1}
 
 
 def test_callbacks_of_tuner_stop_before_training() -> None:

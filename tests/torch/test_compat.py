@@ -1,4 +1,4 @@
-"""Private APIs of torch: each test fails when torch changes what `_compat` uses."""
+"""Private APIs of torch and others: each test fails when `_compat` needs a change."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,3 +61,19 @@ def test_map_tensors_reaches_nested_structures() -> None:
     mapped: Any = _compat.map_tensors(lambda tensor: tensor + 1, structure)
     assert mapped["a"] == [torch.full((1,), 2.0), "text"]
     assert mapped["b"] == Pair(torch.full((1,), 2.0), 2)
+
+
+def test_exact_state_of_stream_has_no_shuffle_buffer() -> None:
+    def make() -> Any:
+        return datasets.Dataset.from_dict({"x": [*range(9)]}).to_iterable_dataset(num_shards=3)
+
+    def double(rows: Any) -> Any:
+        return rows
+
+    exact = [make(), make().map(double), make().filter(bool), make().take(3).repeat(2)]
+    exact.append(datasets.concatenate_datasets([make(), make()]))
+    mixed = datasets.interleave_datasets([make(), make().shuffle(buffer_size=2)])
+    inexact = [mixed, make().shuffle(buffer_size=2).map(double), make().with_format("arrow")]
+    assert [_compat.has_exact_state(each) for each in exact] == [True] * 5
+    assert [_compat.has_exact_state(each) for each in inexact] == [False] * 3
+    assert not _compat.has_exact_state(object())

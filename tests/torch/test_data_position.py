@@ -302,3 +302,20 @@ def test_data_loader_resume_keeps_length_of_complete_epoch(run_config: RunConfig
         return len(loader)
 
     assert restarted(function, run_config) == 4
+
+
+def test_iteration_without_a_batch_ends_epoch(run_config: RunConfig) -> None:
+    def function() -> list[list[int]]:
+        short = prepare_data_loader(DataLoader(Ids(2), 2, collate_fn=list))
+        long = prepare_data_loader(DataLoader(Ids(9), 2, collate_fn=list))
+        epochs = []
+        for _ in range(2):
+            epochs.append([batch for _, batch in zip(short, long, strict=False)])
+            if train.get_context().get_attempt() == 0:
+                for _ in zip(short, long, strict=False):
+                    save()
+                    die()
+        return epochs
+
+    # The checkpoint has the end of an epoch of the short loader.
+    assert restarted(function, run_config) == [[], [[0, 1]]]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -80,6 +83,35 @@ def test_process_group_with_compiled_model_and_dead_proxy_is_destroyed(
     for _ in range(2):
         objects.append(fit(function).return_value)
         assert not dist.is_initialized()
+
+
+FAILING_AFTER_COLLECTIVE = """
+import sys, torch, torch.distributed as dist
+from drawbar.torch import TorchTrainer
+from drawbar.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+
+def function():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    sys.setswitchinterval(10)  # only blocking calls release the GIL
+    for _ in range(20):
+        dist.all_gather([torch.empty(1)], torch.ones(1))
+    raise RuntimeError("planned failure")
+
+config = RunConfig(storage_path=sys.argv[1], failure_config=FailureConfig(max_failures=20))
+scaling_config = ScalingConfig(num_workers=0)
+try:
+    TorchTrainer(function, scaling_config=scaling_config, run_config=config).fit()
+except TrainingFailedError:
+    print("failed as planned")
+"""
+
+
+def test_process_group_after_exception_during_release_of_collective_does_not_hang(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", FAILING_AFTER_COLLECTIVE, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    assert "failed as planned" in done.stdout
 
 
 def test_process_group_with_tcp_does_not_set_master_env(

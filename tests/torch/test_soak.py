@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from benchmarks._soak import check_scenario
+from benchmarks import _soak_accelerate, _soak_transformers
+from benchmarks._soak import FRAMEWORKS, check_scenario
 from benchmarks._soak_oracle import Outcome, find_violations
+from benchmarks._soak_restarts import check_restarts
 from benchmarks._soak_run import Pass
 from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
 
 SEED = 1
 SCENARIOS = 30
+FRAMEWORK_SCENARIOS = 8
 
 
 @pytest.mark.parametrize("number", range(SCENARIOS))
 def test_loader_in_random_scenario_behaves_as_documented(number: int) -> None:
     scenario = draw_scenario(SEED, number)
     assert check_scenario(scenario) == [], scenario
+
+
+@pytest.mark.usefixtures("keep_environment")
+@pytest.mark.parametrize("framework", [_soak_accelerate, _soak_transformers], ids=FRAMEWORKS)
+def test_framework_in_random_scenarios_repeats_steps_of_uninterrupted_run(framework: Any) -> None:
+    for number in range(FRAMEWORK_SCENARIOS):
+        violations, description = check_restarts(framework, SEED, number)
+        assert violations == [], description
 
 
 def test_draw_scenario_with_equal_seeds_returns_equal_scenarios() -> None:

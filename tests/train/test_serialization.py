@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -113,6 +114,17 @@ def test_collective_with_object_reference_keeps_its_owner(tmp_path: Path) -> Non
     assert fit(function, tmp_path, num_workers=2).return_values == [[0, 0, 1]] * 2
 
 
+@functools.lru_cache(maxsize=50)
+def fibonacci(number: int) -> int:
+    return number if number < 2 else fibonacci(number - 1) + fibonacci(number - 2)
+
+
+class Cached(int):
+    @functools.cache  # noqa: B019  # the instances live as long as the test
+    def doubled(self) -> int:
+        return 2 * self
+
+
 @pytest.fixture(scope="module")
 def returned(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return value of a function that captures a dataset, arrays, and an object reference."""
@@ -126,6 +138,7 @@ def returned(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dic
             "is_writeable": [bool(array.all()) and array.flags.writeable for array in arrays],
             "created": [ray.put([ray.put("worker's")])],
             "captured": reference,
+            "cached": [fibonacci(30), Cached(3).doubled(), fibonacci.cache_info().maxsize],
         }
 
     config = {"large": large, "small": small}
@@ -144,6 +157,10 @@ def test_large_arrays_are_shared_and_small_ones_are_writeable(returned: dict[str
 def test_return_values_with_object_references_outlive_workers(returned: dict[str, Any]) -> None:
     assert ray.get(ray.get(returned["created"][0])[0]) == "worker's"
     assert ray.get(returned["captured"]) == "driver's"
+
+
+def test_cached_functions_and_methods_can_be_called(returned: dict[str, Any]) -> None:
+    assert returned["cached"] == [832_040, 6, 50]
 
 
 def test_validation_function_receives_captured_object(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import datasets
+import numpy as np
 import pytest
-from torch.utils.data import WeightedRandomSampler
+import torch
+from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
 
 from drawbar import train
 from drawbar.train import Result
@@ -114,30 +117,76 @@ def test_checkpoint_resumes_in_plain_transformers(
     assert under_torchrun["resumed"] == pytest.approx(killed.return_value[1], abs=1e-5)
 
 
+class Stream(IterableDataset[dict[str, list[int]]]):
+    """Rows without a length, in an order that `draw` returns for an epoch."""
+
+    def __init__(self, rows: list[dict[str, list[int]]], draw: Callable[[int], Any]) -> None:
+        self._rows = rows
+        self._draw = draw
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return (self._rows[index] for index in self._draw(self._epoch))
+
+
+class EpochStream(Stream):
+    """A stream that the Trainer notifies of epochs."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+
+class UnsizedSampler(Sampler[int]):
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(64).tolist())
+
+
+def make_stream(kind: str, rows: list[dict[str, list[int]]]) -> Any:
+    """Return training data by its kind."""
+    if kind == "stream":
+        return Stream(rows, lambda epoch: range(64))
+    if kind == "epoch_stream":
+        return EpochStream(rows, lambda epoch: np.random.default_rng(epoch).permutation(64))
+    if kind == "random_stream":
+        return Stream(rows, lambda epoch: torch.randperm(64))
+    if kind == "shuffled_dataset":
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
+        return stream.shuffle(seed=3, buffer_size=10)
+    return rows
+
+
 SAMPLERS: dict[str, dict[str, Any]] = {
     "by_length": {"train_sampling_strategy": "group_by_length"},
-    "custom": {},
     "not_seedable": {"accelerator_config": {"use_seedable_sampler": False}},
 }
+STREAMS = ["stream", "epoch_stream", "random_stream", "shuffled_dataset", "unsized_sampler"]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_restart_in_second_epoch_repeats_order_of_any_sampler(
-    tiny: Any, runs: Any, tmp_path: Path, num_workers: int
+@pytest.mark.parametrize(
+    ("kinds", "num_workers"),
+    [(["by_length", "custom", "not_seedable", *STREAMS], 0), (["custom", "epoch_stream"], 2)],
+    ids=["one_process", "two_workers"],
+)
+def test_restart_in_second_epoch_repeats_order_of_any_data(
+    tiny: Any, runs: Any, tmp_path: Path, kinds: list[str], num_workers: int
 ) -> None:
     save_steps = 10 if num_workers else 18  # two steps after the first epoch
 
-    def function(kind: str, die_at: int | None) -> dict[int, float]:
-        trainer = tiny.trainer(
-            tmp_path / "output", save_strategy="steps", save_steps=save_steps, **SAMPLERS[kind]
-        )
+    def function(kind: str, die_at: int | None) -> list[float]:
+        data = {"train_dataset": make_stream(kind, tiny.windows())}
+        options = {"save_strategy": "steps", "save_steps": save_steps, **SAMPLERS.get(kind, {})}
+        trainer = tiny.trainer(tmp_path / "output", **options, **data)
         if kind == "custom":
             trainer._get_train_sampler = lambda *_: WeightedRandomSampler([1.0] * 64, 64)
+        if kind == "unsized_sampler":
+            trainer._get_train_sampler = lambda *_: UnsizedSampler()
         runs.on_ray(trainer, die_at=die_at).train()
-        losses: dict[int, float] = tiny.losses(trainer)
-        return losses
+        logs = trainer.state.log_history[:20]
+        return [value for log in logs for value in (log["epoch"], log["loss"])]
 
-    for kind in SAMPLERS if num_workers == 0 else ["custom"]:
+    for kind in kinds:
         complete, restarted = (
             runs.fit(partial(function, kind, die_at), tmp_path / f"{kind}-{die_at}", num_workers)
             for die_at in (None, save_steps + 1)

@@ -227,7 +227,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # Another object has the name if a decorator has replaced this one.
             if name.isidentifier() and getattr(sys.modules["__main__"], name, obj) is obj:
                 self.script_names.setdefault(name, obj)
+        if type(obj) is _CachedFunction and _is_pickled_by_value(obj):
+            return _cache_function, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
+
+
+_CachedFunction = type(functools.cache(len))
+
+
+def _is_pickled_by_value(function: Any) -> bool:
+    """Return whether another process cannot import a function by its name."""
+    module = function.__module__
+    packages = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    is_local = "<locals>" in function.__qualname__
+    return is_local or any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def _cache_function(function: Callable[..., object], parameters: dict[str, Any]) -> object:
+    """Return a function with an empty `functools.lru_cache`, which `pickle` finds only by name."""
+    return functools.lru_cache(**parameters)(function)
 
 
 class _Unpickler(pickle.Unpickler):

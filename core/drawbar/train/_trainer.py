@@ -283,6 +283,7 @@ class DataParallelTrainer(ArgumentErrors):
             return start_run.start_program_run(
                 spec, payload, self._make_console, use_caller_thread=use_caller_thread
             )
+        start_run.check_storage(spec)
         # Only now, so that errors in arguments are raised without waiting for Ray.
         joined_address = connect_to_ray()
         if joined_address and self.run_config.logging_config.level_number <= logging.INFO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,13 @@ from accelerate import Accelerator
 
 from drawbar.accelerate._data_position import track_loader_epochs
 from drawbar.accelerate._prepare import check_accelerator
-from drawbar.train import CheckpointUploadMode, ValidationTaskConfig, checkpoint_dir, report
+from drawbar.train import (
+    CheckpointUploadMode,
+    ValidationTaskConfig,
+    checkpoint_dir,
+    get_context,
+    report,
+)
 from drawbar.train.backend import get_agreed_checkpoint
 
 
@@ -45,6 +52,13 @@ def report_state(
         ```
     """
     check_accelerator(accelerator)
+    if not accelerator.sync_gradients and get_context().get_world_rank() == 0:
+        warnings.warn(
+            "report_state() was called within gradient accumulation. The checkpoint does not "
+            "contain the accumulated gradients: a restart loses those batches. Call it if "
+            "accelerator.sync_gradients is true.",
+            stacklevel=2,
+        )
     with checkpoint_dir() as path:
         accelerator.save_state(str(path), **kwargs)
         report(metrics, path, checkpoint_upload_mode=checkpoint_upload_mode, validation=validation)

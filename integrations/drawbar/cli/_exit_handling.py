@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import shlex
 import signal
 import sys
 from types import FrameType
@@ -97,7 +98,7 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
     if (flush_error := _flush_stdout()) is not None:
         print(
             f"drawbar: error: Standard output is incomplete: {flush_error.strerror}. "
-            f"'drawbar logs {handle.path}' prints all of it.",
+            f"'drawbar logs {shlex.quote(handle.path)}' prints all of it.",
             file=sys.stderr,
         )
         code = code or EXIT_STDOUT_INCOMPLETE

@@ -75,7 +75,11 @@ def dataset_params(shard: Shard, params: Mapping[str, object]) -> dict[str, obje
 
 
 def make_dataset(
-    shard: Shard, bins: bytes, params: Mapping[str, object], earlier: Booster | None = None
+    shard: Shard,
+    bins: bytes,
+    params: Mapping[str, object],
+    earlier: Booster | None = None,
+    start_score: float | None = None,
 ) -> Dataset:
     """Build a LightGBM dataset from a shard without copying all rows to one array.
 
@@ -84,6 +88,7 @@ def make_dataset(
         bins: Result of `compute_shared_bins`.
         params: LightGBM's parameters.
         earlier: Booster whose predictions are the initial scores.
+        start_score: Initial score of every row, without `earlier` and base margins.
     """
     blocks = shard.list_blocks()
     tables = [pa.table(block.to_arrow(), shard.schema.names) for block in blocks]
@@ -104,6 +109,8 @@ def make_dataset(
             groups.append(np.unique(block.group, return_counts=True)[1])
         if earlier is not None or block.base_margin is not None:
             starts.append(_initial_scores(block, earlier, params))
+        elif start_score is not None:
+            starts.append(np.full(len(block), start_score))
     dataset.set_label(np.concatenate(labels))
     if weights:
         dataset.set_weight(np.concatenate(weights))

@@ -64,10 +64,7 @@ _CLASSES = ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "
 _RANKS = ("lambdarank", "rank_xendcg", "xendcg", "xe_ndcg", "xe_ndcg_mart", "xendcg_mart")
 _PROBABILITIES = ("cross_entropy", "xentropy", "cross_entropy_lambda", "xentlambda")
 _COUNTS = ("poisson", "tweedie")
-
-AVERAGED_OBJECTIVES = (*_PERCENTILES, *_PROBABILITIES, *_COUNTS, "gamma")
-"""Objectives for which LightGBM averages a nonlinear value of each worker's rows: a percentile in
-each leaf, or the logarithm or log odds of the mean label as the start score."""
+_FORESTS = ("rf", "random_forest")
 
 _EXACT_START = ("binary", *_CLASSES, *_RANKS, "none", "null", "custom", "na")
 """Objectives that have no start score, or one that LightGBM computes from all rows."""
@@ -201,11 +198,37 @@ def _is_integer(value: object) -> bool:
     return True
 
 
-def check_start_score(shard: Shard, params: Mapping[str, object]) -> None:
-    """Check that no rank without weight changes the start score. Collective.
+def is_forest(params: Mapping[str, object]) -> bool:
+    """Return whether the trees are a random forest.
+
+    Each has its own start score. LightGBM cannot add earlier trees, so that training always starts
+    from scratch.
+    """
+    return get_parameter(params, "boosting") in _FORESTS
+
+
+def needs_random_rows(params: Mapping[str, object]) -> bool:
+    """Return whether each worker needs a random sample of the rows.
+
+    LightGBM averages a percentile of each worker's rows in every leaf, or in a forest, the start
+    scores of the workers. It also rejects counts that are all 0 on one worker.
+    """
+    objective = get_parameter(params, "objective")
+    averages_starts = is_forest(params) and not has_exact_start(params)
+    return objective in (*_PERCENTILES, *_COUNTS) or averages_starts
+
+
+def has_exact_start(params: Mapping[str, object]) -> bool:
+    """Return whether there is no start score, or LightGBM computes it from all rows."""
+    objective = get_parameter(params, "objective", "regression")
+    return callable(objective) or objective in _EXACT_START
+
+
+def check_rank_weights(shard: Shard, params: Mapping[str, object]) -> None:
+    """Check that LightGBM does not use a value of a rank without weight. Collective.
 
     LightGBM averages the start scores of the workers and ignores their weights. It does so even
-    with `boost_from_average=False` if the first tree has no split.
+    with `boost_from_average=False` if the first tree has no split. Cross-entropies need weight.
 
     Raises:
         ValueError: A rank has no weight. Every rank raises the same error.
@@ -213,12 +236,17 @@ def check_start_score(shard: Shard, params: Mapping[str, object]) -> None:
     has_weight = any(block.weight is None or np.any(block.weight) for block in shard)
     ranks = [rank for rank, found in enumerate(collective.all_gather(has_weight)) if not found]
     objective = get_parameter(params, "objective", "regression")
-    if not ranks or callable(objective) or objective in _EXACT_START:
+    if not ranks or has_exact_start(params):
         return
+    reason = (
+        f"LightGBM's objective {objective!r} needs them on every rank"
+        if objective in _PROBABILITIES
+        else f"LightGBM averages the start scores of all ranks for objective {objective!r}, so the "
+        "model would be wrong"
+    )
     raise ValueError(
-        f"Ranks {ranks} have no rows with a weight above 0, but LightGBM averages the start scores "
-        f"of all ranks for objective {objective!r}, so the model would be wrong. Use fewer "
-        "workers, or remove rows of weight 0."
+        f"Ranks {ranks} have no rows with a weight above 0, but {reason}. Use fewer workers, or "
+        "remove rows of weight 0."
     )
 
 

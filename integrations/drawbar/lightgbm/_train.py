@@ -17,7 +17,12 @@ from drawbar._boosting.progress import BoostingProgress
 from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._evaluation import EvalResult, make_eval_result
-from drawbar.lightgbm._parameters import drop_parameters, find_alias, get_parameter
+from drawbar.lightgbm._parameters import (
+    drop_parameters,
+    find_alias,
+    get_parameter,
+    is_forest,
+)
 from drawbar.lightgbm._report_callback import RayTrainReportCallback
 from drawbar.train import Checkpoint
 from drawbar.train.backend import start_training
@@ -277,9 +282,6 @@ def _require_no_init_score(datasets: Sequence[Dataset], *, is_resume: bool) -> N
     )
 
 
-_FORESTS = ("rf", "random_forest")
-"""Boosting types to which LightGBM cannot add earlier trees. They always start from scratch."""
-
 _SEED_DEFAULTS = {"bagging_seed": 3, "feature_fraction_seed": 2, "extra_seed": 6, "drop_seed": 4}
 """Seeds of draws in every round, and LightGBM's default values."""
 
@@ -313,7 +315,7 @@ def load_resume_state(
     initial: Booster | None = None,
 ) -> tuple[Booster | None, BoostingProgress]:
     """Return booster and progress of a checkpoint, or else of the initial model."""
-    if checkpoint is not None and get_parameter(params, "boosting") not in _FORESTS:
+    if checkpoint is not None and not is_forest(params):
         report = _list_report_callbacks(callbacks)[0]
         initial = report.get_model(checkpoint, report.filename)
         known = BoostingProgress.load(checkpoint)

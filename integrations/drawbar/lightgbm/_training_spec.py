@@ -17,15 +17,15 @@ from drawbar._boosting.training_spec import TrainingSpec
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._data import compute_shared_bins, make_dataset
 from drawbar.lightgbm._parameters import (
-    AVERAGED_OBJECTIVES,
     PARAMETER_ALIASES,
     check_labels,
     check_parameters,
-    check_start_score,
     choose_histogram_layout,
     find_alias,
     get_parameter,
+    needs_random_rows,
 )
+from drawbar.lightgbm._start_score import StartScoreCallback, compute_start_score
 from drawbar.lightgbm._train import (
     add_report_callback,
     early_stopping,
@@ -58,8 +58,8 @@ class LightGBMTrainingSpec(TrainingSpec):
 
     @property
     def needs_random_rows(self) -> bool:
-        """True if LightGBM averages percentiles or start scores of each worker's rows."""
-        return get_parameter(self.params, "objective") in AVERAGED_OBJECTIVES
+        """True if the objective needs a random sample of the rows on each worker."""
+        return needs_random_rows(self.params)
 
     def validate(self, scaling_config: ScalingConfig) -> None:
         """Check the parameters in the driver."""
@@ -74,15 +74,18 @@ class LightGBMTrainingSpec(TrainingSpec):
         """Train on this worker and report each round."""
         for shard in shards.values():
             check_labels(shard, self.params)
-        check_start_score(shards["train"], self.params)
         params = self._params(len(shards["train"].schema.features))
         callbacks = add_report_callback(self.callbacks)
         if self.early_stopping_rounds is not None:
             callbacks.append(early_stopping(self.early_stopping_rounds, params))
         earlier, progress = load_resume_state(params, get_checkpoint(), callbacks)
+        start_score = None if earlier else compute_start_score(shards["train"], params)
+        if start_score is not None:
+            callbacks.append(StartScoreCallback(start_score))
         bins = compute_shared_bins(shards["train"], params)
         datasets = {
-            name: make_dataset(shard, bins, params, earlier) for name, shard in shards.items()
+            name: make_dataset(shard, bins, params, earlier, start_score)
+            for name, shard in shards.items()
         }
         shards.clear()  # the datasets contain all data
         train_set = datasets.pop("train")

@@ -138,6 +138,11 @@ class CheckpointStrategyMixin(ParallelStrategy):
             else dataloader
         )
 
+    def on_train_start(self) -> None:
+        """Adapt Lightning's batch count to the positions of the training data loaders."""
+        super().on_train_start()
+        self._train_loaders.align_batch_count(_get_trainer(self))
+
 
 def _get_trainer(strategy: ParallelStrategy) -> Trainer:
     assert strategy.lightning_module is not None  # set while the Trainer runs

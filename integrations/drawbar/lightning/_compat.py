@@ -95,6 +95,43 @@ def mark_step_as_saved(model_checkpoint: object, step: int) -> None:
     cast("Any", model_checkpoint)._last_global_step_saved = step
 
 
+def get_train_loaders(trainer: object) -> tuple[list[Any], str]:
+    """Return the loaders that `fit` reads together, and the mode of their `CombinedLoader`."""
+    combined = cast("Any", trainer).fit_loop._combined_loader
+    return ([], "") if combined is None else (combined.flattened, combined._mode)
+
+
+def get_reload_epochs(trainer: object) -> tuple[float, float]:
+    """Return the epochs in which the training and validation loaders were created.
+
+    Minus infinity if they were not.
+    """
+    fit_loop = cast("Any", trainer).fit_loop
+    return (
+        fit_loop._last_train_dl_reload_epoch,
+        fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+    )
+
+
+def set_train_reload_epoch(trainer: object, epoch: float) -> None:
+    """Set the epoch from which Lightning counts until it creates the training loaders again."""
+    cast("Any", trainer).fit_loop._last_train_dl_reload_epoch = epoch
+
+
+def set_val_reload_epoch(trainer: object, epoch: float) -> None:
+    """Set the epoch from which Lightning counts until it creates the validation loaders again."""
+    cast("Any", trainer).fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epoch
+
+
+def undo_step_count(trainer: object) -> None:
+    """Subtract one from the step number of loggers, which Lightning adds when it resumes.
+
+    It does this if the batch count is that of an optimizer step, also if the checkpoint was saved
+    after later batches.
+    """
+    cast("Any", trainer).fit_loop.epoch_loop._batches_that_stepped -= 1
+
+
 def end_restart(trainer: object) -> None:
     """Let Lightning step `ReduceLROnPlateau` at the end of an epoch that was resumed in its middle.
 

@@ -9,6 +9,7 @@ any position, with any number of workers.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from drawbar.lightning._compat import get_train_loaders, undo_step_count
 from drawbar.torch.integration import EpochPosition, EpochSampler, num_rank_items
 from drawbar.train import Checkpoint
 from drawbar.train.backend import register_data_position
@@ -56,14 +58,38 @@ class TrainLoaderTracker:
             return dataloader
         sampler = _to_epoch_sampler(dataloader.sampler)
         loader = copy.copy(dataloader)
-        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        batches = ResumableBatches(sampler, batches.batch_size, batches.drop_last, trainer)
         vars(loader).update(sampler=sampler, batch_sampler=batches, _iterator=None)
-        progress = LoaderPosition(sampler, batches, trainer.fit_loop)
         name = self._next_loader_name(trainer.current_epoch)
-        register_data_position(name, progress.record)
+        register_data_position(name, batches.record)
         if recorded := self._recorded.pop(name, None):
-            progress.resume_from(EpochPosition(**recorded))
+            batches.resume_from(EpochPosition(**recorded))
         return loader
+
+    @staticmethod
+    def align_batch_count(trainer: Trainer) -> None:
+        """Set Lightning's batch count to that of the positions at which the loaders resume.
+
+        Lightning compares its batch count with the length of the loaders to find the last batch.
+        The count that it restored does not fit if the number of workers has changed, or if the
+        optimizer step for the last batches was missing in the checkpoint.
+        """
+        batches = _find_resumable_batches(trainer)
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        progress, window = epoch_loop.batch_progress, trainer.accumulate_grad_batches
+        saved = progress.current.processed
+        if not batches:
+            if epoch_loop.restarting and saved % window and not progress.is_last_batch:
+                _warn_of_lost_gradients(trainer, saved % window)
+        elif any(each.is_resumed for each in batches):
+            count = _count_batches(trainer, [each.num_batches_before_resume for each in batches])
+            if saved % window and not count % window and not epoch_loop.restarted_on_last:
+                undo_step_count(trainer)
+            for counts in (progress.current, progress.total):
+                for name in ("ready", "started", "processed", "completed"):
+                    setattr(counts, name, getattr(counts, name) + count - saved)
+            for each in batches:
+                each.shift(count - saved)
 
     def _next_loader_name(self, epoch: int) -> str:
         """Return a name for the epoch's next loader.
@@ -118,55 +144,111 @@ def _to_epoch_sampler(sampler: DistributedSampler[int]) -> EpochSampler[int]:
     )
 
 
-class LoaderPosition:
-    """Position of a loader, computed from Lightning's batch count.
+class ResumableBatches(BatchSampler):
+    """Batches of a loader, with a position that is computed from Lightning's batch count.
 
-    Lightning counts the batches of one rank. The position counts the samples of all ranks.
+    Lightning counts the batches of one rank. The position counts the samples of all ranks. If
+    Lightning reads several loaders together, a shorter one may end before the epoch or be read
+    several times; see the modes of Lightning's `CombinedLoader`.
     """
 
-    def __init__(self, sampler: EpochSampler[int], batches: BatchSampler, fit_loop: Any) -> None:
+    def __init__(
+        self, sampler: EpochSampler[int], batch_size: int, drop_last: bool, trainer: Trainer
+    ) -> None:
+        super().__init__(sampler, batch_size, drop_last)
         self._sampler = sampler
-        self._batches = batches
-        self._items = batches.batch_size * sampler.num_replicas
-        self._count = fit_loop.epoch_loop.batch_progress
-        self._resumed: EpochPosition | None = None
-        self._num_skipped_batches = 0  # batches of the resumed epoch before the resume
+        self._trainer = trainer
+        self._epoch: int | None = None  # epoch of Lightning in which the newest iteration began
+        # Batch count and position at the start of each iteration of this epoch.
+        self._starts: list[tuple[int, EpochPosition]] = []
+        self.is_resumed = False
+        self.num_batches_before_resume = 0
 
     def resume_from(self, position: EpochPosition) -> None:
-        """Resume at a position and adjust Lightning's batch count.
-
-        Lightning compares its batch count with the length of the loader to find the last batch. If
-        the number of workers has changed, the restored count does not fit the remaining batches.
-        """
+        """Begin the next iteration at a position."""
         self._sampler.resume_from(position)
-        if position.length is None:
-            return
-        correction = (
-            len(self._batches)
-            - self._num_remaining_batches(position)
-            - self._count.current.processed
-        )
-        for counter in ("ready", "started", "processed", "completed"):
-            setattr(
-                self._count.current, counter, getattr(self._count.current, counter) + correction
+        if position.length is not None:
+            items = num_rank_items(
+                position.length - position.consumed,
+                self._sampler.num_replicas,
+                drop_last=self._sampler.drop_last,
             )
-        self._resumed, self._num_skipped_batches = position, self._count.current.processed
+            remaining = num_rank_items(items, self.batch_size, drop_last=self.drop_last)
+            self.is_resumed = True
+            self.num_batches_before_resume = len(self) - remaining
 
-    def _num_remaining_batches(self, position: EpochPosition) -> int:
-        assert position.length is not None
-        sampler, batches = self._sampler, self._batches
-        items = num_rank_items(
-            position.length - position.consumed, sampler.num_replicas, drop_last=sampler.drop_last
-        )
-        return num_rank_items(items, batches.batch_size, drop_last=batches.drop_last)
+    def shift(self, correction: int) -> None:
+        """Adapt to a correction of Lightning's batch count before the first batch."""
+        self._starts = [(count + correction, position) for count, position in self._starts]
+        if self._epoch is not None:
+            self._epoch = self._current_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._epoch == self._current_epoch:  # again in this epoch, in the same order
+            self._sampler.set_epoch(self._sampler.current_position.epoch)
+        else:
+            self._starts.clear()
+        self._epoch = self._current_epoch
+        count = self._count.current.processed
+        batches = super().__iter__()
+        first = next(batches, None)
+        self._starts.append((count, self._sampler.current_position))
+        if first is not None:
+            yield first
+            yield from batches
 
     def record(self) -> dict[str, object]:
-        """Return the position as plain values."""
-        start = self._sampler.current_position
-        if start.length is None:
-            return asdict(start)
-        num_skipped = self._num_skipped_batches if start == self._resumed else 0
-        position = start.advance((self._count.current.processed - num_skipped) * self._items)
-        if self._count.is_last_batch or position.consumed == position.length:
-            position = EpochPosition(seed=position.seed, epoch=position.epoch + 1)
-        return asdict(position)
+        """Return the position as plain values.
+
+        This is the position after the last batch with an optimizer step, since a checkpoint does
+        not contain the gradients of later ones.
+        """
+        if not self._starts:
+            return asdict(self._sampler.next_position)
+        current = self._count.current
+        is_over = self._count.is_last_batch and current.processed == current.ready
+        if is_over or self._epoch != self._current_epoch:
+            newest = self._starts[-1][1]
+            return asdict(EpochPosition(seed=newest.seed, epoch=newest.epoch + 1))
+        count = current.processed
+        if _find_resumable_batches(self._trainer):
+            count -= count % self._trainer.accumulate_grad_batches
+        begun = [start for start in self._starts if start[0] <= count]
+        first, start = begun[-1] if begun else self._starts[0]
+        items = max(0, count - first) * self.batch_size * self._sampler.num_replicas
+        return asdict(start.advance(items))
+
+    @property
+    def _count(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.batch_progress
+
+    @property
+    def _current_epoch(self) -> int:
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        return int(epochs.processed)
+
+
+def _find_resumable_batches(trainer: Trainer) -> list[ResumableBatches]:
+    """Find the batches of all training loaders; none if a loader is not resumable."""
+    batches = [getattr(each, "batch_sampler", None) for each in get_train_loaders(trainer)[0]]
+    found = [each for each in batches if isinstance(each, ResumableBatches)]
+    return found if len(found) == len(batches) else []
+
+
+def _count_batches(trainer: Trainer, counts: list[int]) -> int:
+    """Return Lightning's batch count for the batch counts of the training loaders."""
+    loaders, mode = get_train_loaders(trainer)
+    lengths = [len(loader) for loader in loaders]
+    ends_epoch = min(lengths) if mode == "min_size" else max(lengths)
+    return counts[lengths.index(ends_epoch)]
+
+
+def _warn_of_lost_gradients(trainer: Trainer, batches: int) -> None:
+    if trainer.is_global_zero:
+        warnings.warn(
+            f"The checkpoint was saved {batches} batches after the last optimizer step. Their "
+            "gradients are lost, since the training data loader cannot return these batches again. "
+            "Save checkpoints after optimizer steps, for example with "
+            "ModelCheckpoint(every_n_train_steps=...).",
+            stacklevel=2,
+        )

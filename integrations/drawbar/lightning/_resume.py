@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
 from drawbar.lightning._bases import Callback
 from drawbar.lightning._checkpoint import is_lightning_checkpoint, lightning_checkpoint_path
-from drawbar.lightning._compat import end_restart, mark_step_as_saved, stops_before_training
+from drawbar.lightning._compat import (
+    end_restart,
+    get_reload_epochs,
+    mark_step_as_saved,
+    set_train_reload_epoch,
+    set_val_reload_epoch,
+    stops_before_training,
+)
+from drawbar.lightning._freezing import read_freezing, set_freezing
 from drawbar.lightning._model_checkpoint import has_saving_report_callback
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
 from drawbar.train import Checkpoint, get_checkpoint, get_context
@@ -20,6 +28,19 @@ if TYPE_CHECKING:
 
 _SOURCES = "lightning.ckpt_path"
 """Name under which checkpoints store the `ckpt_path` arguments of their training."""
+
+_STATE = "drawbar"
+"""Key of `ResumeState` in checkpoints of Lightning."""
+
+
+class ResumeState(TypedDict):
+    """State of a training that Lightning does not save."""
+
+    reload_epochs: tuple[float, float]
+    """Epochs in which the training and validation loaders were created."""
+
+    freezing: dict[str, bool]
+    """Values of `read_freezing` that have changed since the start of `fit`."""
 
 
 def select_resume_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
@@ -85,6 +106,9 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
         self.path: str | None = None
         self.sources: list[str] = []
         self._metrics: dict[str, float] = {}
+        self._state: ResumeState | None = None
+        self._val_reload_epoch: float | None = None
+        self._freezing: dict[str, bool] = {}
         if checkpoint is not None and is_lightning_checkpoint(checkpoint):
             self.path = str(lightning_checkpoint_path(checkpoint))
             if checkpoint.manifest is not None:
@@ -112,6 +136,16 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
         """
         if trainer.ckpt_path == self.path:
             trainer.ckpt_path = None
+            self._state = cast("ResumeState | None", checkpoint.get(_STATE))
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add what Lightning does not save."""
+        changed = read_freezing(pl_module).items() - self._freezing.items()
+        checkpoint[_STATE] = ResumeState(
+            reload_epochs=get_reload_epochs(trainer), freezing=dict(changed)
+        )
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Record in `ModelCheckpoint` that the step of the resume checkpoint is saved.
@@ -123,6 +157,33 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
         for callback in trainer.callbacks:
             if isinstance(callback, model_checkpoint) and self.path in _saved_paths(callback):
                 mark_step_as_saved(callback, trainer.global_step)
+        self._freezing = read_freezing(pl_module)
+        if self._state is not None:
+            self._restore_reload_epochs(trainer, *self._state["reload_epochs"])
+            set_freezing(pl_module, self._state["freezing"])
+        self._state = None
+
+    def _restore_reload_epochs(self, trainer: Any, train: float, val: float) -> None:
+        """Let Lightning create loaders again in the epochs of a run without restart."""
+        epochs = trainer.reload_dataloaders_every_n_epochs
+        if not epochs:
+            return
+        if trainer.is_global_zero and train < get_reload_epochs(trainer)[0]:
+            warnings.warn(
+                f"train_dataloader() was called in epoch {train:.0f} and, after the restart, again "
+                f"in epoch {trainer.current_epoch}. If it depends on self.current_epoch, use "
+                f"self.current_epoch // {epochs} * {epochs} instead, which is the same in both.",
+                stacklevel=2,
+            )
+        set_train_reload_epoch(trainer, train)
+        if val >= 0:  # validation has created its loaders
+            self._val_reload_epoch = val
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the epoch of the validation loaders after Lightning has created them."""
+        if self._val_reload_epoch is not None:
+            set_val_reload_epoch(trainer, self._val_reload_epoch)
+        self._val_reload_epoch = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int

@@ -1,4 +1,7 @@
-"""Private APIs of torch 2.4 to 2.13, Accelerate 1.0 to 1.15, and DeepSpeed 0.16 to 0.19.
+"""Private APIs of torch, Accelerate, DeepSpeed, and Hugging Face's datasets.
+
+They were read in torch 2.4 to 2.13, Accelerate 1.0 to 1.15, DeepSpeed 0.16 to 0.19, and datasets
+5.2.
 
 No other file of this package uses them.
 """
@@ -55,6 +58,32 @@ def get_accelerate_states() -> list[dict[str, object]]:
     module = sys.modules.get("accelerate.state")
     names = ("PartialState", "AcceleratorState", "GradientState")
     return [cast("Any", getattr(module, name))._shared_state for name in names] if module else []
+
+
+def has_exact_state(stream: Any) -> bool:
+    """Return whether the `state_dict` of a Hugging Face stream is exact.
+
+    The state lacks the rows in shuffle buffers, and rows of batched maps of formatted tables. There
+    is no public access to the steps of a stream.
+
+    Args:
+        stream: The stream.
+
+    Returns:
+        True if it is exact; False also if the steps of the stream are unknown.
+
+    Example:
+        >>> has_exact_state(dataset.to_iterable_dataset())
+    """
+    formatting = getattr(stream, "_formatting", None)
+    steps = [getattr(stream, "_ex_iterable", None)]
+    for step in steps:
+        if step is None or type(step).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        if hasattr(step, "ex_iterable"):
+            steps.append(step.ex_iterable)
+        steps += getattr(step, "ex_iterables", [])
+    return formatting is None or not formatting.is_table
 
 
 def disable_deepspeed_shm() -> None:

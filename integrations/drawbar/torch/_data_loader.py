@@ -26,6 +26,7 @@ from drawbar.torch._devices import get_device
 from drawbar.torch._loader_registry import LoaderRegistry, TrackedLoader
 from drawbar.torch._reproducibility import current_seed, derive_seed
 from drawbar.torch._sampler import EpochSampler
+from drawbar.torch._stream_position import StreamTracker, is_huggingface_stream
 from drawbar.train import collective, get_context
 from drawbar.train.backend import attempt_local, measure_data_wait
 
@@ -67,7 +68,8 @@ def prepare_data_loader(
       repeats the epoch.
     - An `IterableDataset` is not split: use `get_context().get_world_rank()` in its `__iter__`. It
       repeats the epoch. However, if it has `state_dict` and `load_state_dict`, and the loader has
-      `num_workers=0`, its state is saved as JSON and it resumes within the epoch.
+      `num_workers=0`, its state is saved as JSON and it resumes within the epoch. A stream of
+      Hugging Face `datasets` always resumes within the epoch.
     - A subclass of `DataLoader` with its own `__iter__` is split, but repeats the epoch.
 
     The loader's worker processes get different seeds on each rank and in each epoch, so that
@@ -118,7 +120,7 @@ def prepare_data_loader(
     tracked = registry.add(tracker, name, loader.dataset, is_recorded=resume)
     device = get_device() if move_to_device else torch.device("cpu")
     # With prefetching, the dataset's state would include a batch before it is used.
-    prefetch = auto_transfer and not isinstance(tracker, DatasetStateTracker)
+    prefetch = auto_transfer and not isinstance(tracker, DatasetStateTracker | StreamTracker)
     return PreparedDataLoader(
         loader, device, prefetch=prefetch, tracked=tracked, worker_seed=_replace_generator(loader)
     )
@@ -211,6 +213,10 @@ def _make_tracker(
     dataset = loader.dataset
     # Worker processes have copies of the dataset, whose state cannot be read from here.
     is_readable = not loader.num_workers and isinstance(dataset, IterableDataset)
+    if is_huggingface_stream(dataset) and type(loader).__iter__ is DataLoader.__iter__:
+        world_size = get_context().get_world_size()
+        batch_size = (loader.batch_size or 1) * world_size
+        return StreamTracker(dataset, batch_size, world_size, reads_state=is_readable)
     if is_readable and isinstance(dataset, StatefulDataset):
         return DatasetStateTracker(dataset)
     return EpochCounter()

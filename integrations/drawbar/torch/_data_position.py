@@ -74,16 +74,22 @@ class SamplerPositionTracker:
 
     def track(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches of the newest iteration."""
-        return self._count(batches, self._iteration)
+        counted = self._count(batches, self._iteration)
+        # Start the generator: `zip` may end before it requests a batch, which ends the epoch, too.
+        next(counted)
+        return counted  # type: ignore[return-value]  # yields None only at its start
 
-    def _count(self, batches: Iterator[T], iteration: int) -> Iterator[T]:
+    def _count(self, batches: Iterator[T], iteration: int) -> Iterator[T | None]:
         try:
+            yield None
             for batch in batches:
                 if iteration == self._iteration:
                     self._num_received += 1
                 yield batch
         finally:
             if iteration == self._iteration:
+                if self._num_received == 0:
+                    self._resume(self._next)
                 self._begin = None
 
     def position(self) -> object:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ from drawbar.torch._attempt_cleanup import on_attempt_end, set_env
 from drawbar.torch._compat import abort_default_group
 from drawbar.train import TrainContext, collective, get_context
 from drawbar.train.backend import get_worker_address
+
+GLOO_THREAD_SECONDS = 0.01
+"""Time in which a waiting thread of gloo gets the GIL."""
 
 _owns_default_group = False
 """Whether this module created the default group of this process."""
@@ -179,6 +183,10 @@ def _destroy_group(device: torch.device) -> None:
 def _abort_group() -> None:
     """Destroy the group without waiting for other ranks."""
     global _owns_default_group
+    # A thread of gloo needs the GIL to delete the tensors of the last collective. If a DDP model
+    # holds the last reference to the group, deleting the model joins this thread with the GIL held:
+    # a deadlock, unless the thread got the GIL before.
+    time.sleep(GLOO_THREAD_SECONDS)
     # Collect before the connections close, so that errors of other ranks come after this rank's.
     gc.collect()
     if dist.is_initialized():

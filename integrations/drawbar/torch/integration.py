@@ -1,9 +1,18 @@
 """API for integrations that build on drawbar.torch."""
 
-from drawbar.torch._compat import disable_deepspeed_shm
+from drawbar.torch._compat import disable_deepspeed_shm, has_exact_state
 from drawbar.torch._sampler import EpochPosition, EpochSampler, num_rank_items
+from drawbar.torch._stream_position import is_huggingface_stream, preserve_random_state
 from drawbar.train.backend import set_public_module
 
-__all__ = ["EpochPosition", "EpochSampler", "disable_deepspeed_shm", "num_rank_items"]
+__all__ = [
+    "EpochPosition",
+    "EpochSampler",
+    "disable_deepspeed_shm",
+    "has_exact_state",
+    "is_huggingface_stream",
+    "num_rank_items",
+    "preserve_random_state",
+]
 
 set_public_module(globals())

@@ -14,6 +14,7 @@ try:
     from accelerate.data_loader import DataLoaderDispatcher
     from transformers import Trainer, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import has_length
 except ImportError as error:
     raise make_import_error("transformers", extra="transformers") from error
 
@@ -37,6 +38,7 @@ from drawbar.transformers._resume import (
     was_stopped,
 )
 from drawbar.transformers._sampler_order import SamplerOrderCallback
+from drawbar.transformers._stream import StreamCallback, StreamLoader
 
 require_package("transformers", extra="transformers", min_version="4.50")
 
@@ -131,8 +133,13 @@ def _uses_sharding(trainer: Trainer) -> bool:
     return trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
 
 
+_CALLBACKS = (SkipCompleteTraining, SamplerOrderCallback, StreamCallback)
+
+
 class PreparedTransformersTrainer(BestModelTrainer):
     """Methods that a prepared Trainer overrides."""
+
+    skips_stream = False
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -144,17 +151,25 @@ class PreparedTransformersTrainer(BestModelTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, RayTrainReportCallback):
                 callback.is_trainer_prepared = True
-        for callback_class in (SkipCompleteTraining, SamplerOrderCallback, WarnOfOtherTotalSteps):
+        for callback_class in (*_CALLBACKS, WarnOfOtherTotalSteps):
             self.remove_callback(callback_class)  # of an earlier call
-        self.add_callback(SkipCompleteTraining)
-        self.add_callback(SamplerOrderCallback)
+        for callback_class in _CALLBACKS:
+            self.add_callback(callback_class)
+        max_steps, ignore_data_skip = self.args.max_steps, self.args.ignore_data_skip
+        self.skips_stream = not ignore_data_skip
         if is_shard(self.train_dataset) or is_batch_iterable(self.train_dataset):
             self.args.ignore_data_skip = True  # a shard already skips the consumed rows
             self.add_callback(EpochFromStepsCallback)
+        try:
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.args.max_steps, self.args.ignore_data_skip = max_steps, ignore_data_skip
+
+    def _train(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         resume_checkpoint = start_training()
         if resume_from_checkpoint not in (None, True) or resume_checkpoint is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        checkpoint, max_steps = _require_trainer_checkpoint(resume_checkpoint), self.args.max_steps
+        checkpoint = _require_trainer_checkpoint(resume_checkpoint)
         with checkpoint.as_directory() as path:
             state = load_state_of_this_run(checkpoint, path)
             if state is not None:
@@ -162,10 +177,7 @@ class PreparedTransformersTrainer(BestModelTrainer):
                 self.add_callback(WarnOfOtherTotalSteps(state))
                 if was_stopped(state):
                     self.args.max_steps = state.global_step
-            try:
-                return super().train(path, *args, **kwargs)
-            finally:
-                self.args.max_steps = max_steps
+            return super().train(path, *args, **kwargs)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback. A `RayTrainReportCallback` replaces the one that the Trainer has."""
@@ -184,7 +196,12 @@ class PreparedTransformersTrainer(BestModelTrainer):
         data = self.train_dataset
         if is_shard(data) or is_batch_iterable(data):
             return self._make_local_loader(data, self.args.train_batch_size)
-        return super().get_train_dataloader()
+        loader = super().get_train_dataloader()
+        if has_length(loader) or not self.is_in_train or not self.skips_stream:
+            return loader
+        self.args.ignore_data_skip = True  # the loader skips the trained batches
+        stream: Any = StreamLoader(loader, self.args.gradient_accumulation_steps)
+        return stream  # type: ignore[no-any-return]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the data loader of evaluation data."""

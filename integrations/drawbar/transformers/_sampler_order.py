@@ -1,8 +1,8 @@
-"""Restore the order of samplers that Transformers does not restore.
+"""Restore the order of samplers and streams that Transformers does not restore.
 
-Transformers repeats the order of an interrupted epoch only for samplers with `set_epoch`. The order
-of others, such as the one of `group_by_length`, depends on a random generator. A restart would
-begin with the order of epoch 0: some samples of the epoch would be trained twice and others never.
+Transformers repeats the order of an interrupted epoch only with `set_epoch`. The order of others,
+such as the sampler of `group_by_length`, depends on a random generator. A restart would begin with
+another order: some samples of the epoch would be trained twice and others never.
 """
 
 from __future__ import annotations
@@ -13,26 +13,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from drawbar.accelerate.integration import find_sampler
 from drawbar.train.backend import register_data_position
+from drawbar.transformers._stream import StreamLoader
 
 _NAME = "transformers.sampler"
 
 
 class SamplerOrderCallback(TrainerCallback):
-    """Store the state of the sampler's generator in checkpoints, and restore it.
+    """Store the state of the generator of a sampler or stream in checkpoints, and restore it.
 
-    Within an epoch, this is the state at its start: the Trainer skips the trained batches. Samplers
-    without a generator use PyTorch's global one, which the Trainer restores after this.
+    Within an epoch, this is the state at its start, because the trained batches are skipped.
+    Without an own generator, this is PyTorch's global one, whose state is restored after skipping.
     """
 
     def __init__(self) -> None:
         self._generator: torch.Generator | None = None
         self._epoch_start: torch.Tensor | None = None
         self._restored: torch.Tensor | None = None
+        self._stream: StreamLoader | None = None
 
     def on_train_begin(
         self,
@@ -43,17 +47,18 @@ class SamplerOrderCallback(TrainerCallback):
     ) -> None:
         """Read the state in the checkpoint from which the Trainer resumes."""
         loader = kwargs["train_dataloader"]
-        if isinstance(getattr(loader, "dataset", None), IterableDataset):
-            return
-        sampler = find_sampler(loader)
-        if hasattr(sampler, "set_epoch"):
+        self._stream = loader if isinstance(loader, StreamLoader) else None
+        is_skipped = self._stream is not None or (has_length(loader) and not args.ignore_data_skip)
+        sampler = _find_source_of_order(loader)
+        if not is_skipped or hasattr(sampler, "set_epoch"):
             return
         generator = getattr(sampler, "generator", None)
         self._generator = generator or torch.default_generator
-        steps_per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
+        if self._stream is not None:
+            self._stream.before_epoch = self._start_epoch  # type: ignore[method-assign]
 
         def get_position() -> dict[str, object] | None:
-            is_epoch_end = state.global_step % steps_per_epoch == 0
+            is_epoch_end = self._is_epoch_end(loader, state, args)
             start = self._get_state() if is_epoch_end else self._epoch_start
             # At the end of an epoch, the Trainer itself restores the global generator.
             if start is None or (is_epoch_end and generator is None):
@@ -74,12 +79,28 @@ class SamplerOrderCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Restore the state before the sampler is iterated."""
-        if self._generator is None:
-            return
+        if self._generator is not None and self._stream is None:
+            self._start_epoch()
+
+    def _start_epoch(self) -> None:
+        assert self._generator is not None
         if self._restored is not None:
             self._generator.set_state(self._restored)
             self._restored = None
         self._epoch_start = self._get_state()
 
+    def _is_epoch_end(self, loader: Any, state: TrainerState, args: TrainingArguments) -> bool:
+        if self._stream is not None:
+            return self._stream.position()[1] == 0
+        return state.global_step % math.ceil(len(loader) / args.gradient_accumulation_steps) == 0
+
     def _get_state(self) -> torch.Tensor | None:
         return None if self._generator is None else self._generator.get_state()
+
+
+def _find_source_of_order(loader: Any) -> Any:
+    """Return the stream, or else the sampler of a data loader."""
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, IterableDataset) else find_sampler(loader)

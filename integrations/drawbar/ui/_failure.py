@@ -98,12 +98,7 @@ def describe_resume(run: IndexedRun, checkpoint: dict[str, Any] | None) -> dict[
     """
     if run.status not in ("failed", "interrupted", "stopped"):
         return None
-    starts = [event for event in run.events if event["event"] == "run_started"]
-    name = starts[-1]["name"] if starts else run.record.name
-    path = run.record.path
-    storage = (
-        path.removesuffix(f"/{name}") if path.endswith(f"/{name}") else path.rpartition("/")[0]
-    )
+    name, storage = run.record.name, run.record.storage_path
     must_fix = "Fix the error first. Then call" if run.status == "failed" else "Call"
     if checkpoint is None:
         text = "The run has no checkpoint. It starts from scratch."

@@ -35,7 +35,7 @@ def _summarize(run: IndexedRun) -> dict[str, Any]:
         "id": run.id,
         "name": record.name,
         "path": record.path,
-        "storage": record.path.removesuffix(record.name).rstrip("/") or "/",
+        "storage": record.storage_path,
         "status": run.status,
         "is_active": run.is_active,
         "is_stalled": run.is_active and bool(list_stalled(run)),

@@ -174,11 +174,16 @@ def test_dataset_without_rows_for_workers_raises_before_start(
     (tmp_path / "files").mkdir()
     nothing: dict[str, list[int]] = {"id": []}
     for dataset, message in (
-        (tmp_path / "files", rf"no Parquet file in {tmp_path}/files"),
+        (tmp_path / "files", rf"datasets\['train'\]: there is no Parquet file in {tmp_path}/files"),
+        ([tmp_path / "gone.parquet"], rf"datasets\['train'\]: {tmp_path}/gone.parquet"),
         (frame(0), r"datasets\['train'\] has no rows"),
         (datasets.Dataset.from_dict(nothing), r"datasets\['train'\] has no rows"),
         (ray.data.from_arrow(pa.table(nothing)), r"datasets\['train'\] has no rows"),
         (frame(3)["id"], r"datasets\['train'\] cannot be read as a table: .*; AttributeError"),
+        (
+            pd.DataFrame({"age": pd.cut([1, 5, 9], 2)}),
+            r"datasets\['train'\] cannot .* column 'age' has categories of the type .*interval",
+        ),
         (pd.DataFrame(index=range(5)), r"datasets\['train'\] has no columns"),
         (frame(1), r"datasets\['train'\] has 1 row, but each of 2 workers needs at least one"),
     ):
@@ -189,6 +194,28 @@ def test_dataset_without_rows_for_workers_raises_before_start(
                 scaling_config=ScalingConfig(num_workers=2),
                 run_config=run_config,
             ).fit()
+
+
+def read_categories() -> list[str]:
+    rows = train.get_dataset_shard("train").iter_rows()
+    return sorted(str(row["kind"]) for row in rows)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_categories_of_chunks_may_differ_and_exceed_8_bits(run_config: RunConfig) -> None:
+    names = [[f"{letter}{number}" for number in range(100)] for letter in "ab"]
+    chunks = [
+        pa.array(each).dictionary_encode().cast(pa.dictionary(pa.int8(), "string"))
+        for each in names
+    ]
+    result = DataParallelTrainer(
+        read_categories,
+        datasets={"train": pa.table({"kind": pa.chunked_array(chunks)})},
+        dataset_config=DataConfig(datasets_to_shuffle=["train"], uneven_rows="keep"),
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    ).fit()
+    assert result.return_value == sorted([*names[0], *names[1]])
 
 
 def scaled() -> tuple[list[float], list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ class Faulty(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         if "w" in mode:
-            self.before_write(path)
+            self.before_write(re.sub(r"\.drawbar-(.+)\.\d+\.tmp$", r"\1", path))
         return super().open(path, mode, **options)
 
 

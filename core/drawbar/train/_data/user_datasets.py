@@ -13,15 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar.train._data.parquet_files import read_parquet
 from drawbar.train._frames import warn_caller
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import Dataset
     from ray.data.preprocessor import Preprocessor
-
-MAX_OBJECT_STORE_FRACTION = 0.25
-"""Fraction of a node's object store that Parquet files may fill; larger ones are streamed."""
 
 
 def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) -> None:
@@ -99,7 +97,10 @@ def _open_dataset(name: str, dataset: object) -> object:
         return dataset
     _check_dataset_type(name, dataset)
     try:
-        return to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
+        table = to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
+        return table if is_ray_dataset(table) else _widen_categories(table)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"datasets[{name!r}]: {error}") from error
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             f"datasets[{name!r}] cannot be read as a table: {describe_value(dataset)}; "
@@ -160,37 +161,28 @@ def to_arrow_table(table: Any) -> pa.Table:
     return pa.table(table)
 
 
-def read_parquet(path_or_paths: Any) -> pa.Table | Dataset:
-    """Read Parquet files, or return a streamed Ray Data dataset if they are too large.
+def _widen_categories(table: pa.Table) -> pa.Table:
+    """Use 32-bit codes for categories in several chunks, whose categories may differ.
 
     Raises:
-        FileNotFoundError: There are no Parquet files in the paths.
+        TypeError: Workers cannot read the categories, such as pandas' intervals.
     """
-    import pyarrow.dataset
-    import ray
-    import ray.data
+    import pyarrow as pa
 
-    is_list = isinstance(path_or_paths, list | tuple)
-    paths = [os.fspath(path) for path in path_or_paths] if is_list else path_or_paths
-    paths = os.fspath(paths) if isinstance(paths, os.PathLike) else paths
-    files = pyarrow.dataset.dataset(paths, format="parquet")
-    if not files.files:
-        raise FileNotFoundError(f"there is no Parquet file in {paths}")
-    groups = (group for fragment in files.get_fragments() for group in fragment.row_groups)
-    nbytes = sum(group.total_byte_size for group in groups)
-    stores = [node["Resources"].get("object_store_memory", 0) for node in _list_alive_nodes()]
-    if nbytes <= MAX_OBJECT_STORE_FRACTION * min(stores, default=0):
-        return files.to_table()
-    streamed: Dataset = ray.data.read_parquet(paths)
-    return streamed
-
-
-def _list_alive_nodes() -> list[dict[str, dict[str, float]]]:
-    import ray
-
-    if not ray.is_initialized():
-        ray.init()
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # Ray has no types here
+    for number, field in enumerate(table.schema):
+        if not pa.types.is_dictionary(field.type):
+            continue
+        values = field.type.value_type
+        if isinstance(values, pa.BaseExtensionType):
+            raise TypeError(
+                f"column {field.name!r} has categories of the type {values}, which workers cannot "
+                f"read. Convert them, for example with "
+                f'frame[{field.name!r}].astype(str).astype("category")'
+            )
+        if table.column(number).num_chunks > 1:
+            wide = pa.dictionary(pa.int32(), values, field.type.ordered)
+            table = table.set_column(number, field.name, table.column(number).cast(wide))
+    return table
 
 
 def is_fitted(preprocessor: Preprocessor) -> bool:

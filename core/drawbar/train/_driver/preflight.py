@@ -25,6 +25,7 @@ from drawbar.train._config.train_function import check_plain_function, get_funct
 from drawbar.train._frames import warn_caller
 from drawbar.train._serialization import serialize
 from drawbar.train._storage.contents import format_size
+from drawbar.train._storage.run_directory import RunDirectory
 
 LARGE_PICKLE_BYTES = 100_000_000
 """Bytes of a pickled training function above which `check_train_function_pickles` warns."""
@@ -154,16 +155,43 @@ def check_storage_path(path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".drawbar-probe-") as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-            os.fsync(probe.fileno())  # a full disk may show only now
+        _write_probe(path)
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"storage_path={str(path)!r} cannot be written by user {_get_user_name()}: "
-            f"{error.strerror}; {_suggest_fix(error.errno)}",
-        ) from None
+        raise _make_unwritable_error(path, error) from None
+
+
+def check_storage_before_start(directory: RunDirectory) -> None:
+    """Check that a run can be stored, without creating its directory if it is local.
+
+    The remote storage, or the closest existing parent of a local directory, is written to.
+
+    Raises:
+        OSError: The storage cannot be written; see `check_storage_path`.
+    """
+    if directory.remote_path is not None:
+        directory.run_files.check_writable()
+        return
+    path = directory.local_path
+    parent = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    try:
+        _write_probe(parent)
+    except OSError as error:
+        raise _make_unwritable_error(path, error) from None
+
+
+def _write_probe(path: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=path, prefix=".drawbar-probe-") as probe:
+        probe.write(bytes(4096))
+        probe.flush()
+        os.fsync(probe.fileno())  # a full disk may show only now
+
+
+def _make_unwritable_error(path: Path, error: OSError) -> OSError:
+    return OSError(
+        error.errno,
+        f"storage_path={str(path)!r} cannot be written by user {_get_user_name()}: "
+        f"{error.strerror}; {_suggest_fix(error.errno)}",
+    )
 
 
 def _suggest_fix(number: int | None) -> str:

@@ -16,7 +16,9 @@ from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
+from drawbar.train._driver import preflight
 from drawbar.train._driver.controller_thread import ControllerThread
+from drawbar.train._driver.open_run import get_run_directory
 from drawbar.train._history.event_stream import Watcher
 from drawbar.train._worker import sentinel
 from drawbar.train._worker.train_loop import TrainLoop
@@ -31,11 +33,25 @@ from drawbar.train._worker_group.cluster import (
     check_dataset_cpus,
     check_validation_fits,
     has_started_ray,
+    is_ray_client,
 )
 from drawbar.train._worker_group.ranks import assign_local_gpus, get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
 from drawbar.train._worker_group.validators import RayValidator, ThreadValidator
 from drawbar.train._worker_group.worker_group import WorkerGroup
+
+
+def check_storage(spec: RunSpec) -> None:
+    """Check that this process can write to the storage of a run, before it starts Ray.
+
+    Does nothing if the run is controlled by another process, which may have other directories.
+
+    Raises:
+        OSError: The storage cannot be written.
+    """
+    is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://") or is_ray_client()
+    if not spec.run_config.detached and not is_client:
+        preflight.check_storage_before_start(get_run_directory(spec.run_config))
 
 
 def start_ray_run(

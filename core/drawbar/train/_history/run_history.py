@@ -33,6 +33,7 @@ from drawbar.train._history.timeline import RunState
 from drawbar.train._metrics import Metrics, flatten
 from drawbar.train._storage.report_files import Segment
 from drawbar.train._storage.run_directory import RunDirectory
+from drawbar.train._storage.storage_path import suggest_remote
 
 REPORT_COLUMNS = ("rank", "index", "attempt", "time")
 """Columns of a table of reports, before the metrics."""
@@ -333,7 +334,7 @@ class RunHistory:
 def _make_no_run_error(directory: RunDirectory) -> FileNotFoundError:
     return FileNotFoundError(
         f"{directory.uri} is not a Drawbar run: it has no {directory.journal_path.name}. "
-        "Pass the directory of a run."
+        f"Pass the directory of a run.{suggest_remote(directory.root)}"
     )
 
 

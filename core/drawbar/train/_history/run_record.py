@@ -212,6 +212,14 @@ class RunRecord(RunEvents):
         return self._directory.uri
 
     @property
+    def storage_path(self) -> str:
+        """Path or URI of the storage in which the run has its name."""
+        storage = self._directory.root
+        for _ in self.name.split("/"):
+            storage = storage.parent
+        return str(storage)
+
+    @property
     def status(self) -> str:
         """Status of the run.
 

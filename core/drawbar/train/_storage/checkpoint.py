@@ -33,7 +33,12 @@ from drawbar.train._storage.manifest import (
     read_manifest,
 )
 from drawbar.train._storage.remote_path import RemotePath, download_files, is_same_filesystem
-from drawbar.train._storage.storage_path import get_fs_path, read_file_or_none, write_file
+from drawbar.train._storage.storage_path import (
+    get_fs_path,
+    read_file_or_none,
+    suggest_remote,
+    write_file,
+)
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -338,7 +343,10 @@ class Checkpoint:
             else self._storage_path.exists()
         )
         if not exists:
-            raise CheckpointError(f"Checkpoint {self._storage_path} does not exist.")
+            raise CheckpointError(
+                f"Checkpoint {self._storage_path} does not exist."
+                f"{suggest_remote(self._storage_path)}"
+            )
 
     def __fspath__(self) -> str:
         if not self.is_local:

@@ -78,8 +78,9 @@ VALIDATION_FILE = ".drawbar-validation.json"
 PENDING_MARKER = ".drawbar-pending"
 # Drawbar writes it too, but it counts as a user's file. Manifests do not list it.
 METADATA_FILE = ".metadata.json"
+_TEMPORARY_NAME = re.compile(r"\.drawbar-[^/]+\.\d+\.tmp")
 _RESERVED_NAMES = re.compile(
-    r"\.drawbar(-checksums|-validation)?\.json|\.drawbar-pending|\.drawbar-[^/]+\.\d+\.tmp"
+    rf"\.drawbar(-checksums|-validation)?\.json|\.drawbar-pending|{_TEMPORARY_NAME.pattern}"
 )
 
 
@@ -155,6 +156,11 @@ def _check_no_cycle(link: str, ancestors: tuple[str, ...]) -> None:
 def is_reserved(path: str) -> bool:
     """Return True if a relative path in a checkpoint is the name of a Drawbar file."""
     return path.startswith(".drawbar") and _RESERVED_NAMES.fullmatch(path) is not None
+
+
+def is_temporary(path: str) -> bool:
+    """Return True if a path has the name of a file that Drawbar was writing when it was killed."""
+    return _TEMPORARY_NAME.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def has_reserved_files(directory: Path) -> bool:

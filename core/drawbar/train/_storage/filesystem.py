@@ -10,9 +10,11 @@ import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
+from drawbar.train._storage.fsspec_files import get_fsspec_filesystem
 from drawbar.train._storage.remote_path import RemotePath
+from drawbar.train._storage.uris import get_local_path, quote_uri, unquote_path
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -45,13 +47,16 @@ def resolve_path(
     if not text:
         raise ValueError("The path of a directory must not be empty.")
     if filesystem is not None:
-        plain = text.partition("://")[2] if "://" in text else text
-        return _make_path(plain, to_pyarrow(filesystem), "")
+        pyarrow_filesystem = to_pyarrow(filesystem)
+        if "://" in text:
+            is_quoted = get_fsspec_filesystem(pyarrow_filesystem) is None
+            text = unquote_path(text) if is_quoted else text.partition("://")[2]
+        return _make_path(text, pyarrow_filesystem, "")
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not scheme:
         return _make_local_path(text)
     if scheme in ("file", "local"):
-        return Path(unquote(urlsplit(text).path)).absolute()
+        return Path(get_local_path(text)).absolute()
     return _parse_uri(text)
 
 
@@ -99,10 +104,12 @@ def _parse_uri(uri: str) -> Path | RemotePath:
     arrow = _import_pyarrow_fs()
     try:
         # pyarrow first, because its clients need no other package; fsspec supports more schemes.
-        filesystem, path = arrow.FileSystem.from_uri(uri)
+        quoted_uri = quote_uri(uri)
+        filesystem, path = arrow.FileSystem.from_uri(quoted_uri)
+        return _make_path(path, filesystem, quoted_uri)
     except (ValueError, NotImplementedError) as unknown:  # pyarrow's ArrowInvalid is a ValueError
         filesystem, path = _parse_fsspec_uri(uri, unknown)
-    return _make_path(path, filesystem, uri)
+        return _make_path(path, filesystem, uri)
 
 
 def _parse_fsspec_uri(uri: str, unknown: Exception) -> tuple[FileSystem, str]:

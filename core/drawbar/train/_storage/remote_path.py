@@ -1,22 +1,32 @@
 """Access a directory on a remote filesystem: list, read, write, and transfer its files.
 
 Operations that object stores do not support, such as renaming and appending, are not used.
-
-`isdir`, `exists`, and `find` of fsspec return False or nothing if the store fails, for example with
-HTTP status 503. pyarrow's wrapper uses them, so that a run would appear to have no checkpoints. A
-failed request of `iter_fsspec_infos` raises an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from drawbar.train._storage import fault_points
-from drawbar.train._storage.contents import FileEntry, check_relative_path, format_exact_size
+from drawbar.train._storage.contents import (
+    FileEntry,
+    check_relative_path,
+    format_exact_size,
+    is_temporary,
+)
+from drawbar.train._storage.fsspec_files import (
+    delete_directory,
+    delete_file,
+    get_fsspec_filesystem,
+    iter_fsspec_infos,
+)
+from drawbar.train._storage.remote_output import can_rename, open_output
 from drawbar.train._storage.retries import retry_transient
+from drawbar.train._storage.uris import get_parent_uri, join_uri
 from drawbar.train._threads import DaemonThreadPool
 
 if TYPE_CHECKING:
@@ -46,7 +56,7 @@ class RemotePath:
     Attributes:
         fs_path: Path on the filesystem, without a scheme.
         filesystem: The `pyarrow.fs.FileSystem`.
-        uri: URI that the user passed, for messages; "" if they passed a path.
+        uri: URI, if the user passed one; "" if they passed a path. See `uris`.
     """
 
     fs_path: str
@@ -57,8 +67,7 @@ class RemotePath:
         return self.uri or self.fs_path
 
     def __truediv__(self, name: str) -> RemotePath:
-        base, mark, query = self.uri.partition("?")
-        uri = f"{base.rstrip('/')}/{name}{mark}{query}" if self.uri else ""
+        uri = join_uri(self.uri, name, is_quoted=_is_quoted(self.filesystem)) if self.uri else ""
         return RemotePath(f"{self.fs_path.rstrip('/')}/{name}", self.filesystem, uri)
 
     @property
@@ -69,8 +78,7 @@ class RemotePath:
     @property
     def parent(self) -> RemotePath:
         """Parent directory."""
-        base, mark, query = self.uri.partition("?")
-        uri = f"{base.rstrip('/').rpartition('/')[0]}{mark}{query}" if self.uri else ""
+        uri = get_parent_uri(self.uri, is_quoted=_is_quoted(self.filesystem)) if self.uri else ""
         return RemotePath(self.fs_path.rstrip("/").rpartition("/")[0], self.filesystem, uri)
 
     @property
@@ -190,13 +198,15 @@ class RemotePath:
 
         retry_transient(write, f"writing {format_exact_size(len(data))} to {self / name}")
 
-    def open_output(self, name: str) -> NativeFile:
-        """Open a file for writing. It exists when the stream is closed."""
+    @contextlib.contextmanager
+    def open_output(self, name: str) -> Iterator[IO[bytes]]:
+        """Open a file for writing that is stored only if the block ends without an exception."""
         path = f"{self.fs_path}/{name}"
         # Object stores have no directories; create_dir would add an empty object of that name.
         if self.filesystem.type_name not in _FLAT_FILESYSTEMS:
             self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-        return self.filesystem.open_output_stream(path, compression=None)
+        with open_output(self.filesystem, path) as stream:
+            yield stream
 
     # -- deleting
 
@@ -204,7 +214,7 @@ class RemotePath:
         """Delete a file. A missing file is not an error."""
         try:
             retry_transient(
-                lambda: self.filesystem.delete_file(f"{self.fs_path}/{name}"),
+                lambda: delete_file(self.filesystem, f"{self.fs_path}/{name}"),
                 f"deleting {self / name}",
             )
         except FileNotFoundError:
@@ -217,9 +227,24 @@ class RemotePath:
     def delete_tree(self) -> None:
         """Delete everything in this directory. A missing directory is not an error."""
         try:
-            retry_transient(lambda: self.filesystem.delete_dir(self.fs_path), f"deleting {self}")
+            retry_transient(
+                lambda: delete_directory(self.filesystem, self.fs_path), f"deleting {self}"
+            )
         except FileNotFoundError:
             return
+
+
+def delete_temporary_files(directory: RemotePath) -> None:
+    """Delete the temporary files below a directory that a killed process has left."""
+    if can_rename(directory.filesystem):  # otherwise, there are none
+        for file in directory.list_files():
+            if is_temporary(file.path):
+                directory.delete_file(file.path)
+
+
+def _is_quoted(filesystem: FileSystem) -> bool:
+    """Return True if the URIs of a filesystem are percent-encoded; see `uris`."""
+    return get_fsspec_filesystem(filesystem) is None
 
 
 def is_same_filesystem(one: FileSystem, other: FileSystem) -> bool:
@@ -274,59 +299,6 @@ def _iter_endpoints(settings: dict[str, object]) -> Iterator[str]:
             yield f"{name}={value}"
 
 
-def get_fsspec_filesystem(filesystem: FileSystem) -> AbstractFileSystem | None:
-    """Return the fsspec filesystem that a pyarrow filesystem wraps; None if it wraps none."""
-    return getattr(getattr(filesystem, "handler", None), "fs", None)
-
-
-def iter_fsspec_infos(
-    filesystem: AbstractFileSystem, path: str, *, is_recursive: bool
-) -> Iterator[FileInfo]:
-    """Iterate over the files and directories below a directory; none if it does not exist.
-
-    Raises:
-        CheckpointError: The store lists an entry outside the directory.
-        NotADirectoryError: `path` is a file.
-        OSError: The store failed.
-    """
-    from pyarrow.fs import FileInfo, FileType
-
-    types = {"file": FileType.File, "directory": FileType.Directory}
-    directories = [path]
-    while directories:
-        directory = directories.pop()
-        for entry in _list_directory(filesystem, directory):
-            entry_path, kind = entry["name"], entry["type"]
-            if _is_same(entry_path, directory):
-                if kind == "file":
-                    raise NotADirectoryError(f"{directory} is a file")
-                continue  # some stores list the directory itself
-            # Before the entry is listed: a directory such as ".." would never end.
-            check_relative_path(entry_path.strip("/").removeprefix(path.strip("/")).strip("/"))
-            is_file = kind == "file"
-            yield FileInfo(
-                entry_path,
-                types.get(kind, FileType.Unknown),
-                size=entry["size"] if is_file else None,
-            )
-            if is_recursive and kind == "directory":
-                directories.append(entry_path)
-
-
-def _list_directory(filesystem: AbstractFileSystem, directory: str) -> list[dict[str, Any]]:
-    # Other processes write to the same store.
-    filesystem.invalidate_cache(directory)
-    try:
-        entries: list[dict[str, Any]] = filesystem.ls(directory, detail=True)
-    except FileNotFoundError:
-        return []
-    return entries
-
-
-def _is_same(path: str, other: str) -> bool:
-    return path.strip("/") == other.strip("/")
-
-
 def upload_files(source: Path, target: RemotePath, files: Sequence[FileEntry]) -> dict[str, str]:
     """Copy files of a local directory into a remote one.
 
@@ -347,10 +319,13 @@ def upload_file(source: Path, target: RemotePath, file: FileEntry) -> str:
     def upload() -> str:
         # A new digest for each try: a failed try has hashed only a part of the file.
         digest = xxhash.xxh3_64()
-        with open(source, "rb") as reader, target.open_output(file.path) as writer:
-            while chunk := reader.read(_TRANSFER_CHUNK_BYTES):
-                writer.write(chunk)
-                digest.update(chunk)
+        with open(source, "rb") as reader:
+            chunk = reader.read(_TRANSFER_CHUNK_BYTES)  # first: an error leaves the older object
+            with target.open_output(file.path) as writer:
+                while chunk:
+                    writer.write(chunk)
+                    digest.update(chunk)
+                    chunk = reader.read(_TRANSFER_CHUNK_BYTES)
         return str(digest.hexdigest())
 
     return retry_transient(

@@ -10,6 +10,7 @@ See docs/decisions/0005-remote-storage.md.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,16 @@ from drawbar.train._storage.contents import (
     VALIDATION_FILE,
     is_external,
     is_reserved,
+    is_temporary,
 )
 from drawbar.train._storage.external_checkpoints import remove_name
 from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.remote_path import RemotePath, is_same_filesystem, upload_files
+from drawbar.train._storage.remote_path import (
+    RemotePath,
+    delete_temporary_files,
+    is_same_filesystem,
+    upload_files,
+)
 from drawbar.train._storage.retries import warn_if_slow
 from drawbar.train._storage.staging import AssignedFiles, StagedFiles
 from drawbar.train._storage.storage_path import write_file
@@ -95,6 +102,8 @@ class RemoteCheckpointStore(CheckpointStore):
         # An abandoned attempt may have left other files under this name.
         _remove_unlisted(directory, draft.staged_files)
         finalize(directory, draft.manifest, draft)
+        with contextlib.suppress(OSError):  # a manifest makes it meaningless
+            directory.delete_file(PENDING_MARKER)
         fault_points.maybe_stop_at("commit.renamed")
         return draft.manifest
 
@@ -127,7 +136,8 @@ class RemoteCheckpointStore(CheckpointStore):
         ]
 
     def clean_up(self) -> None:
-        """Delete uncommitted directories, since remote storage has no staging area."""
+        """Delete temporary files and uncommitted directories, since there is no staging area."""
+        delete_temporary_files(self.run_path)
         for name in self.list_uncommitted():
             (self.run_path / name).delete_tree()
 
@@ -151,6 +161,8 @@ def _mark_pending(directory: RemotePath) -> None:
 
 def _remove_unlisted(directory: RemotePath, staged_files: Sequence[StagedFiles]) -> None:
     listed = {file.path for staged in staged_files for file in staged.files}
+    # After a kill before the manifest is written, the marker identifies the directory as Drawbar's.
+    listed.add(PENDING_MARKER)
     unlisted = [file.path for file in directory.list_files() if file.path not in listed]
     # Delete a remaining manifest first, so that the other files do not look like a checkpoint.
     for path in sorted(unlisted, key=lambda path: path != MANIFEST_FILE):
@@ -159,5 +171,7 @@ def _remove_unlisted(directory: RemotePath, staged_files: Sequence[StagedFiles])
 
 def _is_uncommitted(directory: RemotePath) -> bool:
     """Return True if Drawbar has written to a directory that has no manifest."""
-    reserved = [file.path for file in directory.list_files() if is_reserved(file.path)]
+    paths = [file.path for file in directory.list_files()]
+    # A killed process may also leave temporary files in other directories, such as `logs`.
+    reserved = [path for path in paths if is_reserved(path) and not is_temporary(path)]
     return bool(reserved) and MANIFEST_FILE not in reserved

@@ -212,8 +212,7 @@ class RunDirectory:
 
 def describe_resume(directory: RunDirectory) -> str:
     """Return how to resume a run: the arguments of `RunConfig` to set."""
-    name = directory.name
-    storage = directory.uri.removesuffix(f"/{name}")
+    name, storage = directory.name, str(directory.root.parent)
     return (
         "To resume from the latest checkpoint, if there is one, call fit() again with these "
         f"arguments of your RunConfig: name={name!r}, storage_path={storage!r}"

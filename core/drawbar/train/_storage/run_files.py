@@ -191,7 +191,7 @@ class RemoteRunFiles(RunFiles):
             if segment.end is None and segment.file_name not in local_names:
                 data = (self.remote_path / REPORTS_DIRECTORY).read_or_none(segment.file_name)
                 (self.path / REPORTS_DIRECTORY).mkdir(exist_ok=True)
-                (self.path / segment.path).write_bytes(data or b"")
+                write_atomically(self.path / segment.path, data or b"")
 
     @property
     def _remote_reports(self) -> dict[str, int]:

@@ -15,6 +15,13 @@ def get_fs_path(path: Path | RemotePath) -> str:
     return path.fs_path if isinstance(path, RemotePath) else str(path)
 
 
+def suggest_remote(path: Path | RemotePath) -> str:
+    """Return a sentence for an error about a path: for a missing local one, it may be remote."""
+    if isinstance(path, RemotePath) or path.exists():
+        return ""
+    return " If it is in remote storage, pass its URI, or its filesystem."
+
+
 def read_file_or_none(path: Path | RemotePath, name: str, start: int = 0) -> bytes | None:
     """Read a file of a run or checkpoint from an offset; return None if it does not exist.
 
