@@ -52,7 +52,7 @@ def train_loop(config):
         validation_data=prepare_dataset(x_test, y_test, batch_size=128),
         epochs=config["epochs"],
         initial_epoch=load_state(model),
-        callbacks=[reduce, ReportCheckpointCallback(stateful_callbacks=[reduce])],
+        callbacks=[reduce, ReportCheckpointCallback()],
         verbose=0,
     )
 

@@ -32,6 +32,7 @@ from drawbar.train import (
     get_context,
     get_dataset_shard,
 )
+from drawbar.train.runs import find_run
 from drawbar.train.testing import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings(
@@ -322,10 +323,11 @@ def stopped_loop() -> tuple[list[int], Any, bool]:
 
     # The loss falls, so the first epoch's weights are the best ones.
     early = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
-    save = ReportCheckpointCallback(["epoch_end", "train_end"], stateful_callbacks=[early])
+    save = ReportCheckpointCallback(["epoch_end", "train_end"])
     watch = keras.callbacks.LambdaCallback(on_epoch_end=fail)
     begin = load_state(model)
-    model.fit(of_arrays(), epochs=4, initial_epoch=begin, verbose=0, callbacks=[early, save, watch])
+    callbacks = [save, early, watch]
+    model.fit(of_arrays(), epochs=4, initial_epoch=begin, verbose=0, callbacks=callbacks)
     return epochs, model.get_weights(), model.stop_training
 
 
@@ -349,6 +351,8 @@ def test_fit_after_early_stopping_trains_only_in_new_run(tmp_path: Path) -> None
     assert (epochs, has_stopped) == ([], True)
     for found, expected in zip(weights, best.pop(), strict=True):
         np.testing.assert_array_equal(found, expected)
+    unused = find_run(first.path).find_unused_files(num_to_keep=1)
+    assert [Path(file.path).name for file in unused] == ["checkpoint_000001"]  # 0 is the best one
     another = fit("another", first.checkpoint)  # resumes from the last checkpoint
     assert another.metrics_dataframe["loss"].notna().sum() == 1
 

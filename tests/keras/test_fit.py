@@ -85,7 +85,7 @@ def train_loop(config: dict[str, Path]) -> dict[str, Any]:
         keras.callbacks.ReduceLROnPlateau("turn", patience=1, min_delta=1.5, mode="min"),
     ]
     written = [
-        keras.callbacks.CSVLogger(config["folder"] / "log.csv", append=True),
+        keras.callbacks.CSVLogger(config["folder"] / "log.csv"),
         keras.callbacks.ModelCheckpoint(config["folder"] / "newest.keras"),
     ]
     history = model.fit(
@@ -95,7 +95,7 @@ def train_loop(config: dict[str, Path]) -> dict[str, Any]:
         verbose=0,
         callbacks=[
             *(turning(), *others, *written, killer(batches, begin)),
-            ReportCheckpointCallback({"train_batch_end": SAVED_EVERY}, stateful_callbacks=others),
+            ReportCheckpointCallback({"train_batch_end": SAVED_EVERY}),
         ],
     ).history
     newest = keras.models.load_model(config["folder"] / "newest.keras")

@@ -84,10 +84,23 @@ class RoundReporter:
             report_buffered(self._select_metrics(history))
 
     def on_training_end(
-        self, num_rounds: int, history: EvaluationHistory, save: Callable[[Path], None]
+        self,
+        num_rounds: int,
+        history: EvaluationHistory,
+        save: Callable[[Path], None],
+        *,
+        has_changed: bool = False,
     ) -> None:
-        """Report a checkpoint at the end of training, unless the last round was already saved."""
-        if self._checkpoint_at_end and num_rounds > self._last_saved_round:
+        """Report a checkpoint at the end of training, unless the last round was already saved.
+
+        Args:
+            num_rounds: Number of completed rounds.
+            history: Evaluations of these rounds.
+            save: Writes model and progress to a directory.
+            has_changed: Whether early stopping has changed the model after its last round.
+        """
+        has_new_rounds = num_rounds > self._last_saved_round
+        if self._checkpoint_at_end and (has_new_rounds or has_changed):
             self._report_checkpoint(num_rounds, history, save)
 
     def on_resume(self, num_rounds: int) -> None:

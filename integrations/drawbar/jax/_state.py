@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from drawbar.jax._structure import check_structure, find_structure, write_structure
 from drawbar.train import (
     CheckpointUploadMode,
     ValidationTaskConfig,
@@ -48,6 +49,7 @@ def report_state(
 
     Raises:
         RuntimeError: Called outside a training function, or another rank cannot see the directory.
+        ValueError: Two leaves have the same name, such as `"a.b"` and `{"a": {"b": ...}}`.
 
     Example:
         ```python
@@ -60,12 +62,15 @@ def report_state(
     from orbax.checkpoint import StandardCheckpointer  # takes half a second to import
 
     is_rank_zero = get_context().get_world_rank() == 0
+    structure = find_structure(state)
     with checkpoint_dir() if is_rank_zero else nullcontext(None) as local_directory:
         directory = collective.broadcast_from_rank_zero(local_directory)
         assert directory is not None  # created on rank 0
         _require_shared_directory(directory)
         with StandardCheckpointer() as checkpointer:  # waits on exit until all files are written
             checkpointer.save(directory / _STATE_DIR, _scalars_to_arrays(state))
+        if local_directory is not None:
+            write_structure(local_directory, structure)
         report(
             metrics,
             local_directory,
@@ -94,13 +99,15 @@ def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
 
     Args:
         like: PyTree with the structure of the saved state, such as the initial state. It
-            determines shapes, dtypes and, by the shardings of its arrays, the devices.
+            determines dtypes and, by the shardings of its arrays, the devices.
 
     Returns:
         The state and the metrics that were reported with it; None if the run has no checkpoint yet.
 
     Raises:
-        ValueError: The checkpoint has another structure or other shapes.
+        ValueError: The checkpoint has another structure, other shapes, None or another type of PRNG
+            key in another place, or values that a dtype of `like` would cut, such as floats for
+            integers. The message lists the leaves.
         FileNotFoundError: The checkpoint was not saved by `report_state`.
 
     Example:
@@ -123,6 +130,7 @@ def load_state(like: T) -> tuple[T, dict[str, Any]] | None:
                 f"{checkpoint} has no directory {_STATE_DIR!r}. Save it with "
                 "drawbar.jax.report_state()."
             )
+        check_structure(Path(directory), find_structure(like))
         loaded: T = checkpointer.restore(
             state, jax.tree.map(_to_shape_struct, _scalars_to_arrays(like))
         )

@@ -15,6 +15,7 @@ from drawbar.keras._allreduce import all_gather_rows
 from drawbar.keras._batches import ArrayBatches, ResumableBatches, SequentialBatches
 from drawbar.keras._callback_files import write_on_rank_zero
 from drawbar.keras._compat import set_placed_value
+from drawbar.keras._monitors import connect_monitors
 from drawbar.keras._progress import FitProgress, model_state, restore_metrics, restore_torch_rng
 from drawbar.keras._types import Model
 from drawbar.train import collective, get_context
@@ -46,6 +47,7 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
         _normalize_options(x, options)
         if (set_epoch := getattr(getattr(x, "batch_sampler", None), "set_epoch", None)) is not None:
             _prepend_callback(options, on_epoch_begin=lambda epoch, logs: set_epoch(epoch))
+        _connect_callbacks(model, options)
         if _was_stopped_early(model, options):
             _skip_training(model, options)
         if _should_call_epoch_end(model, options) and isinstance(x, ArrayBatches):
@@ -96,6 +98,17 @@ def _normalize_options(x: object, options: dict[str, Any]) -> None:
     options["callbacks"] = keras.tree.flatten(
         getattr(callback_list, "callbacks", callback_list) or []
     )
+
+
+def _connect_callbacks(model: Model, options: dict[str, Any]) -> None:
+    """Prepare callbacks whose state or file must outlive a restart."""
+    progress = model_state(model).loaded_progress
+    has_progress = bool(progress.epochs or progress.batches)
+    is_resumed = has_progress and options.get("initial_epoch", 0) == progress.epochs
+    options["callbacks"] = connect_monitors(options["callbacks"], is_resumed=is_resumed)
+    for callback in options["callbacks"]:
+        if is_resumed and isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True  # otherwise, it would delete the rows of earlier epochs
 
 
 def _should_call_epoch_end(model: Model, options: dict[str, Any]) -> bool:

@@ -54,9 +54,10 @@ class ReportCheckpointCallback:
             always reports metrics.
         metrics: Metrics to report: a name, a list of names, or a dict from reported name to Keras's
             name. Default: all.
-        stateful_callbacks: Other callbacks of the same `fit`, such as `EarlyStopping`, whose
-            counters, best values, and best weights are stored in checkpoints and restored when
-            `fit` resumes. List this callback after them in `fit(callbacks=[...])`.
+        stateful_callbacks: Other callbacks of the same `fit` whose counters, best values, and best
+            weights are stored in checkpoints and restored when `fit` resumes. List this callback
+            after them in `fit(callbacks=[...])`. `fit` of a model from `prepare_model` adds
+            `EarlyStopping`, `ReduceLROnPlateau`, and `ModelCheckpoint`.
         save_weights: Whether to also save the weights alone, as `model.weights.h5`.
         checkpoint_upload_mode: See `drawbar.train.report()`.
         validation: Whether to validate each checkpoint. See `drawbar.train.report()`.
@@ -67,11 +68,11 @@ class ReportCheckpointCallback:
 
     Example:
         ```python
-        stopping = keras.callbacks.EarlyStopping(patience=3)
+        counter = MyCallback()
         report = ReportCheckpointCallback(
-            checkpoint_on={"train_batch_end": 100}, stateful_callbacks=[stopping]
+            checkpoint_on={"train_batch_end": 100}, stateful_callbacks=[counter]
         )
-        model.fit(data, callbacks=[stopping, report])
+        model.fit(data, callbacks=[counter, report])
         ```
     """
 
@@ -91,7 +92,9 @@ class ReportCheckpointCallback:
         self._checkpoint_on = _parse_events("checkpoint_on", checkpoint_on)
         self._report_on = _parse_events("report_metrics_on", report_metrics_on)
         self._metrics = _parse_metrics(metrics)
-        self._callbacks = list(stateful_callbacks)
+        self._stateful_callbacks = list(stateful_callbacks)
+        self._monitors: list[object] = []
+        self._should_restore_monitors = False
         self._save_weights = save_weights
         self._options: dict[str, Any] = {
             "checkpoint_upload_mode": checkpoint_upload_mode,
@@ -113,6 +116,28 @@ class ReportCheckpointCallback:
     def set_model(self, model: object) -> None:
         """Set the model. Called by Keras."""
         self._model = model
+
+    def set_monitors(self, monitors: Sequence[object], *, should_restore: bool) -> None:
+        """Add callbacks that monitor a metric to the stateful callbacks of the next `fit`.
+
+        Called by `fit` of a model from `prepare_model`.
+
+        Args:
+            monitors: The callbacks. Those in `stateful_callbacks` are ignored.
+            should_restore: Whether to restore their state from the checkpoint.
+        """
+        self._monitors = [
+            monitor
+            for monitor in monitors
+            if all(monitor is not callback for callback in self._stateful_callbacks)
+        ]
+        self._should_restore_monitors = should_restore
+
+    def find_reported_name(self, metric: str) -> str | None:
+        """Return the name with which a metric of Keras is reported; None if it is not."""
+        if self._metrics is None:
+            return metric
+        return next((name for name, source in self._metrics.items() if source == metric), None)
 
     def set_params(self, params: Mapping[str, int | None] | None) -> None:
         """Set the number of batches per epoch, if it is known. Called by Keras."""
@@ -233,8 +258,9 @@ class ReportCheckpointCallback:
         progress.should_call_epoch_end = is_epoch_complete
         if getattr(self._model, "stop_training", False):
             progress.stopped_run_id = get_context().get_run_id()
+        callbacks = [*self._stateful_callbacks, *self._monitors]
         for number, (callback, initial) in enumerate(
-            zip(self._callbacks, self._initial_values, strict=True)
+            zip(callbacks, self._initial_values, strict=True)
         ):
             values = scalar_state(callback).items()
             # Initial values are the script's arguments, which may have changed on resume.
@@ -245,7 +271,8 @@ class ReportCheckpointCallback:
         return progress
 
     def _restore(self) -> None:
-        self._initial_values = [scalar_state(callback) for callback in self._callbacks]
+        callbacks = [*self._stateful_callbacks, *self._monitors]
+        self._initial_values = [scalar_state(callback) for callback in callbacks]
         checkpoint = get_agreed_checkpoint()
         if checkpoint is None:
             return
@@ -253,13 +280,15 @@ class ReportCheckpointCallback:
             saved = FitProgress.read(Path(directory))
         self._event_counts.update(saved.events)
         self._epochs, self._batches = saved.epochs, saved.batches  # until an epoch begins
-        for callback, state in zip(self._callbacks, saved.callbacks, strict=False):
+        if not self._should_restore_monitors:
+            callbacks = self._stateful_callbacks
+        for callback, state in zip(callbacks, saved.callbacks, strict=False):
             vars(callback).update(state)
         for key, arrays in saved.arrays.items():
             kind, _, rest = key.partition("/")
             number, _, name = rest.partition("/")
-            if kind == "callbacks" and int(number) < len(self._callbacks):
-                setattr(self._callbacks[int(number)], name, arrays)
+            if kind == "callbacks" and int(number) < len(callbacks):
+                setattr(callbacks[int(number)], name, arrays)
 
 
 def _parse_events(name: str, value: Events) -> dict[str, int]:

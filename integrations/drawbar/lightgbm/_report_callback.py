@@ -72,6 +72,7 @@ class RayTrainReportCallback:
         self._rounds = 0
         self._first_round: int = 0
         self._model: Booster | None = None
+        self._best_iteration: int | None = None
 
     @property
     def runs_user_code(self) -> bool:
@@ -83,6 +84,8 @@ class RayTrainReportCallback:
         self._rounds, self._history = progress.rounds, copy.deepcopy(progress.history)
         self._maximized = set(progress.details.get("maximized", ()))
         self._first_round = progress.details.get("begin", 0)
+        self._model = None  # of an earlier attempt, if this object is reused
+        self._best_iteration = None
         self._reports.on_resume(progress.rounds)
         return self._first_round
 
@@ -99,6 +102,7 @@ class RayTrainReportCallback:
             on_success(self._finish)
         # lightgbm.cv passes several boosters, which are not saved.
         self._model = env.model if isinstance(env.model, Booster) else None
+        self._best_iteration = None if self._model is None else self._model.best_iteration
         set_progress(self._rounds, env.end_iteration, unit="rounds")
         self._reports.on_round_end(self._rounds, self._history, self._save)
 
@@ -114,7 +118,11 @@ class RayTrainReportCallback:
 
     def _finish(self) -> None:
         if self._model is not None:
-            self._reports.on_training_end(self._rounds, self._history, self._save)
+            # LightGBM sets the best iteration after the callbacks of the last round.
+            has_changed = self._best_iteration not in (None, self._model.best_iteration)
+            self._reports.on_training_end(
+                self._rounds, self._history, self._save, has_changed=has_changed
+            )
 
     def _save(self, directory: Path) -> None:
         assert self._model is not None
