@@ -313,6 +313,23 @@ def test_local_restarts_end_when_budget_is_used(
     assert capfd.readouterr().err.count("starts again from the beginning") == 1
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_restart_that_reads_no_checkpoint_is_noted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], reads: bool
+) -> None:
+    def function() -> None:
+        if reads:
+            train.get_checkpoint()
+        for step in range(3):
+            save(f"of step {step}")
+            if step == 1 and train.get_context().get_attempt() == 0:
+                raise ValueError("again")
+
+    fit(function, tmp_path, failure_config=FailureConfig(max_failures=1))
+    notice = "it has not read checkpoint_000001, from which it resumes"
+    assert capfd.readouterr().err.count(notice) == (not reads)
+
+
 def test_failure_with_undecodable_file_name_is_restarted(tmp_path: Path) -> None:
     def function() -> str:
         if train.get_context().get_attempt() == 0:

@@ -35,6 +35,12 @@ RECORD_INTERVAL_S = 30.0
 _MIN_INTERVAL_S = 10.0
 _MAX_NOTICES = 10
 
+_UNREAD_CHECKPOINT = (
+    "The training function has reported a checkpoint, but it has not read {name}, from which it "
+    "resumes. To continue after a restart instead of starting again, load train.get_checkpoint() "
+    "or call the load_state() of your framework before you train."
+)
+
 _logger = logging.getLogger("drawbar.train")
 
 
@@ -74,6 +80,8 @@ class ReportEmitter:
             )
         )
         for report in reports:
+            if report.unread_checkpoint:
+                self._emit(Notice(_UNREAD_CHECKPOINT.format(name=report.unread_checkpoint)))
             if report.location not in self._locations and len(self._locations) < _MAX_LOCATIONS:
                 self._locations.add(report.location)
                 self._emit(

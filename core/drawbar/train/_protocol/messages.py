@@ -83,6 +83,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         validation: Requested validation of the checkpoint.
         is_buffered: True if the message may arrive later, together with others.
         times: Times of the rank, in some of the reports.
+        unread_checkpoint: With rank 0's first checkpoint, name of the checkpoint from which the
+            attempt resumes, if the training function has not read it.
     """
 
     index: int
@@ -95,6 +97,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     validation: Validation | None = None
     is_buffered: bool = False
     times: RankTimes | None = None
+    unread_checkpoint: str = ""
 
 
 class CheckpointWaitStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

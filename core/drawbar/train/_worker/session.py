@@ -95,6 +95,7 @@ class Session:
         self.cache = cache
         self.directory = assignment.run_directory
         self.checkpoint = assignment.resume_checkpoint
+        self._unread_checkpoint = assignment.resume_checkpoint
         self.should_clean_up_node = False
         self._node_local_storage: NodeLocalStorage | None = None
         self._staging_label = f"rank_{assignment.ranks.world_rank}"
@@ -220,6 +221,7 @@ class Session:
                     data_positions=self.data_sources.get_positions(),
                     validation=to_validate,
                     times=self.timer.get_times(),
+                    unread_checkpoint=self._take_unread_checkpoint(),
                 )
             )
         # Without the lock: other threads may report while this one waits for its commit.
@@ -228,6 +230,13 @@ class Session:
                 self.uploads.persist_and_wait(index, offer)
             else:
                 self.uploads.async_commits.submit(index, offer)
+
+    def _take_unread_checkpoint(self) -> str:
+        """Return the name of the unread resume checkpoint, once and only on rank 0."""
+        checkpoint, self._unread_checkpoint = self._unread_checkpoint, None
+        if checkpoint is None or self.assignment.ranks.world_rank != 0:
+            return ""
+        return Path(checkpoint.path).name
 
     def _send_epoch_ended(self, message: ShardEpochEnded) -> None:
         with self._send_lock:
@@ -257,6 +266,7 @@ class Session:
 
     def ensure_local(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """Fetch a checkpoint if this node does not share the run directory, and return it."""
+        self._unread_checkpoint = None
         if self._node_local_storage is not None and checkpoint is not None:
             self._node_local_storage.fetch_checkpoint(checkpoint)
         return checkpoint
@@ -291,6 +301,7 @@ class Session:
         self, consistency_mode: CheckpointConsistencyMode, timeout: float | None
     ) -> list[tuple[Checkpoint, Metrics, ReportedCheckpointStatus]]:
         """Return all committed checkpoints. See `drawbar.train.get_all_reported_checkpoints`."""
+        self._unread_checkpoint = None
         has_timeout, location = timeout is not None, format_caller_location()
         reply = self._command_queue.request(
             lambda request_id: CheckpointListRequest(
