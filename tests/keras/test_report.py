@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from drawbar.keras import ReportCheckpointCallback, load_state
-from drawbar.train import Result, RunConfig, TrainingFailedError, get_checkpoint
+from drawbar.train import (
+    FailureConfig,
+    Result,
+    RunConfig,
+    TrainingFailedError,
+    get_checkpoint,
+    get_context,
+)
 from drawbar.train.testing import run_in_threads
 
 
@@ -62,6 +69,22 @@ def test_report_callback_reports_and_saves_epochs(run_config: RunConfig) -> None
             "progress.json",
         ]
         assert json.loads(Path(folder, "progress.json").read_text())["epochs"] == 2
+
+
+def test_restart_without_load_state_warns(tmp_path: Path) -> None:
+    def function() -> None:
+        callback = ReportCheckpointCallback()
+        callback.set_model(Model())
+        callback.on_train_begin()
+        for epoch in range(2):
+            callback.on_epoch_begin(epoch)
+            callback.on_epoch_end(epoch, {"loss": 1.0})
+            if get_context().get_attempt() == 0:
+                raise ValueError("once")
+
+    config = RunConfig(storage_path=tmp_path, failure_config=FailureConfig(max_failures=1))
+    with pytest.warns(UserWarning, match="starts at epoch 0, but the checkpoint has 1 epochs"):
+        run_in_threads(function, num_workers=1, run_config=config)
 
 
 def test_report_callback_selects_events_metrics_and_interval(run_config: RunConfig) -> None:

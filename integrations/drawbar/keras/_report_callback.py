@@ -18,7 +18,7 @@ from drawbar.train import (
     report,
     set_progress,
 )
-from drawbar.train.backend import get_agreed_checkpoint, report_buffered
+from drawbar.train.backend import get_agreed_checkpoint, get_resume_checkpoint, report_buffered
 
 MODEL_FILE = "model.keras"
 WEIGHTS_FILE = "model.weights.h5"
@@ -112,6 +112,7 @@ class ReportCheckpointCallback:
         self._total_epochs: int | None = None
         self._model: Any = None
         self._has_warned = False
+        self._unloaded_epochs = 0  # of the resume checkpoint, if the model has not loaded it
 
     def set_model(self, model: object) -> None:
         """Set the model. Called by Keras."""
@@ -153,6 +154,14 @@ class ReportCheckpointCallback:
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         """Record the epoch and how many of its batches were completed before."""
         progress = model_state(self._model).loaded_progress
+        if epoch == 0 and self._unloaded_epochs and get_context().get_world_rank() == 0:
+            warnings.warn(
+                f"fit() starts at epoch 0, but the checkpoint has {self._unloaded_epochs} epochs "
+                "of this run. To resume, load it, for example with "
+                "fit(initial_epoch=load_state(model)).",
+                stacklevel=2,
+            )
+        self._unloaded_epochs = 0
         self._epochs = epoch
         self._num_skipped = self._batches = progress.batches if epoch == progress.epochs else 0
         self._handle_event("epoch_begin", logs)
@@ -278,6 +287,9 @@ class ReportCheckpointCallback:
             return
         with checkpoint.as_directory() as directory:
             saved = FitProgress.read(Path(directory))
+        loaded = model_state(self._model).loaded_progress
+        if not loaded.epochs and get_resume_checkpoint() is not None:
+            self._unloaded_epochs = saved.epochs
         self._event_counts.update(saved.events)
         self._epochs, self._batches = saved.epochs, saved.batches  # until an epoch begins
         if not self._should_restore_monitors:
