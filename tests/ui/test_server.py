@@ -473,6 +473,21 @@ def test_ranks_show_the_late_rank(ui_storage: Path, tmp_path: Path) -> None:
     assert reply["totals"][2]["ratio"] == pytest.approx(1.5)
 
 
+def test_run_resumed_after_its_end_has_no_restart_and_one_goodput(tmp_path: Path) -> None:
+    make_run(tmp_path, "run", 1)
+    make_run(tmp_path, "run", 1)
+    with ui.start_server([tmp_path], port=0) as server:
+        page = get_run(Client(server.url), "run")
+    assert (page["run"]["attempts"], page["run"]["restarts"]) == (2, 0)
+    kinds = [segment["kind"] for segment in page["segments"]]
+    assert "restart" not in kinds
+    assert kinds[kinds.index("paused") :] == ["paused", "startup", "training"]
+    shares = {part["name"]: part["share"] for part in page["goodput"]["parts"]}
+    assert shares["productive"] == page["goodput"]["goodput"] == page["run"]["goodput"]
+    assert shares.pop("paused") is None
+    assert sum(shares.values()) == pytest.approx(1)
+
+
 def test_run_goodput_parts_sum_to_elapsed(client: Client) -> None:
     goodput = get_run(client, "failed")["goodput"]
     parts = {part["name"]: part["seconds"] for part in goodput["parts"]}

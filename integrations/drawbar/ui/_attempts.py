@@ -40,6 +40,11 @@ class AttemptSpan:
         started = self.times.function_start_time
         return self.end_time if started is None else min(started, self.end_time)
 
+    @property
+    def was_ended_by_user(self) -> bool:
+        """True if a stop or the end of the run ended the attempt, so the next one is no restart."""
+        return self.times.outcome in ("stopped", "finished")
+
     def get(self, event_type: str) -> Event | None:
         """Return the first event of a type."""
         return next((event for event in self.events if event["event"] == event_type), None)
@@ -164,12 +169,11 @@ def make_time_axis(spans: Sequence[AttemptSpan]) -> list[dict[str, Any]]:
 
     for number, span in enumerate(spans):
         attempt = span.times.attempt
-        add("restart", attempt, span.times.start_time)
-        add("restart" if number else "startup", attempt, span.function_start)
+        is_restart = number > 0 and not spans[number - 1].was_ended_by_user
+        add("restart" if is_restart else "startup", attempt, span.function_start)
         add("training", attempt, span.useful_end)
         add("unsaved" if span.is_last else "lost", attempt, span.failure_time)
         add("detection", attempt, span.end_time)
         if span.get("run_started"):
-            was_stopped = span.times.outcome in ("stopped", "finished")
-            add("paused" if was_stopped else "crash_gap", None, span.resumed_time)
+            add("paused" if span.was_ended_by_user else "crash_gap", None, span.resumed_time)
     return axis

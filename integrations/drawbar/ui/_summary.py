@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drawbar.train import AttemptTimes, Goodput
 from drawbar.ui._catalog import IndexedRun
 from drawbar.ui._plain import flatten_settings
 
@@ -43,7 +44,7 @@ def _summarize(run: IndexedRun) -> dict[str, Any]:
         "last_time": last,
         "end_time": last if run.status in _ENDED else None,
         "attempts": len(attempts),
-        "restarts": max(0, len(attempts) - 1),
+        "restarts": count_restarts(attempts),
         "world_size": next((a.world_size for a in reversed(attempts) if a.world_size), 0),
         "num_reports": None,
         "goodput": goodput.get("goodput"),
@@ -52,6 +53,12 @@ def _summarize(run: IndexedRun) -> dict[str, Any]:
         "error": next((line for line in record.error.splitlines() if line.strip()), "").strip(),
         "damage": record.damage,
     }
+
+
+def count_restarts(attempts: Sequence[AttemptTimes]) -> int:
+    """Return the number of attempts that followed a failure, not a stop or an end."""
+    ended_by_user = ("stopped", "finished")
+    return sum(attempt.outcome not in ended_by_user for attempt in attempts[:-1])
 
 
 def plausible_time(moment: float | None) -> float | None:
@@ -89,6 +96,7 @@ def _describe_progress(run: IndexedRun) -> dict[str, Any] | None:
 
 _PARTS = {
     "productive": "training whose results the run still has",
+    "unreported": "time in the training function of a run that has reported nothing",
     "warmup": "excess of the first step of an attempt over its median step",
     "checkpoint_blocked": "saving checkpoints, and waiting for their commits",
     "data_wait": "waiting for the next batch",
@@ -112,18 +120,19 @@ def get_goodput(run: IndexedRun) -> dict[str, Any] | None:
     goodput = run.record.goodput
     if not goodput.elapsed:
         return None
-    return {**goodput.to_dict(), "parts": _list_parts(goodput.parts, goodput.paused)}
+    return {**goodput.to_dict(), "parts": _list_parts(goodput)}
 
 
-def _list_parts(seconds: Mapping[str, float], paused: float) -> list[dict[str, Any]]:
-    phases = {name: "a phase of the training function" for name in seconds if name not in _PARTS}
+def _list_parts(goodput: Goodput) -> list[dict[str, Any]]:
+    values: Mapping[str, float] = {**goodput.parts, "paused": goodput.paused}
+    phases = {name: "a phase of the training function" for name in values if name not in _PARTS}
     first, *others = _PARTS.items()
-    values = {**seconds, "paused": paused}
     return [
         {
             "name": name,
             "label": name.removeprefix("phase:").replace("_", " ").capitalize(),
             "seconds": values[name],
+            "share": goodput.shares.get(name),
             "help": text,
         }
         for name, text in [first, *phases.items(), *others]

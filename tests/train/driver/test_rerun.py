@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from drawbar import train
 from drawbar.launch import ScriptTrainer
 from drawbar.train import (
     DataParallelTrainer,
@@ -96,6 +97,21 @@ def test_rerun_of_finished_run_with_same_function_is_first_console_line(
     first = capfd.readouterr().err.splitlines()[0]
     assert f"the run at {tmp_path / 'run'} has already finished" in first
     assert "training continues from checkpoint checkpoint_000000" in first
+
+
+def train_until(epochs: int) -> None:
+    if train.get_checkpoint() is None or epochs > 1:
+        save("trained")
+
+
+def test_rerun_of_finished_run_prints_already_finished_only_without_a_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for epochs, is_trained in ((1, True), (1, False), (2, True)):
+        fit(functools.partial(train_until, epochs), tmp_path)
+        output = capfd.readouterr().err
+        assert ("already finished: the training function returned" in output) != is_trained
+        assert ("set another RunConfig.name\n" in output) != is_trained
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,16 @@ def attempt(number: int, time: float, first_report: int = 0) -> events.AttemptSt
     )
 
 
-def function(number: int, ready: float, start: float, workers: int = 2) -> Journal:
+def function(
+    number: int, ready: float, start: float, workers: int = 2, *, reports: bool = True
+) -> Journal:
     return [
         msgspec.structs.replace(workers_started(workers), time=ready, attempt=number),
         *(
             events.UserFunctionStarted(time=start, attempt=number, rank=rank)
             for rank in range(workers)
         ),
+        *([events.FirstReportReceived(time=start, attempt=number, rank=0)] if reports else []),
     ]
 
 
@@ -243,7 +246,18 @@ def test_goodput_of_run_stopped_by_user_has_pause() -> None:
     journal += [ended(12, "stopped"), started(1012), attempt(1, 1012, first_report=10)]
     goodput = compute_goodput([*journal, *function(1, 1013, 1013), ended(1020)])
     assert goodput.paused == pytest.approx(1000)
-    assert_parts(goodput, productive=17, lost_work=2, restart=1)
+    assert_parts(goodput, productive=17, lost_work=2, startup=1)
+
+
+def test_goodput_without_reports_checkpoints_and_steps_is_unknown() -> None:
+    begin = [started(0), attempt(0, 0), *function(0, 0, 1, reports=False)]
+    for goodput in (compute_goodput(begin, now=31), compute_goodput([*begin, ended(31)])):
+        assert (goodput.goodput, goodput.effective) == (None, None)
+        assert_parts(goodput, startup=1, unreported=30)
+        assert "goodput unknown" in str(goodput)
+    for report in (commit(0, 31, 0), [msgspec.structs.replace(ended(31), num_reports=1)]):
+        goodput = compute_goodput([*begin, *report, *([] if len(report) == 1 else [ended(31)])])
+        assert goodput.goodput == goodput.shares["productive"] == pytest.approx(30 / 31)
 
 
 def test_goodput_of_active_run_counts_until_now() -> None:
@@ -298,14 +312,17 @@ def test_goodput_of_any_journal_has_positive_parts_that_sum_to_at_most_its_time(
             goodput = compute_goodput(journal, now=now)
             assert all(seconds > 0 for seconds in goodput.parts.values()), seed
             assert goodput.elapsed + goodput.paused <= total + 1e-3, seed
-            assert 0 <= goodput.effective <= goodput.goodput <= 1, seed
+            assert 0 <= (goodput.effective or 0) <= (goodput.goodput or 0) <= 1, seed
+            assert sum(goodput.shares.values()) == pytest.approx(1 if goodput.hosted else 0), seed
+            if "productive" in goodput.parts:
+                assert goodput.shares["productive"] == goodput.goodput, seed
 
 
 def compute_journal_seconds(journal: Journal) -> float:
     """Return the time of a journal: all positive differences, but not jumps of the clock back."""
     last, total = None, 0.0
     for event in journal:
-        if isinstance(event, events.UserFunctionStarted):
+        if isinstance(event, events.UserFunctionStarted | events.FirstReportReceived):
             continue  # its time is from the clock of a node
         if last is None or event.time < last - 30:
             last = event.time

@@ -38,6 +38,11 @@ from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 
 T = TypeVar("T")
 
+_NOTHING_TRAINED = (
+    "already finished: the training function returned without a report, and the metrics are those "
+    "of the earlier start. To train longer, raise the number of epochs or steps of the training "
+    "function. To train from scratch, set another RunConfig.name"
+)
 STOP_GRACE_SECONDS = 5.0  # for clean-up in the training function; a second Ctrl-C cuts it short
 
 
@@ -188,6 +193,9 @@ class Controller:
         outcome = ControllerOutcome(finished=attempt.finished)
         for notice in outcome.get_final_notices():
             self._emit(Notice(notice))
+        is_first_attempt = self._attempt_number == self._run.next_attempt
+        if self._run.had_finished and is_first_attempt and not attempt.reports.num_reports:
+            self._emit(Notice(_NOTHING_TRAINED))
         self._emit_run_ended("finished")
         return outcome
 

@@ -86,6 +86,7 @@ class OpenRun:
         next_attempt: Number of the next attempt.
         failure_counts: Number of failures of earlier attempts by cause.
         warning: Warning for the user; may be empty.
+        had_finished: Whether an earlier start of the run had finished.
     """
 
     spec: RunSpec
@@ -97,6 +98,7 @@ class OpenRun:
     next_attempt: int
     failure_counts: Counter[AttemptEndCause]
     warning: str
+    had_finished: bool
 
     @property
     def context(self) -> RunContext:

@@ -139,6 +139,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         next_attempt=existing.next_attempt,
         failure_counts=Counter(_list_failures_since_last_end(existing.events)),
         warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
+        had_finished=_has_finished(existing.events),
     )
 
 

@@ -110,10 +110,8 @@ def _make_warning(
     start = f"checkpoint {latest}" if latest else "the beginning, since it has no checkpoint"
     if state is RunDirectoryState.FINISHED:
         return (
-            f"the run at {path} has already finished; training continues from {start}. If the "
-            "training function continues after the last epoch in the checkpoint, it may have no "
-            "epochs left. To start a new run, set another RunConfig.name. To get an error in this "
-            'case, set resume="never"'
+            f"the run at {path} has already finished; training continues from {start}. To start a "
+            'new run, set another RunConfig.name. To get an error in this case, set resume="never"'
         )
     if state is RunDirectoryState.DAMAGED:
         details = f": {'; '.join(damage)}" if damage else ""

@@ -15,6 +15,9 @@ from drawbar.train._api import set_public_module
 CRASH_GAP = "crash_gap"
 """Part outside `hosted`: after a crash or a failure, no process hosted the run."""
 
+UNREPORTED = "unreported"
+"""Part of a run without reports, checkpoints, and steps, whose goodput is therefore unknown."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
@@ -24,8 +27,8 @@ class Goodput:
         parts: Seconds by part, without parts of 0 s. Their sum is `elapsed`. The parts are
             "productive", "warmup", "data_wait", "checkpoint_blocked", "stalled", "placement",
             "startup", "restart", "lost_work", "unsaved", "detection", "teardown", "other",
-            "crash_gap", and "phase:NAME" for each `drawbar.train.phase`. The page "Runs" of the
-            documentation defines them.
+            "unreported", "crash_gap", and "phase:NAME" for each `drawbar.train.phase`. The page
+            "Runs" of the documentation defines them.
         paused: Seconds between a stop by the user and the next start, which are in no part.
         worker_seconds: Sum over the workers of the seconds in which their processes were running.
         requested_worker_seconds: `hosted` times the number of requested workers, which is the
@@ -36,7 +39,7 @@ class Goodput:
         Print how much time failures have cost:
 
             goodput = result.goodput
-            print(f"{goodput.goodput:.0%} productive")
+            print(goodput)
             print(goodput.parts.get("lost_work", 0.0) + goodput.parts.get("restart", 0.0))
     """
 
@@ -61,20 +64,38 @@ class Goodput:
         return self.elapsed - self.parts.get(CRASH_GAP, 0.0)
 
     @property
-    def goodput(self) -> float:
-        """`productive` divided by `hosted`; 0 before the start."""
-        return self.productive / self.hosted if self.hosted > 0 else 0.0
+    def goodput(self) -> float | None:
+        """`productive` divided by `hosted`; None if it is unknown.
+
+        It is unknown before the start, and as long as the run has reported nothing.
+        """
+        if self.hosted <= 0 or UNREPORTED in self.parts:
+            return None
+        return self.productive / self.hosted
 
     @property
-    def effective(self) -> float:
-        """`productive` divided by `elapsed`; 0 before the start."""
-        return self.productive / self.elapsed if self.elapsed > 0 else 0.0
+    def effective(self) -> float | None:
+        """`productive` divided by `elapsed`; None if it is unknown, as for `goodput`."""
+        return None if self.goodput is None else self.productive / self.elapsed
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Each part divided by `hosted`, without "crash_gap". The sum is 1.
+
+        The share of "productive" is the goodput.
+        """
+        hosted = self.hosted
+        return {
+            part: seconds / hosted
+            for part, seconds in self.parts.items()
+            if part != CRASH_GAP and hosted > 0
+        }
 
     def to_dict(self) -> dict[str, object]:
         """Return all values as JSON values.
 
         Returns:
-            Ratios from 0 to 1, and seconds.
+            Ratios from 0 to 1, or None if they are unknown, and seconds.
 
         Example:
             >>> json.dumps(result.goodput.to_dict())
@@ -92,11 +113,12 @@ class Goodput:
         }
 
     def __str__(self) -> str:
-        total = self.elapsed
-        lines = [f"goodput {self.goodput:.1%} of {self.hosted:.1f} s"]
+        ratio = "unknown" if self.goodput is None else f"{self.goodput:.1%} of {self.hosted:.1f} s"
+        lines = [f"goodput {ratio}"]
         for part, seconds in sorted(self.parts.items(), key=lambda item: -item[1]):
             name = part.replace("phase:", "phase ").replace("_", " ")
-            lines.append(f"  {name:<20} {seconds:>10.1f} s {seconds / total:>6.1%}")
+            share = f"{self.shares[part]:.1%}" if part in self.shares else "-"
+            lines.append(f"  {name:<20} {seconds:>10.1f} s {share:>6}")
         return "\n".join(lines)
 
 

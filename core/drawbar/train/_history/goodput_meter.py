@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drawbar.train._history import events
-from drawbar.train._history.goodput import CRASH_GAP, Goodput
+from drawbar.train._history.goodput import CRASH_GAP, UNREPORTED, Goodput
 from drawbar.train._history.live_events import Event
 
 _MAX_CLOCK_DIFFERENCE_S = 30.0
@@ -83,6 +83,19 @@ class _AttemptWork:
         parts[rest] = parts.get(rest, 0.0) + self.end - kept
 
 
+def _is_report(event: Event) -> bool:
+    """Return whether an event proves that the training function reports its work."""
+    match event:
+        case events.FirstReportReceived() | events.CheckpointCommitted():
+            return True
+        case events.RankTimesRecorded():
+            return event.steps > 0
+        case events.AttemptEnded() | events.RunEnded():
+            return bool(event.num_reports)
+        case _:
+            return False
+
+
 def get_requested_workers(config: Mapping[str, Any]) -> int:
     """Return the number of workers that a journaled configuration requests; the maximum if elastic.
 
@@ -123,10 +136,13 @@ class GoodputMeter:
         self._waiting_since = 0.0
         self._has_ended_attempt = False
         self._outcome = ""  # of the last end of the run
+        self._is_restart = False  # whether the run continues after a failure
         self._stalled_ranks = 0
+        self._has_reported = False  # or has committed a checkpoint, or counted a step
 
     def apply(self, event: Event) -> None:
         """Add the next event of the journal. Other events do not change the goodput."""
+        self._has_reported = self._has_reported or _is_report(event)
         match event:
             case events.RunStarted():
                 self._on_run_started(event)
@@ -191,6 +207,8 @@ class GoodputMeter:
         other = clock - sum(value for part, value in parts.items() if part != CRASH_GAP)
         if other > _ROUNDING_ERROR_S:
             parts["other"] = other
+        if not self._has_reported and "productive" in parts:
+            parts[UNREPORTED] = parts.pop("productive")
         requested = self._requested_workers * (clock - self._requested_since)
         return Goodput(
             parts={part: value for part, value in parts.items() if value > 0},
@@ -249,8 +267,9 @@ class GoodputMeter:
             self._paused += gap
         elif not is_first:
             self._add(CRASH_GAP, gap)
+        self._is_restart = not is_first and self._outcome not in ("stopped", "finished")
         self._outcome = ""
-        self._waiting_part = "startup" if is_first else "restart"
+        self._waiting_part = "restart" if self._is_restart else "startup"
         self._waiting_since = self.clock
         self._has_ended_attempt = False
 
@@ -269,7 +288,7 @@ class GoodputMeter:
         if not self._attempts:
             self._add("startup", self.clock - self._waiting_since)
             self._waiting_part, self._waiting_since = "placement", self.clock
-        else:
+        elif self._is_restart:
             self._waiting_part = "restart"
         self._attempts.append(_AttemptWork(event.attempt))
         self._is_in_attempt = True
@@ -320,6 +339,7 @@ class GoodputMeter:
             return
         self._settle_start()
         self._is_in_attempt, self._has_ended_attempt = False, True
+        self._is_restart = True
         work = self._attempts[-1]
         self._worker_seconds += work.workers * (self.clock - work.ready)
         if work.start is None:  # the training function did not start

@@ -253,7 +253,8 @@ class RunMetrics:
         goodput = self._goodput.compute(now=now if is_active else None)
         for part, seconds in ({"productive": 0.0} | dict(goodput.parts)).items():
             yield MetricValue("drawbar_goodput_seconds", (part,), seconds)
-        yield MetricValue("drawbar_goodput_ratio", (), goodput.goodput)
+        if goodput.goodput is not None:
+            yield MetricValue("drawbar_goodput_ratio", (), goodput.goodput)
         reports = self._earlier_reports + self._attempt_reports
         yield MetricValue("drawbar_reports_total", (), max(reports, num_reports or 0))
         if self._last_report_time is not None:

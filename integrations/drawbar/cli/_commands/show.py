@@ -129,10 +129,17 @@ def _write_settings(title: str, settings: Mapping[str, object]) -> None:
 
 def _write_goodput(record: RunRecord) -> None:
     goodput = record.goodput
-    print(f"\nGoodput  {goodput.goodput:.1%} of {format_duration(goodput.hosted)}")
+    if goodput.goodput is None:
+        print("\nGoodput  unknown: the run has reported nothing")
+    else:
+        print(f"\nGoodput  {goodput.goodput:.1%} of {format_duration(goodput.hosted)}")
     parts = sorted(goodput.parts.items(), key=lambda item: -item[1])
     rows = [
-        (format_part(part), format_duration(seconds), f"{seconds / goodput.elapsed:.1%}")
+        (
+            format_part(part),
+            format_duration(seconds),
+            f"{goodput.shares[part]:.1%}" if part in goodput.shares else "",
+        )
         for part, seconds in parts
     ]
     if goodput.paused:

@@ -17,14 +17,14 @@ export function LineSample({color, dash}) {
  * @param band null | {x, min, max}
  * @param format text of a value, if it is not a plain number
  */
-export function Chart({title, lines, band, isLog, isTime, marks = [], isLarge, sync, format = number}) {
+export function Chart({title, lines, band, isLog, isTime, isPercent, marks = [], isLarge, sync, format = number}) {
   const [ref, width] = useWidth();
   const box = useRef(null);
   const theme = useTheme();
   const [cursor, setCursor] = useState(null);
   useLayoutEffect(() => {
     if (!width || !box.current) return undefined;
-    const plot = new uPlot(makeOptions({lines, band, isLog, isTime, marks, width, height: isLarge ? 260 : 180, sync, setCursor, format: format === number ? shortNumber : format}),
+    const plot = new uPlot(makeOptions({lines, band, isLog, isTime, isPercent, marks, width, height: isLarge ? 260 : 180, sync, setCursor, format: format === number ? shortNumber : format}),
       align(lines, band, isLog), box.current);
     // uPlot chooses 0 to 100 for one point.
     if (plot.data[0].length === 1) plot.setScale("x", {min: plot.data[0][0] - 1, max: plot.data[0][0] + 1});
@@ -68,7 +68,7 @@ function sorted([x, ...columns]) {
   return [unique, ...columns];
 }
 
-function makeOptions({lines, band, isLog, isTime, marks, width, height, sync, setCursor, format}) {
+function makeOptions({lines, band, isLog, isTime, isPercent, marks, width, height, sync, setCursor, format}) {
   const [grid, muted, soft, bad, text] = colors("grid", "muted", "accent-soft", "bad", "text");
   const palette = colors(...lines.map((line) => line.color));
   const isSingle = lines.every((line) => line.x.length <= 1);
@@ -85,7 +85,7 @@ function makeOptions({lines, band, isLog, isTime, marks, width, height, sync, se
   return {
     width, height, pxAlign: 0, bands, legend: {show: false}, padding: [8, 10, 0, 0],
     cursor: {y: false, points: {size: 6, fill: text}, sync: sync ? {key: sync} : undefined, drag: {x: true, y: false}},
-    scales: {x: {time: false, range: xRange}, y: isLog ? {distr: 3, range: logRange}
+    scales: {x: {time: false, range: xRange}, y: isPercent ? {range: [0, 100]} : isLog ? {distr: 3, range: logRange}
       : {range: (_, min, max) => yRange(min, max, format === shortNumber ? 0 : 0.005)}},
     axes: [
       {...axis, size: 26, space: isTime ? 100 : 60, values: (_, ticks) => ticks.map((tick) => (isTime ? duration(tick) : shortNumber(tick))),

@@ -10,15 +10,17 @@ export function Goodput({goodput}) {
       <p class="muted" ref=${ref}>There is no goodput for this run yet.</p></section>`;
   }
   const parts = goodput.parts.filter((part) => part.seconds > 0);
-  const total = parts.reduce((sum, part) => sum + part.seconds, 0) || 1;
+  // The bar shows the time of the goodput: a crash gap or a pause has no share.
+  const shares = parts.filter((part) => part.share !== null);
   let x = 0;
-  const label = parts.map((part) => `${part.label} ${percent(part.seconds / total)}`).join(", ");
+  const label = shares.map((part) => `${part.label} ${percent(part.share)}`).join(", ");
   return html`<section aria-label="Goodput"><h2>Where the time went
-      <small>goodput ${percent(goodput.goodput)} of ${duration(goodput.hosted)} with a process,
-        effective ${percent(goodput.effective)} of ${duration(goodput.elapsed)}</small></h2>
+      <small>${goodput.goodput === null ? "goodput unknown: the run has reported nothing"
+        : `goodput ${percent(goodput.goodput)} of ${duration(goodput.hosted)} with a process, `
+          + `effective ${percent(goodput.effective)} of ${duration(goodput.elapsed)}`}</small></h2>
     <div ref=${ref}><svg class="stack" width=${width} height="28" role="img" aria-label=${label}>
-      ${parts.map((part) => {
-        const size = part.seconds / total * width;
+      ${shares.map((part) => {
+        const size = part.share * width;
         const box = html`<rect x=${x} y="0" width=${Math.max(0, size - 1)} height="28" fill=${fillOf(part.name)}>
           <title>${part.label}: ${duration(part.seconds)}</title></rect>`;
         x += size;
@@ -27,7 +29,7 @@ export function Goodput({goodput}) {
     <table class="goodput"><thead class="hidden-label"><tr><th>Part</th><th>Time</th><th>Share</th></tr></thead>
       <tbody>${parts.map((part) => html`<tr title=${part.help || ""}>
         <td class="swatch"><${Pattern} name=${part.name} />${part.label}</td>
-        <td class="n">${duration(part.seconds)}</td><td class="n">${percent(part.seconds / total)}</td></tr>`)}</tbody></table>
+        <td class="n">${duration(part.seconds)}</td><td class="n">${percent(part.share)}</td></tr>`)}</tbody></table>
     ${goodput.requested_worker_seconds > 0 && html`<p class="muted small">${`The workers were running for ${duration(goodput.worker_seconds)}, `
       + `${percent(goodput.worker_seconds / goodput.requested_worker_seconds)} of the requested time.`}</p>`}
   </section>`;

@@ -24,5 +24,5 @@ function getStyle(index) {
 
 function ResourceChart({chart, nodes}) {
   const lines = useMemo(() => chart.lines.map((line) => ({...line, ...getStyle(nodes.indexOf(line.label))})), [chart]);
-  return html`<figure><${Chart} title=${`${chart.name} ${chart.limit}`} lines=${lines} isTime sync="resources" format=${FORMATS[chart.unit]} /></figure>`;
+  return html`<figure><${Chart} title=${`${chart.name} ${chart.limit}`} lines=${lines} isTime isPercent=${chart.unit === "percent"} sync="resources" format=${FORMATS[chart.unit]} /></figure>`;
 }
