@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from drawbar._boosting.reader import ColumnFormat
 from drawbar._boosting.shard import Shard
 from drawbar._boosting.training_spec import TrainingSpec
@@ -74,7 +76,9 @@ class LightGBMTrainingSpec(TrainingSpec):
         """Train on this worker and report each round."""
         for shard in shards.values():
             check_labels(shard, self.params)
-        check_start_score(shards["train"], self.params)
+        train_weights = (block.weight for block in shards["train"])
+        has_weight = any(weight is None or np.any(weight) for weight in train_weights)
+        check_start_score(has_weight, self.params)
         params = self._params(len(shards["train"].schema.features))
         callbacks = add_report_callback(self.callbacks)
         if self.early_stopping_rounds is not None:
