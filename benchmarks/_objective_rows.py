@@ -35,7 +35,7 @@ class Objective:
 
     @property
     def is_ranking(self) -> bool:
-        """Whether rows belong to queries."""
+        """True if rows belong to queries."""
         return self.name.startswith(("rank", "lambdarank"))
 
 

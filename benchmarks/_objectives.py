@@ -1,4 +1,4 @@
-"""Compare the loss of each boosting objective on several workers with that of one process.
+"""Compare the loss of each boosting objective on several workers with one process.
 
     python -m benchmarks objectives
     python -m benchmarks objectives --only reg:gamma --rows 10000
@@ -65,7 +65,7 @@ BASE_PARAMS: dict[str, dict[str, Any]] = {
 
 
 def compare(objective: Objective, order: Order, num_workers: int, rows: int) -> float | str:
-    """Return the relative difference of the loss from that of one process, or the error."""
+    """Return the relative difference of the loss from one process, or the error."""
     frame = make_rows(objective, order, rows)
     params = {
         **BASE_PARAMS[objective.library],
@@ -87,7 +87,7 @@ def compare(objective: Objective, order: Order, num_workers: int, rows: int) -> 
 class _XGBoost:
     @staticmethod
     def matrix(frame: pd.DataFrame, params: dict[str, Any]) -> xgboost.DMatrix:
-        """Create a matrix; the weight of a query is that of its first row."""
+        """Create a matrix; a query has the weight of its first row."""
         weight = frame.get("weight")
         if weight is not None and "query" in frame:
             weight = weight[~frame["query"].duplicated()]
@@ -104,7 +104,7 @@ class _XGBoost:
     @classmethod
     def fit(
         cls, objective: Objective, params: dict[str, Any], frame: pd.DataFrame, workers: int
-    ) -> xgboost.Booster:
+    ) -> Any:
         if objective.labels == "time":  # the trainer has no column for the upper bound
 
             def train_func() -> None:
@@ -143,7 +143,7 @@ class _LightGBM:
     @classmethod
     def fit(
         cls, objective: Objective, params: dict[str, Any], frame: pd.DataFrame, workers: int
-    ) -> lightgbm.Booster:
+    ) -> Any:
         trainer: Any = LightGBMTrainer
         return _fit_trainer(trainer, LightGBMConfig(), params, frame, workers)
 
@@ -241,9 +241,9 @@ def main(arguments: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     output = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # LightGBM's network writes to it
-    say = functools.partial(print, file=output, flush=True)
+    show = functools.partial(print, file=output, flush=True)
     begin = time.perf_counter()
-    say(f"| library | objective | {' | '.join(ORDERS)} |\n|---|---|{'---|' * len(ORDERS)}")
+    show(f"| library | objective | {' | '.join(ORDERS)} |\n|---|---|{'---|' * len(ORDERS)}")
     errors = []
     for objective in OBJECTIVES:
         if options.only and objective.name not in options.only:
@@ -256,5 +256,5 @@ def main(arguments: Sequence[str]) -> None:
             worst = max(numbers, key=abs, default=0.0)
             cells.append(f"{worst:+.2%}" + (", error" if texts else ""))
             errors += [f"{objective.name}, {order}: {text.splitlines()[0]}" for text in texts[:1]]
-        say(f"| {objective.library} | `{objective.name}` | {' | '.join(cells)} |")
-    say("\n".join(["", *errors, f"{time.perf_counter() - begin:.0f} s"]))
+        show(f"| {objective.library} | `{objective.name}` | {' | '.join(cells)} |")
+    show("\n".join(["", *errors, f"{time.perf_counter() - begin:.0f} s"]))

@@ -1,4 +1,4 @@
-"""The loss of objectives on several workers is that of one process."""
+"""Objectives have the same loss on several workers as in one process."""
 
 from __future__ import annotations
 

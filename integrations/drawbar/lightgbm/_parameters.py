@@ -178,7 +178,7 @@ def check_num_workers(params: Mapping[str, object], num_workers: int) -> None:
     """Check parameters that LightGBM supports only in one process.
 
     Raises:
-        ValueError: There are several workers and such a parameter is set.
+        ValueError: There are several workers and one of these parameters is set.
     """
     if num_workers == 1:
         return

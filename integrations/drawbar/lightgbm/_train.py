@@ -87,7 +87,8 @@ def train(
         ```
     """
     check_num_workers(params, get_context().get_world_size())
-    check_start_score(train_set.weight is None or bool(np.any(train_set.weight)), params)
+    weight: Any = train_set.weight
+    check_start_score(weight is None or bool(np.any(weight)), params)
     params = add_network_parameters(params)
     rounds = int(get_parameter(params, "num_iterations", num_boost_round))
     all_callbacks = [*(callbacks or ()), *_early_stopping_callbacks(params)]
