@@ -58,7 +58,7 @@ BASE_PARAMS: dict[str, dict[str, Any]] = {
         "num_threads": 1,
         "num_leaves": 8,
         "verbosity": -1,
-        "force_row_wise": True,  # by columns, LightGBM's `mape` ignores most weights
+        "force_row_wise": True,  # by columns, weights are wrong in LightGBM's `mape`
         "min_data_in_leaf": 1,  # several workers estimate the number from hessians
     },
 }
