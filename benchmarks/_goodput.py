@@ -200,6 +200,7 @@ def measure_goodput(kills: int, seed: int) -> list[tuple[str, float, float]]:
     with fresh_cluster(num_cpus=WORKERS) as folder:
         result, hosted, logs = _run(folder, kills, seed)
         goodput = result.goodput
+    assert goodput.goodput is not None  # the function reports
     parts = compute_expected(logs)
     rows = [
         ("goodput", goodput.goodput, parts["productive"] / hosted),

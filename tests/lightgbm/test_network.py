@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -79,6 +80,27 @@ def test_serial_tree_learner_needs_one_worker(
     assert "[tree_learner: serial]" in fit(function, num_workers=1).return_value
     with pytest.raises(WorkerGroupError, match="'serial' needs a single worker"):
         fit(function, num_workers=2)
+
+
+def test_training_function_raises_if_several_workers_change_the_model(
+    fit: Callable[..., Result], binary: tuple[Any, Any]
+) -> None:
+    features, label = binary
+
+    def function(**params: Any) -> None:
+        weight = np.full(len(label), get_context().get_world_rank())
+        train({"verbosity": -1, **params}, lightgbm.Dataset(features, label, weight=weight), 2)
+
+    with pytest.raises(WorkerGroupError, match=r"Ranks \[0\] have no rows with a weight above 0"):
+        fit(function)
+    unsupported = {
+        "linear_trees": True,
+        "interaction_constraints": [[0], [1]],
+        "monotone_constraints_method": "advanced",
+    }
+    for name, value in unsupported.items():
+        with pytest.raises(WorkerGroupError, match=rf"'{name}'.*needs a single worker"):
+            fit(functools.partial(function, **{name: value}))
 
 
 def test_get_network_params_outside_training_function_raises() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightgbm
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
@@ -156,6 +157,40 @@ def test_custom_metrics_are_of_all_rows(fit: Callable[..., Result], binary: Any)
     assert first == second
     assert first["wrong"] == pytest.approx(np.mean((predicted > 0.5) != y), abs=1e-12)
     assert first["precision"] == pytest.approx(y[predicted > 0.5].mean(), abs=1e-12)
+
+
+def test_cross_entropy_lambda_of_weighted_rows_is_that_of_all_rows(
+    fit: Callable[..., Result],
+) -> None:
+    """LightGBM divides its weighted sum by the number of rows."""
+    random = np.random.default_rng(0)
+    x, y, weight = random.normal(size=(90, 2)), random.random(90), random.uniform(0.1, 4, 90)
+    params = {"metric": "cross_entropy_lambda", "objective": "regression", "verbosity": -1}
+
+    def function() -> Any:
+        mine = [slice(0, 60), slice(60, None)][get_context().get_world_rank()]
+        data = lightgbm.Dataset(x[mine], y[mine], free_raw_data=False)
+        found: dict[str, Any] = {}
+        booster = lightgbm.train(
+            {**params, **get_network_params()},
+            data,
+            2,
+            valid_sets=[data.create_valid(x[mine], y[mine], weight=weight[mine])],
+            callbacks=[GlobalEvaluation(), lightgbm.record_evaluation(found)],
+        )
+        return found["valid_0"]["cross_entropy_lambda"][-1], booster.model_to_string()
+
+    value, model = fit(function).return_values[0]
+    scores = lightgbm.Booster(model_str=model).predict(x, raw_score=True)
+    data = lightgbm.Dataset(x, y, weight=weight, init_score=scores)
+    assert value == pytest.approx(lightgbm.Booster(params, data).eval_train()[0][2])
+
+
+def test_mean_of_auc_mu_is_a_warning(declare: Callable[..., Result]) -> None:
+    rows = pd.DataFrame({"x": np.arange(90.0), "y": np.arange(90) % 3})
+    params = {"objective": "multiclass", "num_class": 3, "metric": "auc_mu"}
+    with pytest.warns(UserWarning, match="'auc_mu' is the mean of the workers' values"):
+        declare(params, rows, rows, num_boost_round=2)
 
 
 def test_ranking_metrics_are_means_over_all_groups(

@@ -307,7 +307,10 @@ def test_rounds_and_early_stopping_among_the_parameters_are_lightgbms(
         ({"params": {"linear_trees": True}}, "trains a separate model on each worker"),
         ({"params": {"interaction_constraints": [[0]]}}, "LightGBM crashes"),
         ({"params": {"mc_method": "advanced"}}, "LightGBM uses 'basic' instead"),
-        ({"params": {"forcedbins_filename": "bins.json"}}, "not supported. Remove it, or round"),
+        (
+            {"params": {"forcedbins_filename": "bins.json"}},
+            "Use a training function",
+        ),
         ({"early_stopping_rounds": 2}, "needs a dataset to evaluate"),
         ({"train_loop_per_worker": print}, "cannot be combined with a training function"),
         ({"label_column": None}, "Pass either train_loop_per_worker"),

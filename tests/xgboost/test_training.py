@@ -265,6 +265,35 @@ def test_cox_objective_in_training_function_of_several_workers_raises(
         run_in_threads(function, backend_config=XGBoostConfig(), run_config=run_config)
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"eval_metric": ["rmse", "ndcg@5-"]}, r"'ndcg' ranks all rows .* set num_workers=1"),
+        ({"eval_metric": "map"}, "'map' ranks all rows"),
+        ({"eval_metric": "cox-nloglik"}, r"found 2 workers\. Set num_workers=1, or remove it"),
+        ({"objective": "rank:ndcg"}, "'rank:ndcg' ranks all rows of data without queries"),
+    ],
+)
+def test_metric_that_needs_rows_of_other_workers_raises(
+    params: dict[str, Any], message: str, run_config: RunConfig
+) -> None:
+    def function() -> None:
+        data = DMatrix(np.arange(20.0).reshape(10, 2), np.arange(10.0) % 2)
+        drawbar.xgboost.train(params, data, evals=[(data, "train")])
+
+    with pytest.raises(TrainingFailedError, match=message):
+        run_in_threads(function, backend_config=XGBoostConfig(), run_config=run_config)
+
+
+def test_mean_of_areas_under_curve_is_a_warning(
+    fit_in_threads: FitInThreads, cancer: pd.DataFrame
+) -> None:
+    params = {"objective": "binary:logistic", "eval_metric": ["auc", "logloss"]}
+    with pytest.warns(UserWarning, match="'auc' is the mean of the workers' values") as warned:
+        fit_in_threads({"train": split(cancer, 200)}, params)
+    assert len(warned) == 1
+
+
 def test_rows_of_weight_zero_do_not_count_for_percentile_objective(
     fit_in_threads: FitInThreads, diabetes: pd.DataFrame
 ) -> None:

@@ -9,13 +9,15 @@ values with one collective, and every rank gets the same global values:
 - `r2` is computed from the sums of squares around the mean of all labels: exact.
 - `auc` and `average_precision` need all predictions. They are computed from the scores, labels, and
   weights of all ranks: exact.
-- `auc_mu` and custom metrics are weighted means of the ranks' values. This is exact for a mean over
-  rows. Other custom metrics can call `allreduce_metric`, which returns the same value on all ranks,
-  so that the mean does not change it.
+- `auc_mu` is the weighted mean of the ranks' values, with a warning.
+- Custom metrics are weighted means of the ranks' values. This is exact for a mean over rows. Other
+  custom metrics can call `allreduce_metric`, which returns the same value on all ranks, so that the
+  mean does not change it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -97,6 +99,13 @@ def global_evaluation(booster: Booster, results: Sequence[EvalResult]) -> list[E
     """
     if get_context().get_world_size() == 1:
         return list(results)
+    if any(result[1] == "auc_mu" for result in results) and get_context().get_world_rank() == 0:
+        warnings.warn(  # shown once
+            "metric 'auc_mu' is the mean of the workers' values, weighted by rows, which differs "
+            "from the value of all rows. For early stopping, use multi_logloss, or set "
+            "num_workers=1.",
+            stacklevel=2,
+        )
     by_rank = collective.all_gather([_local_metric(booster, result) for result in results])
     return [
         make_eval_result(result[0], result[1], _merge_metric(result[1], metrics), result[3])
@@ -147,6 +156,8 @@ def _dataset_index(booster: Booster, data: str) -> int:
 
 def _metric_weight(dataset: Dataset, metric: str) -> float:
     """Return the weight of a rank's metric: its weighted number of rows or groups."""
+    if metric == "cross_entropy_lambda":  # LightGBM divides its weighted sum by the rows
+        return float(dataset.num_data())
     group = dataset.get_group()
     if metric.partition("@")[0] not in _GROUP_METRICS or group is None:
         return float(_row_weights(dataset).sum())

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from drawbar._boosting.shard import Shard
 from drawbar._boosting.threads import warn_oversubscribed_threads
 from drawbar._boosting.training_spec import validate_labels
@@ -140,11 +138,10 @@ def check_parameters(params: Mapping[str, object], scaling_config: ScalingConfig
     )
     if (alias := find_alias(params, "forcedbins_filename")) is not None and params[alias]:
         raise ValueError(
-            f"params[{alias!r}]={params[alias]!r} is not supported. Remove "
-            "it, or round the values of the feature before training."
+            f"params[{alias!r}]={params[alias]!r} is not supported by LightGBMTrainer(params=...). "
+            "Use a training function, or round the values of the feature before training."
         )
-    if scaling_config.max_workers > 1:
-        _check_distributed(params)
+    check_num_workers(params, scaling_config.max_workers)
     for name in _INTEGER_PARAMETERS:
         if (alias := find_alias(params, name)) is not None and not _is_integer(params[alias]):
             raise ValueError(f"params[{alias!r}] must be an integer, found {params[alias]!r}.")
@@ -174,7 +171,14 @@ def check_tree_learner(name: str, value: object, workers: int) -> None:
     raise ValueError(f"{name} must be 'data' or 'voting', found {value!r}. {reason}")
 
 
-def _check_distributed(params: Mapping[str, object]) -> None:
+def check_num_workers(params: Mapping[str, object], num_workers: int) -> None:
+    """Check parameters that LightGBM supports only in one process.
+
+    Raises:
+        ValueError: There are several workers and one of these parameters is set.
+    """
+    if num_workers == 1:
+        return
     for name, reason in _SINGLE_WORKER_ONLY.items():
         if (alias := find_alias(params, name)) is not None and params[alias]:
             raise ValueError(
@@ -224,16 +228,19 @@ def has_exact_start(params: Mapping[str, object]) -> bool:
     return callable(objective) or objective in _EXACT_START
 
 
-def check_rank_weights(shard: Shard, params: Mapping[str, object]) -> None:
+def check_rank_weights(has_weight: bool, params: Mapping[str, object]) -> None:
     """Check that LightGBM does not use a value of a rank without weight. Collective.
 
     LightGBM averages the start scores of the workers and ignores their weights. It does so even
     with `boost_from_average=False` if the first tree has no split. Cross-entropies need weight.
 
+    Args:
+        has_weight: Whether this rank has a training row with a weight above 0.
+        params: LightGBM's parameters.
+
     Raises:
         ValueError: A rank has no weight. Every rank raises the same error.
     """
-    has_weight = any(block.weight is None or np.any(block.weight) for block in shard)
     ranks = [rank for rank, found in enumerate(collective.all_gather(has_weight)) if not found]
     objective = get_parameter(params, "objective", "regression")
     if not ranks or has_exact_start(params):

@@ -60,12 +60,13 @@ def compute_start_score(shard: Shard, params: Mapping[str, object]) -> float | N
     """
     objective = get_parameter(params, "objective", "regression")
     link = None if callable(objective) else _LINKS.get(objective)
+    has_weight = any(block.weight is None or np.any(block.weight) for block in shard)
     has_effect = get_context().get_world_size() > 1 and not is_forest(params)
     if link is None or not has_effect or not _is_set(params, "boost_from_average", True):
-        check_rank_weights(shard, params)
+        check_rank_weights(has_weight, params)
         return None
     if link in (_logit, _log_expm1):
-        check_rank_weights(shard, params)
+        check_rank_weights(has_weight, params)
     if shard.columns.base_margins:
         return None
     has_root = objective in _SQUARED_ERRORS and _is_set(params, "reg_sqrt", False)
@@ -79,7 +80,7 @@ def compute_start_score(shard: Shard, params: Mapping[str, object]) -> float | N
     sums = collective.all_gather((total, weights))
     all_weights = math.fsum(weight for _, weight in sums)
     if not all_weights:
-        check_rank_weights(shard, params)
+        check_rank_weights(has_weight, params)
     return link(math.fsum(label for label, _ in sums) / all_weights)
 
 

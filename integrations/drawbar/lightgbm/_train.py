@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightgbm
+import numpy as np
 from lightgbm import Booster, Dataset
 from lightgbm.callback import CallbackEnv, EarlyStopException
 
@@ -18,13 +19,15 @@ from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._evaluation import EvalResult, make_eval_result
 from drawbar.lightgbm._parameters import (
+    check_num_workers,
+    check_rank_weights,
     drop_parameters,
     find_alias,
     get_parameter,
     is_forest,
 )
 from drawbar.lightgbm._report_callback import RayTrainReportCallback
-from drawbar.train import Checkpoint
+from drawbar.train import Checkpoint, get_context
 from drawbar.train.backend import start_training
 
 Callback = Callable[[CallbackEnv], None]
@@ -71,8 +74,9 @@ def train(
 
     Raises:
         RuntimeError: Called outside a training function.
-        ValueError: A parameter is invalid, or a dataset has an `init_score` and training resumes
-            or has an `init_model`. LightGBM would replace the `init_score`.
+        ValueError: A parameter or its use with several workers is invalid, the weights of a rank
+            are all 0, or a dataset has an `init_score` and training resumes or has an `init_model`.
+            LightGBM would replace the `init_score`.
 
     Example:
         ```python
@@ -83,6 +87,9 @@ def train(
             drawbar.lightgbm.train(config, train_set, 100, callbacks=[callback])
         ```
     """
+    check_num_workers(params, get_context().get_world_size())
+    weight: Any = train_set.weight
+    check_rank_weights(weight is None or bool(np.any(weight)), params)
     params = add_network_parameters(params)
     rounds = int(get_parameter(params, "num_iterations", num_boost_round))
     all_callbacks = [*(callbacks or ()), *_early_stopping_callbacks(params)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from drawbar._boosting.shard import Shard
 from drawbar._boosting.threads import warn_oversubscribed_threads, worker_threads
 from drawbar._boosting.training_spec import validate_labels
-from drawbar.train import ScalingConfig
+from drawbar.train import ScalingConfig, get_context
 
 _SUPPORTED_VALUES = {"tree_method": ("auto", "hist"), "booster": ("gbtree", "dart")}
 """Values with which XGBoost can train on data that is binned block by block."""
@@ -27,6 +28,12 @@ _LABEL_RANGES: dict[str, dict[str, Any]] = {
 
 PERCENTILE_OBJECTIVES = ("reg:absoluteerror", "reg:quantileerror")
 """Objectives whose leaf values are percentiles of a worker's rows."""
+
+_QUERY_METRICS = ("ndcg", "map", "pre")
+"""Metrics that sort the rows of a query."""
+
+_AVERAGED_METRICS = ("auc", "aucpr")
+"""Metrics that XGBoost averages over workers if there are no queries."""
 
 PARAMETER_ALIASES = {
     "num_boost_round": ("num_boost_round", "n_estimators"),
@@ -94,12 +101,19 @@ def _check_objective(params: Mapping[str, object], has_groups: bool) -> None:
 
 
 def validate_num_workers(params: Mapping[str, object], num_workers: int) -> None:
-    """Check the objective against the number of workers.
+    """Check the objective and the metrics against the number of workers.
 
     Raises:
-        ValueError: XGBoost cannot train the objective on several workers.
+        ValueError: XGBoost cannot train the objective or evaluate a metric on several workers.
     """
-    if num_workers > 1 and params.get("objective") == "survival:cox":
+    if num_workers == 1:
+        return
+    if "cox-nloglik" in metric_names(params):
+        raise ValueError(
+            "eval_metric 'cox-nloglik' needs the rows of all workers, but XGBoost evaluates it in "
+            f"one process only, found {num_workers} workers. Set num_workers=1, or remove it."
+        )
+    if params.get("objective") == "survival:cox":
         raise ValueError(
             "objective 'survival:cox' compares each row with all rows of a later time, but XGBoost "
             f"compares only the rows of one worker, found {num_workers} workers. Set num_workers=1."
@@ -118,3 +132,46 @@ def validate_objective_labels(shard: Shard, params: Mapping[str, Any]) -> None:
         rule = {"low": 0, "high": params["num_class"] - 1, "whole_numbers": True}
     if rule:
         validate_labels(shard, f"objective {objective!r}", **rule)
+
+
+def metric_names(params: Mapping[str, Any]) -> list[str]:
+    """Return the names in `eval_metric` without parameters: "ndcg" for "ndcg@5-"."""
+    metrics = params.get("eval_metric") or ()
+    metrics = [metrics] if isinstance(metrics, str) else metrics
+    return [metric.partition("@")[0].rstrip("-") for metric in metrics if isinstance(metric, str)]
+
+
+def require_no_ranking(params: Mapping[str, object]) -> None:
+    """Check that the objective does not rank rows, because the data has no queries.
+
+    Raises:
+        ValueError: It ranks rows.
+    """
+    objective = str(params.get("objective"))
+    if objective.startswith("rank:"):
+        raise ValueError(
+            f"objective {objective!r} ranks all rows of data without queries, but XGBoost ranks "
+            "only the rows of one worker. Set the qid of the matrix, or set num_workers=1."
+        )
+
+
+def check_metrics_without_queries(params: Mapping[str, object]) -> None:
+    """Check the metrics of data without queries on several workers. Rank 0 shows warnings.
+
+    Raises:
+        ValueError: A metric ranks the rows of a query.
+    """
+    for metric in metric_names(params):
+        if metric in _QUERY_METRICS:
+            raise ValueError(
+                f"eval_metric {metric!r} ranks all rows of data without queries, but XGBoost ranks "
+                "only the rows of one worker. Set the queries (group_column, or the matrix's qid), "
+                "or set num_workers=1."
+            )
+        if metric in _AVERAGED_METRICS and get_context().get_world_rank() == 0:
+            warnings.warn(
+                f"eval_metric {metric!r} is the mean of the workers' values, which differs from "
+                "the value of all rows unless each worker has a random sample of the rows. For "
+                "early stopping, use logloss or mlogloss, or shuffle the rows.",
+                stacklevel=4,
+            )

@@ -17,9 +17,13 @@ from xgboost.callback import (
 
 from drawbar._boosting.metric import allreduce_metric
 from drawbar._boosting.progress import BoostingProgress, EvaluationHistory
-from drawbar.train import get_context, set_progress
+from drawbar.train import collective, get_context, set_progress
 from drawbar.train.backend import start_training
-from drawbar.xgboost._parameters import validate_num_workers
+from drawbar.xgboost._parameters import (
+    check_metrics_without_queries,
+    require_no_ranking,
+    validate_num_workers,
+)
 from drawbar.xgboost._report_callback import RayTrainReportCallback
 from drawbar.xgboost._worker_weights import validate_worker_weights
 
@@ -78,7 +82,7 @@ def train(
 
     Raises:
         ValueError: With the objective and the workers' rows and weights, XGBoost would train
-            another model than in one process.
+            another model than in one process, or it cannot evaluate a metric on several workers.
 
     Example:
         ```python
@@ -89,8 +93,7 @@ def train(
             drawbar.xgboost.train(config, dtrain, 100, callbacks=[callback])
         ```
     """
-    validate_num_workers(params, get_context().get_world_size())
-    validate_worker_weights(params, dtrain)
+    _validate(params, dtrain, evals)
     report_callbacks = [
         callback for callback in callbacks if isinstance(callback, RayTrainReportCallback)
     ] or [RayTrainReportCallback()]
@@ -124,6 +127,25 @@ def train(
         evals_result.update(callback_container.history)
     result: Booster = booster.reset()
     return result
+
+
+def _validate(
+    params: dict[str, Any], dtrain: DMatrix, evals: Sequence[tuple[DMatrix, str]]
+) -> None:
+    """Check objective, metrics, weights, and queries of all ranks. Collective."""
+    workers = get_context().get_world_size()
+    validate_num_workers(params, workers)
+    if workers == 1:
+        return
+    matrices = [dtrain, *(matrix for matrix, _ in evals)]
+    own = [len(matrix.get_uint_info("group_ptr")) > 1 for matrix in matrices]
+    by_matrix = zip(*collective.all_gather(own), strict=True)  # a rank without rows has no queries
+    train_queries, *eval_queries = map(any, by_matrix)
+    if not train_queries:
+        require_no_ranking(params)
+    if not all(eval_queries):
+        check_metrics_without_queries(params)
+    validate_worker_weights(params, dtrain)
 
 
 def _make_default_callbacks(
