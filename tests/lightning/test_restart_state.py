@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -162,7 +162,7 @@ def test_several_loaders_of_several_ranks_continue_at_their_own_positions(tmp_pa
     assert steps[0][2][0] is None  # the first loader ended before the restart
 
 
-def saves_at_ends_of_epochs(fail_at: FailAt) -> tuple[Steps, list[float]]:
+def saves_at_ends_of_epochs(options: dict[str, int], fail_at: FailAt) -> tuple[Steps, list[float]]:
     import lightning.pytorch as pl
 
     checkpoints = [
@@ -171,12 +171,34 @@ def saves_at_ends_of_epochs(fail_at: FailAt) -> tuple[Steps, list[float]]:
     ]
     data: Any = torch.arange(4.0).reshape(4, 1)
     loader: Any = DataLoader(data, batch_size=2)
-    return fit(make_module(fail_at, linear), loader, callbacks=checkpoints, max_epochs=4)
+    return fit(make_module(fail_at, linear), loader, callbacks=checkpoints, **options)
 
 
-def test_second_failure_repeats_no_epoch(tmp_path: Path) -> None:
-    steps = check_restart(tmp_path, saves_at_ends_of_epochs, (1, 0), (2, 0))
+@pytest.mark.parametrize("options", [{"max_epochs": 4}, {"max_steps": 8}], ids=str)
+def test_second_failure_repeats_no_epoch(tmp_path: Path, options: dict[str, int]) -> None:
+    function = functools.partial(saves_at_ends_of_epochs, options)
+    steps = check_restart(tmp_path, function, (1, 0), (2, 0))
     assert [step[:2] for step in steps] == [(2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+def unresumable(fail_at: FailAt) -> tuple[Steps, list[float]]:
+    import lightning.pytorch as pl
+
+    class Rows(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.arange(8.0).reshape(8, 1))
+
+    return fit(
+        make_module(fail_at, linear),
+        DataLoader(Rows(), batch_size=2),
+        callbacks=[pl.callbacks.ModelCheckpoint(every_n_train_steps=1)],
+        max_epochs=1,
+    )
+
+
+def test_loader_that_repeats_batches_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="after 3 batches of an epoch, but .* first batch"):
+        run(tmp_path, unresumable, (0, 3))
 
 
 def unfreezes(fail_at: FailAt) -> tuple[Steps, list[float]]:

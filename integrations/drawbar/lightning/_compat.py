@@ -133,16 +133,23 @@ def undo_step_count(trainer: object) -> None:
 
 
 def count_resumed_epoch(trainer: object) -> None:
-    """Let Lightning count the epoch that begins after a checkpoint of the last batch of an epoch.
+    """Let Lightning begin the next epoch after a checkpoint of the end of an epoch.
 
-    Lightning continues the count of the epoch that is complete. A checkpoint at the end of the next
-    epoch would then resume at the beginning of that epoch.
+    Otherwise, it continues the count of the epoch that is complete, and a checkpoint at the end of
+    the next epoch would resume at the beginning of that epoch. With `max_steps`, it even trains a
+    further batch in the complete epoch.
     """
     fit_loop = cast("Any", trainer).fit_loop
     progress = fit_loop.epoch_progress.current
-    is_mid_epoch = getattr(fit_loop, "restarted_mid_epoch", False)  # as of Lightning 2.5
-    if is_mid_epoch and progress.ready == progress.processed:
+    if not hasattr(fit_loop, "restarted_mid_epoch") or progress.ready != progress.processed:
+        return  # Lightning before 2.5, or an epoch that is not complete
+    if fit_loop.restarted_mid_epoch:
         fit_loop.reset_restart_stage()
+    elif fit_loop.restarted_on_epoch_end:
+        fit_loop.epoch_progress.increment_completed()
+        fit_loop._restarting = fit_loop.epoch_loop.restarting = False
+        fit_loop.reset_restart_stage()
+        fit_loop.epoch_loop.reset_restart_stage()
 
 
 def end_restart(trainer: object) -> None:

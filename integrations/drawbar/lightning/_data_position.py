@@ -79,8 +79,8 @@ class TrainLoaderTracker:
         progress, window = epoch_loop.batch_progress, trainer.accumulate_grad_batches
         saved = progress.current.processed
         if not batches:
-            if epoch_loop.restarting and saved % window and not progress.is_last_batch:
-                _warn_of_lost_gradients(trainer, saved % window)
+            if epoch_loop.restarting and saved and not progress.is_last_batch:
+                _warn_of_other_batches(trainer, saved)
         elif any(each.is_resumed for each in batches):
             count = _count_batches(trainer, [each.num_batches_before_resume for each in batches])
             if saved % window and not count % window and not epoch_loop.restarted_on_last:
@@ -243,12 +243,30 @@ def _count_batches(trainer: Trainer, counts: list[int]) -> int:
     return counts[lengths.index(ends_epoch)]
 
 
-def _warn_of_lost_gradients(trainer: Trainer, batches: int) -> None:
-    if trainer.is_global_zero:
+def _warn_of_other_batches(trainer: Trainer, count: int) -> None:
+    """Warn if loaders of an interrupted epoch repeat batches or lack those of lost gradients."""
+    loaders, _ = get_train_loaders(trainer)
+    lost = count % trainer.accumulate_grad_batches
+    if not trainer.is_global_zero:
+        return
+    if not all(map(_continues, loaders)):
         warnings.warn(
-            f"The checkpoint was saved {batches} batches after the last optimizer step. Their "
+            f"fit() resumes after {count} batches of an epoch, but a training loader starts at "
+            f"its first batch. It repeats {count} batches, and the last {count} of the epoch are "
+            "not trained. Use the default sampler or shuffle=True, a loader with state_dict(), or "
+            "save checkpoints at the end of epochs only.",
+            stacklevel=2,
+        )
+    elif lost:
+        warnings.warn(
+            f"The checkpoint was saved {lost} batches after the last optimizer step. Their "
             "gradients are lost, since the training data loader cannot return these batches again. "
             "Save checkpoints after optimizer steps, for example with "
             "ModelCheckpoint(every_n_train_steps=...).",
             stacklevel=2,
         )
+
+
+def _continues(loader: object) -> bool:
+    is_resumable = isinstance(getattr(loader, "batch_sampler", None), ResumableBatches)
+    return is_resumable or isinstance(loader, ShardBatches) or hasattr(loader, "state_dict")
