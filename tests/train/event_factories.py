@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from drawbar.train._history.events import AttemptStarted, CheckpointCommitted, WorkersStarted
-from drawbar.train._history.live_events import ReportsReceived
+from drawbar.train._history.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    UserFunctionStarted,
+    WorkersStarted,
+)
+from drawbar.train._history.live_events import Event, RankImported, ReportsReceived
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 
 
@@ -29,6 +34,15 @@ def workers_started(count: int) -> WorkersStarted:
         for rank in range(count)
     ]
     return WorkersStarted(time=0, attempt=0, workers=[(info, rank) for rank in ranks])
+
+
+def functions_started(count: int) -> list[Event]:
+    """Return the events of a start from its processes to the training functions."""
+    return [
+        workers_started(count),
+        *map(RankImported, range(count)),
+        *(UserFunctionStarted(time=0, attempt=0, rank=rank) for rank in range(count)),
+    ]
 
 
 def reported(rank: int, index: int, metrics: dict[str, Any]) -> ReportsReceived:

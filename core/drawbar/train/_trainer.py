@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -22,6 +23,7 @@ from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.train_function import FunctionIdentity, TrainFunction
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._console.console import Console
+from drawbar.train._console.slow_phases import print_if_slow
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._data.user_datasets import check_datasets
 from drawbar.train._driver import preflight, start_run
@@ -284,8 +286,10 @@ class DataParallelTrainer(ArgumentErrors):
                 spec, payload, self._make_console, use_caller_thread=use_caller_thread
             )
         # Only now, so that errors in arguments are raised without waiting for Ray.
-        joined_address = connect_to_ray()
-        if joined_address and self.run_config.logging_config.level_number <= logging.INFO:
+        shows_progress = self.run_config.logging_config.level_number <= logging.INFO
+        with print_if_slow("starting Ray") if shows_progress else contextlib.nullcontext():
+            joined_address = connect_to_ray()
+        if joined_address and shows_progress:
             text = "[drawbar] joined the running Ray cluster at"
             print(text, f"{joined_address}. RAY_ADDRESS=local starts a new one.", file=sys.stderr)
         # Here, because this module imports Ray, which other runs do not need.

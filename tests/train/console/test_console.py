@@ -17,12 +17,18 @@ import nbformat
 import pytest
 
 from drawbar.train import WorkerFailure
+from drawbar.train._console import slow_phases
 from drawbar.train._console.console import Console
 from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
 from drawbar.train._history.events import RunEnded
 from drawbar.train._history.live_events import BytesWritten, LinePrinted, Notice, WorkersFailed
 from drawbar.train._protocol.messages import OutputLine
-from tests.train.event_factories import attempt_started, committed, reported, workers_started
+from tests.train.event_factories import (
+    attempt_started,
+    committed,
+    functions_started,
+    reported,
+)
 
 FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="killed by SIGKILL")
 
@@ -33,10 +39,11 @@ from drawbar.train._console.displays import DisplayStatus
 from drawbar.train._history.events import RunEnded
 from drawbar.train._history.live_events import LinePrinted
 from drawbar.train._protocol.messages import OutputLine
-from tests.train.event_factories import committed, reported, workers_started
+from tests.train.event_factories import committed, reported, functions_started
 
 console = Console(logging.INFO, "/runs/mnist")
-console.on_event(workers_started(2))
+for event in functions_started(2):
+    console.on_event(event)
 for step in range(3000):
     console.on_event(reported(0, step, {"loss": 0.123456, "epoch": 1}))
     console.on_event(LinePrinted(0, OutputLine(text=f" {step}/3000", is_redraw=True)))
@@ -58,8 +65,25 @@ def remove_times(text: str) -> str:
     return re.sub(r"\[drawbar [\d:]+\]", "[drawbar]", text)
 
 
+def test_running_is_printed_when_all_functions_run_and_slow_phases_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slow_phases, "SLOW_AFTER_S", 0.0)
+    console, file = make_plain_console()
+    for event in functions_started(2):
+        console.on_event(event)
+        console._slow_phase.join()
+    assert remove_times(file.getvalue()).splitlines() == [
+        "[drawbar] importing on 2 workers",
+        "[drawbar] joining the process group on 2 workers",
+        "[drawbar] run directory /runs/mnist",
+        "[drawbar] running on 2 workers",
+    ]
+
+
 def show_everything(console: Console) -> None:
-    console.on_event(workers_started(2))
+    for event in functions_started(2):
+        console.on_event(event)
     console.on_event(reported(0, 7, {"loss": 0.123456789, "note": "warm-up", "table": [1]}))
     console.on_event(reported(1, 7, {"loss": 9.0}))
     console.on_event(committed("checkpoint_000001", 1_234_567_890, 0.52))
@@ -155,7 +179,8 @@ def test_plain_display_prints_suppressed_metrics_before_restart() -> None:
 
 def test_console_does_not_print_the_failure_that_fit_raises() -> None:
     console, file = make_plain_console()
-    console.on_event(workers_started(2))
+    for event in functions_started(2):
+        console.on_event(event)
     console.on_event(WorkersFailed("worker", [FAILURE], is_final=True))
     console.on_event(RunEnded(time=0, outcome="failed"))
     assert "WorkerDied" not in file.getvalue()
@@ -175,7 +200,8 @@ def test_console_with_many_redraws_prints_few_lines() -> None:
 def test_plain_display_prints_state_once_and_again_after_resize() -> None:
     console, file = make_plain_console()
     for count in (2, 2, 1):
-        console.on_event(workers_started(count))
+        for event in functions_started(count):
+            console.on_event(event)
     console.on_event(attempt_started(1, "/runs/mnist/checkpoint_000001"))
     states = [line.split("] ")[1] for line in file.getvalue().splitlines()[1:]]
     assert states == [
@@ -305,7 +331,7 @@ NARROWED = """
 import os, termios, threading
 from drawbar.train._console.console import Console
 from drawbar.train._history.events import RunEnded
-from tests.train.event_factories import reported, workers_started
+from tests.train.event_factories import reported, functions_started
 
 drawn = threading.Semaphore(0)
 
@@ -315,7 +341,8 @@ class Loss:
         return 0.5
 
 console = Console(20, "/runs/mnist")
-console.on_event(workers_started(2))
+for event in functions_started(2):
+    console.on_event(event)
 console.on_event(reported(0, 7, {"loss": Loss()}))
 for _ in range(2):  # the first live line is visible when the second one is rendered
     drawn.acquire()

@@ -22,6 +22,7 @@ from drawbar.train._console.displays import (
     format_metrics,
 )
 from drawbar.train._console.live_displays import NotebookDisplay, TerminalDisplay
+from drawbar.train._console.slow_phases import START_PHASES, run_if_slow
 from drawbar.train._history import events, live_events
 from drawbar.train._history.live_events import Event
 from drawbar.train._protocol.messages import OutputLine
@@ -52,6 +53,10 @@ class Console:
         self._level = level
         self._budget = ""  # remaining failure budget
         self._line_status = DisplayStatus(run_path)
+        self._has_shown_path = False
+        self._num_imported = 0  # ranks of the attempt that have imported the function
+        self._num_running = 0  # ranks of the attempt whose function runs
+        self._slow_phase = threading.Timer(0, lambda: None)  # not started
         self._lock = threading.RLock()
         self._outputs = OutputStreams(file)
         self._plain_display = PlainDisplay(self._outputs, self._line_status)
@@ -134,15 +139,39 @@ class Console:
                 detail = self._describe_start(event)
             case live_events.ValidationsPending():
                 phase, detail = "waiting for validations", event.description
-            case events.WorkersStarted() | events.RunEnded() | live_events.ControllerFailed():
+            case events.WorkersStarted():
+                self._num_imported = self._num_running = 0
+                phase, detail = "importing", ""
+            case live_events.RankImported():
+                self._num_imported += 1
+                if self._num_imported != status.state.num_workers:
+                    return
+                phase, detail = "joining the process group", ""
+            case events.UserFunctionStarted():
+                self._num_running += 1
+                if self._num_running != status.state.num_workers:
+                    return
+                phase, detail = "running", ""
+            case events.RunEnded() | live_events.ControllerFailed():
                 phase, detail = status.state.status, ""
             case _:
                 return
         status.phase, status.detail = phase, detail
+        self._slow_phase.cancel()
+        if phase in START_PHASES:
+            self._slow_phase = run_if_slow(lambda: self._show_slow_phase(phase))
+            return
         if self._level <= logging.INFO:
-            if is_first and status.path:
+            if status.path and not self._has_shown_path:
+                self._has_shown_path = True
                 self._display.print_line(f"run directory {status.path}")
             self._display.on_state_change()
+
+    def _show_slow_phase(self, phase: str) -> None:
+        """Show a phase of the start that has lasted for a while."""
+        with self._lock:
+            if self._line_status.phase == phase and self._level <= logging.INFO:
+                self._display.on_state_change()
 
     def _show_failure(self, failure: WorkerFailure) -> None:
         # If a program has exited, its output already shows the reason.
@@ -186,6 +215,7 @@ class Console:
         """Print suppressed lines and end the live line. Later events are printed as plain lines."""
         try:
             with self._lock:
+                self._slow_phase.cancel()
                 self._line_status.redrawn_line = ""
                 display, self._display = self._display, self._plain_display
                 display.close()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol, TextIO
 
+from drawbar.train._console.slow_phases import START_PHASES
 from drawbar.train._history.run_progress import RateWindow, format_clock, format_rate
 from drawbar.train._history.timeline import FINAL_STATUSES, RunState
 from drawbar.train._protocol.output_lines import LoggedStream, StreamName
@@ -62,7 +63,8 @@ class DisplayStatus:
         """Return the phase with its details."""
         number = self.state.num_workers
         workers = f" on {number} worker{'s' * (number != 1)}"
-        text = self.phase + (workers if self.phase == "running" and number else "")
+        has_workers = self.phase in ("running", *START_PHASES)
+        text = self.phase + (workers if has_workers and number else "")
         return f"{text}: {self.detail}" if self.detail else text
 
     def format_last_report(self) -> str:

@@ -43,6 +43,7 @@ from drawbar.train._history.live_events import (
     BytesWritten,
     LinePrinted,
     Notice,
+    RankImported,
     ResourcesSampled,
     RoundCompleted,
 )
@@ -59,6 +60,7 @@ from drawbar.train._protocol.messages import (
     FileRequest,
     FilesPersisted,
     FunctionFailed,
+    FunctionImported,
     FunctionStarted,
     GroupMessage,
     Heartbeat,
@@ -250,6 +252,8 @@ class Attempt:
                 self._failure_times[rank] = message.time
             case RankTimes():
                 self.rank_times.add(rank, message)
+            case FunctionImported():
+                self._emit(RankImported(rank))
             case FunctionStarted():
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case RankFinished():

@@ -75,6 +75,13 @@ class BytesWritten:
 
 
 @dataclass(frozen=True)
+class RankImported:
+    """A rank has imported the training function, and sets up the backend next."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class ResourcesSampled:
     """A resource sample of a node. Stored in a `ResourceLog`."""
 
@@ -131,6 +138,7 @@ Event = (
     | Notice
     | LinePrinted
     | BytesWritten
+    | RankImported
     | ResourcesSampled
     | RoundCompleted
     | WorkersFailed

@@ -252,6 +252,10 @@ class DiagnosisRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: int
 
 
+class FunctionImported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank has imported the user's function, and sets up the backend next."""
+
+
 class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The user's function is about to start."""
 
@@ -341,6 +345,7 @@ Message = (
     | ProgressSet
     | ShardEpochEnded
     | DiagnosisRequest
+    | FunctionImported
     | FunctionStarted
     | RankTimes
     | FunctionFailed

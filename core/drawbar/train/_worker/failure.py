@@ -19,6 +19,14 @@ from drawbar.train._worker_failure import MAX_SHOWN_CHARS, FailureKind, WorkerFa
 # An exception may contain a full batch, and is sent with every failure message.
 _MAX_PICKLED_BYTES = 1_000_000
 
+# Ray's main thread in a worker is blocked in C++, where no Python signal handler would run.
+_SIGNAL_NOTE = (
+    "Python sets signal handlers only in the main thread, but a worker runs the training function "
+    "in another thread. To save before a stop or a preemption, call train.should_checkpoint(). "
+    "With Transformers, remove TrainingArguments(enable_jit_checkpoint=True) and set save_steps. "
+    "With drawbar launch, and with fit() and num_workers=0, the code runs in the main thread."
+)
+
 
 def describe_exception(
     error: BaseException,
@@ -34,6 +42,8 @@ def describe_exception(
         num_reports: Number of reports of the rank in this attempt.
         raised_at: Time of the exception. Default: now.
     """
+    if isinstance(error, ValueError) and str(error).startswith("signal only works in main thread"):
+        error.add_note(_SIGNAL_NOTE)
     # The earliest failure counts as the root cause, so use the time of the exception.
     failed_at = raised_at or time.time()
     if isinstance(error, ProgramFailedError):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from drawbar.train._config.backend import BackendConfig
 from drawbar.train._protocol.messages import (
     FunctionFailed,
+    FunctionImported,
     FunctionStarted,
     RankFailed,
     RankFinished,
@@ -74,6 +75,7 @@ def run_train_loop(
             if is_process_wide:
                 set_env_vars(make_worker_env(session.assignment))
             loop, script_names = _make_copy(train_loop)
+            session.send(FunctionImported())
             with use_script_names(script_names), loop.backend_config.train_func_context():
                 session.send(FunctionStarted(time=time.time()))
                 session.timer.start()
