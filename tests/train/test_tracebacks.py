@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -57,3 +58,14 @@ def test_traceback_has_only_called_function_of_drawbar(
 def test_traceback_of_run_in_threads_omits_internal_frames(tmp_path: Path) -> None:
     config = train.RunConfig(name="run", storage_path=tmp_path)
     assert count_internal_frames(lambda: testing.run_in_threads(fail, run_config=config)) == 1
+
+
+def set_signal_handler() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_signal_handler_in_training_thread_explains_alternatives(tmp_path: Path) -> None:
+    with pytest.raises(train.WorkerGroupError, match=r"call train\.should_checkpoint") as caught:
+        fit(set_signal_handler, tmp_path, num_workers=1, in_threads=True)
+    assert "signal only works in main thread" in str(caught.value)
+    assert "enable_jit_checkpoint" in str(caught.value)
