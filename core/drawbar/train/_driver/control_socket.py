@@ -40,6 +40,10 @@ class ControlReply(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+# Once for all threads: msgspec can crash if two threads use a type for the first time.
+_reply_decoder = msgspec.json.Decoder(ControlReply)
+
+
 class ControllableRun(Protocol):
     """A run that accepts requests."""
 
@@ -176,7 +180,7 @@ def send_request(run: Path, request: str, timeout: float) -> ControlReply | None
     connection.settimeout(timeout)
     try:
         with connection, connection.makefile("rb") as lines:
-            return msgspec.json.decode(lines.readline(), type=ControlReply)
+            return _reply_decoder.decode(lines.readline())
     except TimeoutError:
         raise TimeoutError(
             f"the process that hosts the run in {run} has not replied for {timeout:g} s: it is "

@@ -33,6 +33,10 @@ class RankTimesLine(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, list[float]]
 
 
+# Once for all threads: msgspec can crash if two threads use a type for the first time.
+_line_decoder = msgspec.json.Decoder(RankTimesLine)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankTimesSample:
     """Times of all ranks from the start of their training functions to a point in time.
@@ -200,7 +204,7 @@ def decode_lines(data: bytes) -> Iterator[RankTimesSample]:
     """Yield the samples of `rank_times.jsonl`, without lines that cannot be read."""
     for text in data.splitlines():
         try:
-            line = msgspec.json.decode(text, type=RankTimesLine)
+            line = _line_decoder.decode(text)
             ranks = _decode_ranks(line)
         except (msgspec.MsgspecError, ValueError):  # an incomplete or damaged line
             continue

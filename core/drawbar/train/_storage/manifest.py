@@ -221,6 +221,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(plain, Manifest)
 
 
+# Now and not in two threads at once, because msgspec can crash if two threads use a type for the
+# first time. `convert` uses what this prepares.
+msgspec.json.Decoder(Manifest)
+
+
 def assign_directory_names(manifests: Mapping[str, Manifest]) -> list[Manifest]:
     """Return the manifests, oldest first, each with the name of its directory.
 

@@ -66,6 +66,10 @@ class ProgramMessage(msgspec.Struct, frozen=True):
     stack: Stack | None = None
 
 
+# Once for all threads: msgspec can crash if two threads use a type for the first time.
+_message_decoder = msgspec.json.Decoder(ProgramMessage)
+
+
 def run_program(
     arguments: Sequence[str],
     environment: Mapping[str, str],
@@ -260,7 +264,7 @@ class ProgramProcess:
             return bool(data)
         *lines, self._unparsed = self._unparsed.split(b"\n")
         for line in lines:
-            message = msgspec.json.decode(line, type=ProgramMessage)
+            message = _message_decoder.decode(line)
             self._failure = message.failed or self._failure
             if message.stack is not None:
                 self._stacks.put(message.stack)

@@ -58,10 +58,14 @@ class ExitReport(msgspec.Struct, frozen=True, kw_only=True):
     rss: int | None
 
 
+# Once for all threads: msgspec can crash if two threads use a type for the first time.
+_report_decoder = msgspec.json.Decoder(ExitReport)
+
+
 def read_exit_report(report_file: Path) -> ExitReport | None:
     """Return the report of the sentinel, or None if there is none (yet)."""
     try:
-        return msgspec.json.decode(report_file.read_bytes(), type=ExitReport)
+        return _report_decoder.decode(report_file.read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
 
