@@ -70,6 +70,11 @@ class OtherVersion(socketserver.StreamRequestHandler):
             self.wfile.write(b'{"error": "another version"}\n')
 
 
+class QuietServer(socketserver.ThreadingUnixStreamServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing if the command has closed its connection early."""
+
+
 def test_stop_of_run_that_replies_with_error_prints_one_line(
     cli: Command, interrupted_run: Path
 ) -> None:
@@ -77,7 +82,7 @@ def test_stop_of_run_that_replies_with_error_prints_one_line(
     sockets.mkdir(mode=0o700, exist_ok=True)
     digest = hashlib.sha256(os.fsencode(interrupted_run.resolve())).hexdigest()[:16]
     path = sockets / f"run_{digest}_0.sock"
-    with socketserver.ThreadingUnixStreamServer(str(path), OtherVersion) as server:
+    with QuietServer(str(path), OtherVersion) as server:
         server.daemon_threads = True  # the handle of the command may keep its connection open
         threading.Thread(target=server.serve_forever).start()
         result = cli("stop", interrupted_run)
