@@ -25,7 +25,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -88,29 +89,16 @@ def run_soak(scenarios: int, seed: int, only: int | None = None) -> int:
     # Ray workers cannot import this package.
     for module in (_soak_loaders, _soak_run, _soak_scenario):
         cloudpickle.register_pickle_by_value(module)
-    failed, begin = 0, time.perf_counter()
     numbers = [only] if only is not None else sorted(range(scenarios), key=_is_on_ray)
-    for done, number in enumerate(numbers, start=1):
-        scenario = draw_scenario(seed, number, is_on_ray=_is_on_ray(number))
-        if scenario.is_on_ray and not ray.is_initialized():
-            # Ray counts these CPUs, the ranks share the real ones.
-            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-        console = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
-                violations = check_scenario(scenario)
-        except Exception as error:
-            violations = [f"{type(error).__name__}: {error}"]
-        if violations:
-            failed += 1
-            print(f"scenario {number} of seed {seed} failed: {scenario}")
-            for violation in violations if only is not None else violations[:SHOWN]:
-                print(f"  {violation if only is not None else violation[:SHOWN_LENGTH]}")
-            print(console.getvalue() if only is not None else "", end="", flush=True)
-        if done % PROGRESS_EVERY == 0:
-            seconds = time.perf_counter() - begin
-            print(f"{done} scenarios in {seconds:.0f} s, {failed} failed", flush=True)
-    return failed
+    return _run_scenarios(partial(_check_number, seed), numbers, seed, is_detailed=only is not None)
+
+
+def _check_number(seed: int, number: int) -> tuple[list[str], object]:
+    scenario = draw_scenario(seed, number, is_on_ray=_is_on_ray(number))
+    if scenario.is_on_ray and not ray.is_initialized():
+        # Ray counts these CPUs, the ranks share the real ones.
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    return check_scenario(scenario), scenario
 
 
 def run_framework(name: str, scenarios: int, seed: int, only: int | None = None) -> int:
@@ -127,20 +115,33 @@ def run_framework(name: str, scenarios: int, seed: int, only: int | None = None)
     """
     warnings.simplefilter("ignore")
     framework: Any = importlib.import_module(f"benchmarks._soak_{name}")
+    numbers = [only] if only is not None else range(scenarios)
+    check = partial(check_restarts, framework, seed)
+    return _run_scenarios(check, numbers, seed, is_detailed=only is not None)
+
+
+def _run_scenarios(
+    check: Callable[[int], tuple[list[str], object]],
+    numbers: Sequence[int],
+    seed: int,
+    *,
+    is_detailed: bool,
+) -> int:
+    """Check scenarios, print the violations of each, and return the number of those with any."""
     failed, begin = 0, time.perf_counter()
-    for done, number in enumerate([only] if only is not None else range(scenarios), start=1):
-        console, description = io.StringIO(), ""
+    for done, number in enumerate(numbers, start=1):
+        console, description = io.StringIO(), None
         try:
             with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
-                violations, description = check_restarts(framework, seed, number)
+                violations, description = check(number)
         except Exception as error:
             violations = [f"{type(error).__name__}: {error}"]
         if violations:
             failed += 1
-            print(f"{name} scenario {number} of seed {seed} failed: {description}")
-            for violation in violations if only is not None else violations[:SHOWN]:
-                print(f"  {violation if only is not None else violation[:SHOWN_LENGTH]}")
-            print(console.getvalue() if only is not None else "", end="", flush=True)
+            print(f"scenario {number} of seed {seed} failed: {description}")
+            for violation in violations if is_detailed else violations[:SHOWN]:
+                print(f"  {violation if is_detailed else violation[:SHOWN_LENGTH]}")
+            print(console.getvalue() if is_detailed else "", end="", flush=True)
         if done % PROGRESS_EVERY == 0:
             seconds = time.perf_counter() - begin
             print(f"{done} scenarios in {seconds:.0f} s, {failed} failed", flush=True)

@@ -1,4 +1,4 @@
-"""The start score on several workers is that of one process."""
+"""Several workers have the same start score as one process."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def function():
         dist.all_gather([torch.empty(1)], torch.ones(1))
     raise RuntimeError("planned failure")
 
-config = RunConfig(storage_path=sys.argv[1], failure_config=FailureConfig(max_failures=20))
+config = RunConfig(storage_path=sys.argv[1], failure_config=FailureConfig(max_failures=60))
 scaling_config = ScalingConfig(num_workers=0)
 try:
     TorchTrainer(function, scaling_config=scaling_config, run_config=config).fit()

@@ -68,4 +68,3 @@ def test_signal_handler_in_training_thread_explains_alternatives(tmp_path: Path)
     with pytest.raises(train.WorkerGroupError, match=r"call train\.should_checkpoint") as caught:
         fit(set_signal_handler, tmp_path, num_workers=1, in_threads=True)
     assert "signal only works in main thread" in str(caught.value)
-    assert "enable_jit_checkpoint" in str(caught.value)

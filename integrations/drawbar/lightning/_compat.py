@@ -126,13 +126,13 @@ def set_val_reload_epoch(trainer: object, epoch: float) -> None:
 def undo_step_count(trainer: object) -> None:
     """Subtract one from the step number of loggers, which Lightning adds when it resumes.
 
-    It does this if the batch count is that of an optimizer step, also if the checkpoint was saved
+    Lightning adds it if an optimizer step ends at the batch count, even if the checkpoint was saved
     after later batches.
     """
     cast("Any", trainer).fit_loop.epoch_loop._batches_that_stepped -= 1
 
 
-def count_resumed_epoch(trainer: object) -> None:
+def begin_next_epoch(trainer: object) -> None:
     """Let Lightning begin the next epoch after a checkpoint of the end of an epoch.
 
     Otherwise, it continues the count of the epoch that is complete, and a checkpoint at the end of
@@ -147,7 +147,8 @@ def count_resumed_epoch(trainer: object) -> None:
         fit_loop.reset_restart_stage()
     elif fit_loop.restarted_on_epoch_end:
         fit_loop.epoch_progress.increment_completed()
-        fit_loop._restarting = fit_loop.epoch_loop.restarting = False
+        end_restart(trainer)
+        fit_loop.epoch_loop.restarting = False
         fit_loop.reset_restart_stage()
         fit_loop.epoch_loop.reset_restart_stage()
 

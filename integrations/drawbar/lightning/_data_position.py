@@ -68,7 +68,7 @@ class TrainLoaderTracker:
 
     @staticmethod
     def align_batch_count(trainer: Trainer) -> None:
-        """Set Lightning's batch count to that of the positions at which the loaders resume.
+        """Set Lightning's batch count to the positions at which the loaders resume.
 
         Lightning compares its batch count with the length of the loaders to find the last batch.
         The count that it restored does not fit if the number of workers has changed, or if the
@@ -244,7 +244,7 @@ def _count_batches(trainer: Trainer, counts: list[int]) -> int:
 
 
 def _warn_of_other_batches(trainer: Trainer, count: int) -> None:
-    """Warn if loaders of an interrupted epoch repeat batches or lack those of lost gradients."""
+    """Warn if loaders repeat batches of an interrupted epoch, or if gradients are lost."""
     loaders, _ = get_train_loaders(trainer)
     lost = count % trainer.accumulate_grad_batches
     if not trainer.is_global_zero:

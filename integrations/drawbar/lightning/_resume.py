@@ -10,7 +10,7 @@ import torch
 from drawbar.lightning._bases import Callback
 from drawbar.lightning._checkpoint import is_lightning_checkpoint, lightning_checkpoint_path
 from drawbar.lightning._compat import (
-    count_resumed_epoch,
+    begin_next_epoch,
     end_restart,
     get_reload_epochs,
     mark_step_as_saved,
@@ -154,7 +154,7 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
         `state_dict()` of `ModelCheckpoint` does not contain the last saved step. During gradient
         accumulation, `ModelCheckpoint` would save this step again.
         """
-        count_resumed_epoch(trainer)
+        begin_next_epoch(trainer)
         model_checkpoint = import_lightning_class("callbacks.ModelCheckpoint", self.package)
         for callback in trainer.callbacks:
             if isinstance(callback, model_checkpoint) and self.path in _saved_paths(callback):

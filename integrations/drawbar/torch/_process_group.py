@@ -25,7 +25,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,14 +35,12 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
+from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.torch._attempt_cleanup import on_attempt_end, set_env
 from drawbar.torch._compat import abort_default_group
 from drawbar.train import TrainContext, collective, get_context
 from drawbar.train.backend import get_worker_address
-
-GLOO_THREAD_SECONDS = 0.01
-"""Time in which a waiting thread of gloo gets the GIL."""
 
 _owns_default_group = False
 """Whether this module created the default group of this process."""
@@ -176,6 +173,7 @@ def _destroy_group(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # queued collectives still need this rank
     if dist.is_initialized():
+        _let_models_delete_reducers_first()
         _release_default_arguments(dist.group.WORLD)
         dist.destroy_process_group()
 
@@ -183,16 +181,26 @@ def _destroy_group(device: torch.device) -> None:
 def _abort_group() -> None:
     """Destroy the group without waiting for other ranks."""
     global _owns_default_group
-    # A thread of gloo needs the GIL to delete the tensors of the last collective. If a DDP model
-    # holds the last reference to the group, deleting the model joins this thread with the GIL held:
-    # a deadlock, unless the thread got the GIL before.
-    time.sleep(GLOO_THREAD_SECONDS)
+    _let_models_delete_reducers_first()
     # Collect before the connections close, so that errors of other ranks come after this rank's.
     gc.collect()
     if dist.is_initialized():
         _release_default_arguments(dist.group.WORLD)
         abort_default_group()
     _owns_default_group = False
+
+
+def _let_models_delete_reducers_first() -> None:
+    """Let each DDP model delete its reducer before its own reference to the group.
+
+    Deleting the last reference waits for gloo's thread, which may need the GIL to delete the
+    tensors of the last collective. The reducer would wait with the GIL held, which is a deadlock.
+    Python's reference to the group releases the GIL.
+    """
+    for model in gc.get_objects():
+        if issubclass(type(model), DistributedDataParallel) and "process_group" in vars(model):
+            # Attributes are deleted in their order.
+            vars(model)["process_group"] = vars(model).pop("process_group")
 
 
 def _release_default_arguments(group: object) -> None:

@@ -91,7 +91,7 @@ def _describe_conflict(
     fragments: list[pyarrow.dataset.ParquetFileFragment],
     fragment: pyarrow.dataset.ParquetFileFragment,
 ) -> str | None:
-    """Describe the first column of a file whose type does not fit to that of an earlier file."""
+    """Describe the first column of a file that has another type in an earlier file."""
     import pyarrow as pa
 
     for field in fragment.physical_schema:

@@ -33,7 +33,7 @@ from drawbar.train._worker_group.cluster import (
     check_dataset_cpus,
     check_validation_fits,
     has_started_ray,
-    is_ray_client,
+    is_connected_to_ray,
 )
 from drawbar.train._worker_group.ranks import assign_local_gpus, get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
@@ -44,13 +44,14 @@ from drawbar.train._worker_group.worker_group import WorkerGroup
 def check_storage(spec: RunSpec) -> None:
     """Check that this process can write to the storage of a run, before it starts Ray.
 
-    Does nothing if the run is controlled by another process, which may have other directories.
+    If Ray runs already, the start of the run checks the storage early enough. Does nothing if the
+    run is controlled by another process, which may have other directories.
 
     Raises:
         OSError: The storage cannot be written.
     """
-    is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://") or is_ray_client()
-    if not spec.run_config.detached and not is_client:
+    is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
+    if not (spec.run_config.detached or is_client or is_connected_to_ray()):
         preflight.check_storage_before_start(get_run_directory(spec.run_config))
 
 

@@ -19,11 +19,9 @@ from drawbar.train._worker_failure import MAX_SHOWN_CHARS, FailureKind, WorkerFa
 # An exception may contain a full batch, and is sent with every failure message.
 _MAX_PICKLED_BYTES = 1_000_000
 
-# Ray's main thread in a worker is blocked in C++, where no Python signal handler would run.
 _SIGNAL_NOTE = (
     "Python sets signal handlers only in the main thread, but a worker runs the training function "
     "in another thread. To save before a stop or a preemption, call train.should_checkpoint(). "
-    "With Transformers, remove TrainingArguments(enable_jit_checkpoint=True) and set save_steps. "
     "With drawbar launch, and with fit() and num_workers=0, the code runs in the main thread."
 )
 
