@@ -14,6 +14,11 @@ Event = dict[str, Any]
 _STATUS_OF_CAUSE = {"preemption": "preempted", "resize": "resized"}
 
 
+def was_ended_by_user(times: AttemptTimes) -> bool:
+    """Return whether a stop or the end of the run ended an attempt, so the next is no restart."""
+    return times.outcome in ("stopped", "finished")
+
+
 @dataclass
 class AttemptSpan:
     """An attempt and the events that belong to it.
@@ -39,11 +44,6 @@ class AttemptSpan:
         """Time of the first line of the training function, or the end without one."""
         started = self.times.function_start_time
         return self.end_time if started is None else min(started, self.end_time)
-
-    @property
-    def was_ended_by_user(self) -> bool:
-        """True if a stop or the end of the run ended the attempt, so the next one is no restart."""
-        return self.times.outcome in ("stopped", "finished")
 
     def get(self, event_type: str) -> Event | None:
         """Return the first event of a type."""
@@ -77,7 +77,7 @@ def split_attempts(run: IndexedRun, now: float) -> list[AttemptSpan]:
         if not is_last:
             resumed = get_resume_name(pairs[number + 1][1])
             span.useful_end = _find_useful_end(span, commits, resumed)
-        elif times.outcome not in ("finished", "stopped"):
+        elif not was_ended_by_user(times):
             last = max((e["time"] for e in group if e["event"] == "checkpoint"), default=0.0)
             span.useful_end = _clamp(span, last)
         failure_time = (span.get("attempt_ended") or {}).get("failure_time")
@@ -169,11 +169,11 @@ def make_time_axis(spans: Sequence[AttemptSpan]) -> list[dict[str, Any]]:
 
     for number, span in enumerate(spans):
         attempt = span.times.attempt
-        is_restart = number > 0 and not spans[number - 1].was_ended_by_user
+        is_restart = number > 0 and not was_ended_by_user(spans[number - 1].times)
         add("restart" if is_restart else "startup", attempt, span.function_start)
         add("training", attempt, span.useful_end)
         add("unsaved" if span.is_last else "lost", attempt, span.failure_time)
         add("detection", attempt, span.end_time)
         if span.get("run_started"):
-            add("paused" if span.was_ended_by_user else "crash_gap", None, span.resumed_time)
+            add("paused" if was_ended_by_user(span.times) else "crash_gap", None, span.resumed_time)
     return axis

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drawbar.train import AttemptTimes, Goodput
+from drawbar.ui._attempts import was_ended_by_user
 from drawbar.ui._catalog import IndexedRun
 from drawbar.ui._plain import flatten_settings
 
@@ -57,8 +58,7 @@ def _summarize(run: IndexedRun) -> dict[str, Any]:
 
 def count_restarts(attempts: Sequence[AttemptTimes]) -> int:
     """Return the number of attempts that followed a failure, not a stop or an end."""
-    ended_by_user = ("stopped", "finished")
-    return sum(attempt.outcome not in ended_by_user for attempt in attempts[:-1])
+    return sum(not was_ended_by_user(attempt) for attempt in attempts[:-1])
 
 
 def plausible_time(moment: float | None) -> float | None:
