@@ -16,6 +16,7 @@ from drawbar.train import (
     FailureConfig,
     Result,
     RunConfig,
+    ScalingConfig,
     WorkerGroupError,
     get_context,
 )
@@ -280,3 +281,17 @@ def test_load_shards_in_surviving_worker_uses_cache(tmp_path: Path) -> None:
     result: Result = run_in_threads(function, run_config=config)
     assert result.return_values == [1, 1]
     assert sorted(reads) == [(0, 0), (0, 1)]
+
+
+def test_error_of_a_check_shows_only_its_message(run_config: RunConfig) -> None:
+    trainer = XGBoostTrainer(
+        params={},
+        label_column="y",
+        datasets={"train": pd.DataFrame({"y": [0.0, np.nan], "a": [1, 2]})},
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=run_config,
+    )
+    with pytest.raises(WorkerGroupError, match="1 labels of datasets") as raised:
+        trainer.fit()
+    (failure,) = raised.value.failures
+    assert (failure.traceback, failure.location) == ("", "")

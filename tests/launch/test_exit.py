@@ -90,6 +90,27 @@ def test_launch_of_script_that_raises_prints_its_traceback_once(launch: Launch) 
     assert done.err.count(f"rank 0: ValueError: boom ({launch.script}:1 in <module>)") == 1
 
 
+def test_launch_names_the_root_cause_before_other_failed_ranks(launch: Launch) -> None:
+    done = launch(
+        """
+        import os, pathlib, time
+        rank, has_raised = os.environ["RANK"], pathlib.Path("has_raised")
+        if rank == "1":
+            try:
+                raise KeyError("root cause")
+            finally:
+                has_raised.touch()
+        while not has_raised.exists():
+            time.sleep(0.01)
+        raise ConnectionError("closed by peer")
+        """,
+        "--num-workers",
+        "2",
+    )
+    lines = [line for line in done.err.splitlines() if "Error: " in line and "rank " in line]
+    assert lines[0].startswith("rank 1: KeyError: 'root cause'")
+
+
 def test_launch_with_progress_shows_the_state_of_the_run(launch: Launch) -> None:
     done = launch("", "--progress")
     assert done.code == 0

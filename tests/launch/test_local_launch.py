@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,6 +144,11 @@ def test_stacks_and_stop_of_local_launch_reach_its_scripts(launch: Launch, pipe:
         drawbar = [sys.executable, "-m", "drawbar.cli"]
         stacks = json.loads(subprocess.check_output([*drawbar, "stacks", run, "--json"]))
         assert str(stacks).count("in wait_for_request") >= 2
+        shown = subprocess.check_output([*drawbar, "stacks", run], text=True)
+        frames = re.findall(r"^  File .* in (\w+|<module>)$", shown, re.MULTILINE)
+        assert frames == ["<module>", "wait_for_request"] * 2
+        every_thread = subprocess.check_output([*drawbar, "stacks", run, "--all"], text=True)
+        assert every_thread.count("\nThread ") > shown.count("\nThread ") == 2
         subprocess.run([*drawbar, "stop", "--now", run], check=True)
         done = launch.wait_for_end(process)
     assert done.code == 0, done.err

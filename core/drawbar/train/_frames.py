@@ -55,7 +55,7 @@ def find_user_frames(files: Sequence[str]) -> list[int]:
     Args:
         files: File of each frame, outermost first.
     """
-    indices = [index for index, file in enumerate(files) if not _is_internal_file(file)]
+    indices = [index for index, file in enumerate(files) if not is_internal_file(file)]
     packages = {index: _find_package(files[index]) for index in indices}
     # If a frame belongs to no package, it is the user's, and all packages are libraries.
     user_package = None if None in packages.values() else packages[indices[0]] if indices else None
@@ -74,7 +74,7 @@ def format_user_location(stack: Sequence[tuple[str, int, str]]) -> str:
     return f"{file}:{line} in {function}"
 
 
-def _is_internal_file(file: str) -> bool:
+def is_internal_file(file: str) -> bool:
     """Return whether a file belongs to Python or Drawbar, or is generated."""
     if is_stdlib_file(file):
         return True

@@ -116,7 +116,7 @@ def _wait(handle: RunHandle, signals: StopSignals) -> None:
 
 
 def _describe_failure(error: TrainingFailedError) -> str:
-    """Describe why a run failed, the cause last; "" if rank 0's own output shows all of it."""
+    """Describe why a run failed, the root cause first; "" if rank 0's output shows all of it."""
     from drawbar.train import WorkerGroupError
 
     if not isinstance(error, WorkerGroupError) or not error.failures:
@@ -124,12 +124,11 @@ def _describe_failure(error: TrainingFailedError) -> str:
     first, *others = error.failures
     if first.kind == "exit":
         return _describe_exit(error)
-    lines = [f"  {failure.headline()}" for failure in others]
-    if lines:
-        lines.insert(0, "Other failed ranks:")
-    lines.append(f"Run directory: {error.path}")
     # The traceback of a script is part of rank 0's output.
-    lines += ["", first.summary() if _has_shown_traceback(error) else first.describe()]
+    lines = ["", first.summary() if _has_shown_traceback(error) else first.describe(), ""]
+    if others:
+        lines += ["Other failed ranks:", *(f"  {failure.headline()}" for failure in others)]
+    lines.append(f"Run directory: {error.path}")
     return "\n".join(lines)
 
 

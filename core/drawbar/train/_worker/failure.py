@@ -110,7 +110,10 @@ def _format_message(error: BaseException) -> str:
 
 
 def _format_traceback(error: BaseException) -> tuple[str, str]:
-    """Return the traceback without Drawbar's frames, and the user's innermost line in it."""
+    """Return the traceback without Drawbar's frames, and the user's innermost line in it.
+
+    Both are "" if no other frame is left.
+    """
     if isinstance(error, ProgramFailedError):
         return error.traceback, error.location
     traceback_exception = TracebackException.from_exception(error)
@@ -118,9 +121,10 @@ def _format_traceback(error: BaseException) -> tuple[str, str]:
         # Clean the causes too: users read the complete chain.
         cause.stack = _drop_drawbar_frames(cause.stack)
     if not _is_drawbar_bug(traceback_exception.stack):
-        traceback_exception.stack = (
-            _drop_drawbar_frames(traceback_exception.stack) or traceback_exception.stack
-        )
+        traceback_exception.stack = _drop_drawbar_frames(traceback_exception.stack)
+        if not traceback_exception.stack and not any(_iter_causes(traceback_exception)):
+            # Only Drawbar's code ran, for example a check of a dataset. The message is enough.
+            return "", ""
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in traceback_exception.stack
     ]

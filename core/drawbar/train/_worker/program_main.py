@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType, TracebackType
 
 SESSION_VARIABLE = "DRAWBAR_SESSION"
@@ -159,35 +159,45 @@ def _drop_runner_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _is_runner_frame(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
+    return _is_runner_file(frame.f_code.co_filename)
+
+
+def _is_runner_file(file: str) -> bool:
     return file in (__file__, runpy.__file__) or file.startswith("<frozen ")
 
 
 def _serve_stack_requests(connection: socket.socket) -> None:
     """Send the stacks of this process for each request."""
     for _ in connection.makefile("rb"):
-        lines, text = collect_stacks(threading.main_thread().ident)
+        lines, text = collect_stacks(threading.main_thread().ident, _is_runner_file)
         _send(connection, {"stack": {"frames": lines, "text": text}})
 
 
-def collect_stacks(main_ident: int | None) -> tuple[list[tuple[str, int, str]], str]:
+def collect_stacks(
+    training_thread: int | None, is_runner_file: Callable[[str], bool]
+) -> tuple[list[tuple[str, int, str]], str]:
     """Return the stacks of this process.
 
     Args:
-        main_ident: Identifier of the thread that runs the user's code, if it runs.
+        training_thread: Identifier of the thread that runs the user's code, if it runs.
+        is_runner_file: Whether a file belongs to the code that calls the user's code.
 
     Returns:
-        Frames of that thread as (file, line, function), and the stacks of all threads as text, that
-        thread first.
+        Frames of that thread as (file, line, function), and the stacks of all threads as text. That
+        thread comes first, without the frames above the user's code.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts, lines = [], []
     frames = sys._current_frames()
-    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != main_ident):
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != training_thread):
         stack = traceback.extract_stack(frame)
-        if ident == main_ident:
+        title = f"Thread {names.get(ident, ident)}"
+        if ident == training_thread:
             lines = [(entry.filename, entry.lineno or 0, entry.name) for entry in stack]
-        texts.append(f"Thread {names.get(ident, ident)}:\n" + "".join(stack.format()))
+            title += " (training)"
+            while len(stack) > 1 and is_runner_file(stack[0].filename):
+                stack.pop(0)
+        texts.append(f"{title}:\n" + "".join(stack.format()))
     return lines, "\n".join(texts)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._frames import find_user_frames
+from drawbar.train._frames import find_user_frames, is_internal_file
 from drawbar.train._protocol.codec import Codec
 from drawbar.train._worker.program_main import collect_stacks
 
@@ -29,7 +29,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         frames: Frames of the training thread, outermost first.
-        text: Stacks of all threads as text, the training thread first.
+        text: Stacks of all threads as text, the training thread first, from the user's code on.
         stopped_reason: If the process is stopped by a signal, a description with the command that
             continues it; `frames` is empty then.
     """
@@ -58,7 +58,7 @@ STACK = Codec[Stack | None](Stack | None)
 
 def capture_stack(thread: threading.Thread | None) -> Stack:
     """Return the stacks of this process. `thread` is the thread of the training function."""
-    lines, text = collect_stacks(None if thread is None else thread.ident)
+    lines, text = collect_stacks(None if thread is None else thread.ident, is_internal_file)
     return Stack(frames=tuple(Frame(*line) for line in lines), text=text)
 
 

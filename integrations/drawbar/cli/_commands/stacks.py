@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from drawbar.cli._arguments import AsJson, RunName, command_errors, open_handle, open_record
 from drawbar.cli._output import escape_lines, write_json
 
+ShowAllThreads = Annotated[
+    bool, typer.Option("--all", help="Show every thread, not only the one that trains.")
+]
 
-def stacks(run: RunName, as_json: AsJson = False) -> None:
-    """Show what every rank is doing, with stack traces.
+
+def stacks(run: RunName, show_all: ShowAllThreads = False, as_json: AsJson = False) -> None:
+    """Show what every rank is doing, with the stack of its training thread.
 
     Works for your runs on this machine, and for detached runs on the Ray cluster of this machine.
-    The stack traces are also saved in the run's `stacks` directory.
+    The stacks of all threads are saved in the run's `stacks` directory.
     """
     handle = open_handle(run)
     with command_errors():
@@ -21,4 +29,13 @@ def stacks(run: RunName, as_json: AsJson = False) -> None:
         return
     print(escape_lines(summary))
     for rank, trace in traces.items():
-        print(f"\nRank {rank}\n{escape_lines(trace.rstrip())}")
+        shown = trace if show_all else _select_training_thread(trace)
+        print(f"\nRank {rank}\n{escape_lines(shown.rstrip())}")
+    if not show_all:
+        print("\nTo show all threads, add --all.")
+
+
+def _select_training_thread(trace: str) -> str:
+    """Return the stack of the training thread, or all stacks if the rank does not train."""
+    first, _, _ = trace.partition("\n\n")
+    return first if first.partition("\n")[0].endswith("(training):") else trace
