@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Library: datasets 5.2.0.
 # Guess: `IterableDataset.load_state_dict` sets where the next iteration starts. The iteration
-#   after it is a new epoch and reads all rows, as in `torch.utils.data` and torchdata.
+#   after it is a new epoch and reads all rows, as with `StatefulDataLoader` of torchdata.
 # Behaviour: the state is applied again to each later iteration of the object, until `set_epoch`
 #   changes the epoch. Without `set_epoch`, which only shuffled data needs, the first 5 rows are
 #   never read again.

@@ -17,7 +17,7 @@ trap 'rm -rf "$folder"' EXIT
 python3.11 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet "torch==2.13.0" "torchdata==0.11.0" "numpy==2.4.6"
 cd "$folder"
-venv/bin/python - <<'PROGRAM'
+venv/bin/python -W ignore - <<'PROGRAM'
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
