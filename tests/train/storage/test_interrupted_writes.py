@@ -112,8 +112,8 @@ def _make_filesystem(kind: str, path: Path, s3: Any) -> tuple[Any, str]:
     }[kind]
 
 
-def _write_partly(directory: Any, data: bytes) -> None:
-    with directory.open_output("file") as stream:
+def _write_partly(directory: Any, data: bytes, **options: Any) -> None:
+    with directory.open_output("file", **options) as stream:
         stream.write(data)
         raise KeyboardInterrupt
 
@@ -143,12 +143,52 @@ def test_exception_during_write_leaves_older_file_or_none(
         if older is not None:
             directory.write("file", older)
         with pytest.raises(KeyboardInterrupt):
+            _write_partly(directory, BIG[:num_bytes], keeps_older=True)
+        assert directory.read_or_none("file") == (None if kind == "fsspec memory" else older)
+        with pytest.raises(KeyboardInterrupt):
             _write_partly(directory, BIG[:num_bytes])
         assert directory.read_or_none("file") == (older if keeps_older else None)
     directory.write("file", BIG)
     assert directory.read("file") == BIG
     assert directory.read("other") == b"other"
     assert [file.path for file in directory.list_files()] == ["file", "other"]
+
+
+def test_kill_during_upload_to_s3_keeps_older_object(s3: Any, drivers: Drivers) -> None:
+    from drawbar.train._storage.remote_path import RemotePath, delete_temporary_files
+
+    path = f"bucket/{uuid.uuid4().hex}"
+    directory = RemotePath(path, s3)
+    for name in ("copied", "streamed"):
+        directory.write(name, b"older")
+
+    def main() -> None:
+        from tests.train.storage.test_interrupted_writes import kill_in_uploads
+
+        kill_in_uploads(s3, path)
+
+    with drivers(main, PYTHONPATH=str(Path(__file__).parents[3])) as driver:
+        driver.wait()
+    assert driver.returncode == -signal.SIGKILL
+    delete_temporary_files(directory)
+    assert [(file.path, file.size) for file in directory.list_files()] == [
+        ("copied", 5),
+        ("streamed", 5),
+    ]
+
+
+def kill_in_uploads(filesystem: Any, path: str) -> None:
+    from drawbar.train._storage.remote_path import RemotePath
+
+    directory = RemotePath(path, filesystem)
+    size = Random(0).randrange(len(BIG))
+    with (
+        directory.open_output("copied", keeps_older=True) as copied,
+        directory.open_output("streamed") as streamed,
+    ):
+        copied.write(BIG)
+        streamed.write(BIG[:size])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def make_interrupting(

@@ -89,8 +89,8 @@ def sort_dataset(dataset: Dataset, column: str) -> Dataset:
     with_key = dataset.map_batches(
         partial(_add_sort_key, column), batch_format="pyarrow", batch_size=None
     )
-    ordered: Dataset = with_key.sort(_SORT_KEY).drop_columns([_SORT_KEY]).materialize()
-    return ordered
+    sorted_dataset: Dataset = with_key.sort(_SORT_KEY).drop_columns([_SORT_KEY]).materialize()
+    return sorted_dataset
 
 
 def _add_sort_key(column: str, table: pa.Table) -> pa.Table:
