@@ -247,6 +247,9 @@ def test_load_shards_with_invalid_data_raises(run_config: RunConfig, tmp_path: P
     assert "must have integers from 0, found -3" in message(
         {"label": "y", "categorical": ["a"]}, {"y": [0, 1], "a": [1, -3]}
     )
+    assert "1 values of group 'g' of datasets['train'] are null" in message(
+        {"label": "y", "group": "g"}, {"y": [0, 1], "a": [1, 2], "g": [5, None]}
+    )
     assert "Rows of group 5 (column 'g' of datasets['train']) are not contiguous" in message(
         {"label": "y", "group": "g"}, {"y": [0, 0, 0], "a": [1, 2, 3], "g": [5, 6, 5]}
     )

@@ -245,6 +245,7 @@ def test_ranking_keeps_groups_whole(declare_on_ray: Callable[..., Result], ndcg_
     data = frame(x, random.integers(0, 4, 600), query=query)
     params = {"objective": "lambdarank", "metric": "ndcg", "ndcg_eval_at": [3]}
     shuffled = data.sample(frac=1, random_state=0)
+    shuffled["query"] = shuffled["query"].astype(str).astype("category")
     result = declare_on_ray(params, shuffled, data, group_column="query")
     _, sizes = np.unique(query, return_counts=True)
     scores = booster_of(result).predict(x, raw_score=True)

@@ -61,7 +61,7 @@ def queries() -> pd.DataFrame:
     """Create forty queries of ten rows that are not contiguous."""
     rng = np.random.default_rng(1)
     frame = pd.DataFrame(rng.integers(0, 8, (400, 5)), columns=list("abcde")).astype("float32")
-    frame["query"] = np.arange(400) % 40
+    frame["query"] = pd.Categorical(np.char.mod("query %d", np.arange(400) % 40))
     frame["target"] = (frame.a + rng.normal(size=400) > 5).astype(int) + (frame.b > 5)
     return frame
 

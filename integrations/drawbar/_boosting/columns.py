@@ -129,14 +129,15 @@ def validate_types(
         if arrow_type is None or _is_numeric(arrow_type) or _is_pandas_index(name):
             continue
         is_text = is_type.is_string(arrow_type) or is_type.is_large_string(arrow_type)
-        if name == columns.group and is_text:
+        is_category = is_type.is_dictionary(arrow_type)
+        if name == columns.group and (is_text or is_category):
             continue
         if any(name == assigned for _, assigned in columns.assignments()):
             raise ValueError(
                 f"Column {name!r} of datasets[{dataset!r}] must be numeric, found {arrow_type}. "
                 "Encode it as numbers."
             )
-        if is_type.is_dictionary(arrow_type) or (is_text and name in columns.categorical):
+        if is_category or (is_text and name in columns.categorical):
             continue
         advice = (
             "Add it to categorical_features, convert it to a pandas category, or drop it."

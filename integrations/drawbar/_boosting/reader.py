@@ -242,6 +242,13 @@ class BlockReader:
 
     def _number_groups(self, column: pa.ChunkedArray) -> Array:
         """Return the index of each row's query."""
+        if is_type.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if column.null_count:  # to_numpy() would round large integers
+            raise ValueError(
+                f"{column.null_count} values of group {self._columns.group!r} of "
+                f"datasets[{self._dataset!r}] are null. Drop these rows."
+            )
         values = column.to_numpy()
         if not len(values):
             return np.empty(0, dtype=np.int64)

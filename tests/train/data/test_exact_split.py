@@ -67,6 +67,27 @@ def test_materialized_split_with_pad_fills_shorter_shards(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("make", [ray.data.from_arrow, pa.concat_tables])
+@pytest.mark.parametrize("values", [["b", "a", None, "c"], [2**53 + 1, 2**53, None, 2**53 + 2]])
+@pytest.mark.parametrize("is_category", [True, False])
+def test_groups_of_categories_nulls_and_large_integers_stay_together(
+    make: Any, values: list[Any], is_category: bool
+) -> None:
+    orders = [[0, 1, 2, 0], [2, 1, 3]]  # each block has its own categories
+    columns = [pa.array([values[index] for index in order]) for order in orders]
+    if is_category:
+        columns = [column.dictionary_encode() for column in columns]
+    dataset = make([pa.table({"group": column}) for column in columns])
+    config = DataConfig(uneven_rows="keep", group_column="group")
+    found = [
+        [row["group"] for row in shard.iter_rows()]
+        for shard in make_shards(dataset, 2, config=config)
+    ]
+    b, a, null, c = values
+    assert found == [[a, a], [b, b, c, null, null]]
+
+
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("make", [ray.data.from_pandas, pa.Table.from_pandas])
 def test_grouped_shards_have_length_and_restart_epoch(make: Any) -> None:
     dataset = make(pd.DataFrame({"row": range(7), "group": list("babcacb")}))

@@ -196,26 +196,36 @@ def test_dataset_without_rows_for_workers_raises_before_start(
             ).fit()
 
 
-def read_categories() -> list[str]:
-    rows = train.get_dataset_shard("train").iter_rows()
-    return sorted(str(row["kind"]) for row in rows)
+def small_codes(letter: str) -> pa.Table:
+    """100 categories with codes of 8 bits, also within a struct and a list."""
+    names = pa.array([f"{letter}{number}" for number in range(100)])
+    kinds = names.dictionary_encode().cast(pa.dictionary(pa.int8(), "string"))
+    nested = pa.StructArray.from_arrays([pa.ListArray.from_arrays(range(101), kinds)], ["kinds"])
+    return pa.table({"id": range(100), "kind": kinds, "nested": nested})
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_categories_of_chunks_may_differ_and_exceed_8_bits(run_config: RunConfig) -> None:
-    names = [[f"{letter}{number}" for number in range(100)] for letter in "ab"]
-    chunks = [
-        pa.array(each).dictionary_encode().cast(pa.dictionary(pa.int8(), "string"))
-        for each in names
-    ]
-    result = DataParallelTrainer(
-        read_categories,
-        datasets={"train": pa.table({"kind": pa.chunked_array(chunks)})},
-        dataset_config=DataConfig(datasets_to_shuffle=["train"], uneven_rows="keep"),
-        scaling_config=ScalingConfig(num_workers=0),
-        run_config=run_config,
-    ).fit()
-    assert result.return_value == sorted([*names[0], *names[1]])
+@pytest.mark.parametrize("make", [pa.concat_tables, ray.data.from_arrow])
+@pytest.mark.parametrize(
+    "config", [DataConfig(uneven_rows="keep", datasets_to_shuffle=["train"]), DataConfig()]
+)
+def test_categories_of_chunks_may_differ_and_exceed_8_bits(make: Any, config: DataConfig) -> None:
+    dataset = make([small_codes("a"), small_codes("b")])
+
+    def read(**batches: Any) -> list[tuple[str, str]]:
+        (shard,) = make_shards(dataset, 1, config=config)
+        return [
+            (kind, nested["kinds"][0])
+            for batch in shard.iter_batches(batch_size=150, **batches)
+            for kind, nested in zip(batch["kind"], batch["nested"], strict=True)
+        ]
+
+    if make is ray.data.from_arrow and not config.datasets_to_shuffle:
+        with pytest.raises(ValueError, match=r"datasets\['train'\] have .* in 'kind', 'nested'"):
+            read()  # Ray Data combines the blocks of a stream
+    else:
+        names = [f"{letter}{number}" for letter in "ab" for number in range(100)]
+        assert sorted(read()) == sorted(zip(names, names, strict=True))
 
 
 def scaled() -> tuple[list[float], list[float]]:

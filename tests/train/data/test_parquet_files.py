@@ -93,14 +93,51 @@ def test_column_of_hive_directory_may_be_in_the_files(
     assert read(tmp_path / "files", run_config) == ({"day": "int64"}, {"day": [3, 4]})
 
 
-def test_types_that_cannot_be_combined_raise(run_config: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"flag": [True]}, {"flag": [2]}, "'flag' has type bool in F0 and type int64 in F1"),
+        (
+            {"id": [2**60 + 1]},
+            {"id": [0.5]},
+            "'id' has type int64 in F0, and with the other files type double, which cannot hold",
+        ),
+        (
+            {"id": [-1]},
+            {"id": pa.array([2**63 + 1], pa.uint64())},
+            "'id' has type uint64 in F1, and with the other files type int64, which cannot hold",
+        ),
+        (
+            {"at": pa.array([2**50], pa.timestamp("ms"))},
+            {"at": pa.array([1], pa.timestamp("ns"))},
+            r"'at' has type timestamp\[ms\] in F0, and with the other files type timestamp\[ns\]",
+        ),
+        ({"day": [3]}, {"y": [1]}, "'day' is in some files, but F1 has it only in its path"),
+        ([[1], [2]], [[1], [2]], "F0 has 2 columns 'y'"),
+    ],
+)
+def test_columns_that_cannot_be_combined_raise_with_file_and_column(
+    run_config: RunConfig, tmp_path: Path, first: Any, second: Any, message: str
+) -> None:
     folder = tmp_path / "files"
-    write(folder / "0.parquet", y=[1.0])
-    write(folder / "1.parquet", y=[1.0], flag=[True])
-    write(folder / "2.parquet", y=[1.0], flag=[2])
-    message = (
-        rf"datasets\['train'\] cannot be read .*column 'flag' has type bool in {folder}/1.parquet "
-        rf"and type int64 in {folder}/2.parquet"
-    )
-    with pytest.raises(ValueError, match=message):
-        read(str(folder), run_config)
+    files = [folder / f"day={number}" / "0.parquet" for number in range(2)]
+    for file, columns in zip(files, (first, second), strict=True):
+        file.parent.mkdir(parents=True)
+        is_named = isinstance(columns, dict)
+        table = pa.table(columns, names=None if is_named else ["y", "y"])
+        pyarrow.parquet.write_table(table, file)
+        message = message.replace(f"F{files.index(file)}", str(file))
+    with pytest.raises(ValueError, match=rf"datasets\['train'\] cannot be read .*{message}"):
+        read(files, run_config)
+    with pytest.raises(ValueError, match=rf"datasets\['train'\] cannot be read .*{message}"):
+        read(folder, run_config)
+
+
+def test_categories_and_strings_become_strings(run_config: RunConfig, tmp_path: Path) -> None:
+    kinds = pa.array(["p"]).dictionary_encode()
+    write(tmp_path / "a" / "0.parquet", kind=kinds, day=pa.array(["x"]), k2=kinds)
+    write(tmp_path / "b" / "1.parquet", kind=["q"], day=pa.array(["y"], "large_string"))
+    write(tmp_path / "b" / "2.parquet", kind=pa.nulls(1), k2=pa.nulls(1))
+    types = {"kind": "string", "day": "large_string", "k2": str(kinds.type)}
+    values = {"kind": ["p", "q"], "day": ["x", "y"], "k2": ["p"]}
+    assert read([tmp_path / "a", tmp_path / "b"], run_config) == (types, values)

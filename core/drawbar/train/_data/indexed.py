@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._config.data_config import DataConfig
 from drawbar.train._data import row_sources
+from drawbar.train._data.dictionaries import list_small_dictionaries, widen_dictionaries
+from drawbar.train._data.groups import (
+    check_group_column,
+    find_group_starts,
+    iter_column,
+    sort_dataset,
+    sort_table,
+)
 from drawbar.train._data.shard import DatasetShard, ShardSpec
 from drawbar.train._ray_compat import count_block_rows
 from drawbar.train._row_positions import (
@@ -29,10 +37,8 @@ from drawbar.train._row_positions import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     import pyarrow as pa
     import ray
-    from numpy.typing import NDArray
     from ray.data import Dataset
 
     from drawbar.train._row_positions import Numbers
@@ -121,11 +127,11 @@ class IndexedTable(IndexedDataset):
         # Also for a single worker: the training function may need consecutive rows for each group.
         if column is None or not config.is_split(name):
             return cls(table)
-        _check_column(name, column, table.column_names)
-        starts, contiguous = find_group_starts([table[column].to_numpy()])
+        check_group_column(name, column, table.schema)
+        starts, contiguous = find_group_starts([table[column]])
         if not contiguous:
-            table = table.sort_by(column)
-            starts, _ = find_group_starts([table[column].to_numpy()])
+            table = sort_table(table, column)
+            starts, _ = find_group_starts([table[column]])
         return cls(table, starts)
 
     @cached_property
@@ -159,20 +165,20 @@ class IndexedBlocks(IndexedDataset):
         """Compute a dataset. Shuffle it or sort its groups, if the config requires it."""
         dataset = config.apply_options(name, dataset)
         if config.shuffles(name):
-            dataset = dataset.random_shuffle(seed=SHUFFLE_SEED)
+            dataset = _to_arrow(dataset).random_shuffle(seed=SHUFFLE_SEED)
         materialized = dataset.materialize()
         column = config.group_column
         if column is None:
-            # Row numbers are only known in Arrow blocks. pandas blocks become Arrow blocks.
-            if row_sources.get_arrow_blocks(materialized) is None:
-                as_arrow = materialized.map_batches(_return_unchanged, batch_format="pyarrow")
-                materialized = as_arrow.materialize()
-            return cls(materialized)
-        _check_column(name, column, materialized.columns() or [])
-        starts, contiguous = find_group_starts(_iter_column(materialized, column))
+            return cls(
+                _to_arrow(materialized).materialize()
+                if _must_convert(materialized)
+                else materialized
+            )
+        check_group_column(name, column, materialized.schema())
+        starts, contiguous = find_group_starts(iter_column(materialized, column))
         if not contiguous:
-            materialized = materialized.sort(column).materialize()
-            starts, _ = find_group_starts(_iter_column(materialized, column))
+            materialized = sort_dataset(materialized, column)
+            starts, _ = find_group_starts(iter_column(materialized, column))
         return cls(materialized, starts)
 
     @property
@@ -264,8 +270,23 @@ def _shuffle_numbers(count: int) -> Numbers:
     return np.random.default_rng(SHUFFLE_SEED).permutation(count)
 
 
-def _return_unchanged(table: pa.Table) -> pa.Table:
-    return table
+def _to_arrow(dataset: Dataset) -> Dataset:
+    """Convert the blocks of a dataset to Arrow tables whose dictionaries can be combined."""
+    arrow: Dataset = dataset.map_batches(
+        widen_dictionaries, batch_format="pyarrow", batch_size=None
+    )
+    return arrow
+
+
+def _must_convert(materialized: Dataset) -> bool:
+    """Return whether the row numbers are unknown, or dictionaries cannot be combined."""
+    if row_sources.get_arrow_blocks(materialized) is None:
+        return True  # Row numbers are only known in Arrow blocks.
+    schema = materialized.schema()
+    is_single = materialized.num_blocks() == 1
+    return (
+        not is_single and schema is not None and bool(list_small_dictionaries(schema.base_schema))
+    )
 
 
 def shard_by_row_number(
@@ -345,14 +366,6 @@ def check_even_rows(name: str, rows: int, world_size: int, uneven_rows: UnevenRo
     )
 
 
-def _check_column(name: str, column: str, names: Sequence[str]) -> None:
-    if column not in names:
-        raise ValueError(
-            f"DataConfig.group_column is {column!r}, but datasets[{name!r}] has "
-            f"the columns {', '.join(map(repr, names)) or 'none'}"
-        )
-
-
 def compute_split_indices(rows: int, world_size: int, starts: Numbers | None = None) -> list[int]:
     """Return the row numbers at which to split a dataset into parts of nearly equal length.
 
@@ -368,33 +381,3 @@ def compute_split_indices(rows: int, world_size: int, starts: Numbers | None = N
 
     allowed = np.append(starts, rows)
     return [int(allowed[np.abs(allowed - cut).argmin()]) for cut in even]
-
-
-def _iter_column(dataset: Dataset, column: str) -> Iterator[NDArray[Any]]:
-    """Yield a column of a dataset in batches."""
-    column_dataset = dataset.select_columns([column])
-    for batch in column_dataset.iter_batches(batch_size=None, batch_format="numpy"):
-        yield batch[column]
-
-
-def find_group_starts(batches: Iterable[NDArray[Any]]) -> tuple[Numbers, bool]:
-    """Return where runs of equal values start, and whether each value has only one run."""
-    import numpy as np
-
-    starts: list[Numbers] = []
-    values: list[NDArray[np.generic]] = []
-    rows = 0
-    for batch in batches:
-        if not len(batch):
-            continue
-        new = np.flatnonzero(np.append(True, batch[1:] != batch[:-1]))
-        if values and batch[0] == values[-1][-1]:
-            new = new[1:]
-        starts.append(new + rows)
-        if len(new):
-            values.append(batch[new])
-        rows += len(batch)
-    if not values:
-        return np.empty(0, dtype=np.int64), True
-    firsts = np.concatenate(values)
-    return np.concatenate(starts), len(np.unique(firsts)) == len(firsts)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from drawbar.train._data.dictionaries import explain_combine_error
 from drawbar.train._protocol.messages import ShardEpochEnded
 from drawbar.train._ray_compat import get_split_coordinator
 from drawbar.train._row_positions import LocalShuffle, RowPosition, UnevenRows, encode_reads
@@ -182,6 +183,10 @@ class DatasetShard:
                     self._num_rows_read += reading.count_rows(batch)
                 yield batch
             ended = True
+        except Exception as error:
+            if (explained := explain_combine_error(error, self.spec.dataset, source)) is not None:
+                raise explained from error
+            raise
         finally:
             if iteration == self._iteration:
                 # A partial epoch may have no rows, which is not an error.

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar.train._data.dictionaries import check_dictionaries, widen_dictionaries
 from drawbar.train._data.parquet_files import read_parquet
 from drawbar.train._frames import warn_caller
 
@@ -98,9 +99,15 @@ def _open_dataset(name: str, dataset: object) -> object:
     _check_dataset_type(name, dataset)
     try:
         table = to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
-        return table if is_ray_dataset(table) else _widen_categories(table)
+        if is_ray_dataset(table):
+            return table
+        check_dictionaries(table.schema)
+        is_chunked = any(column.num_chunks > 1 for column in table.columns)
+        return widen_dictionaries(table) if is_chunked else table
     except FileNotFoundError as error:
         raise FileNotFoundError(f"datasets[{name!r}]: {error}") from error
+    except OSError as error:
+        raise OSError(f"datasets[{name!r}] cannot be read: {error}") from error
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             f"datasets[{name!r}] cannot be read as a table: {describe_value(dataset)}; "
@@ -159,30 +166,6 @@ def to_arrow_table(table: Any) -> pa.Table:
     if hasattr(table, "iloc"):
         return pa.Table.from_pandas(table, preserve_index=False)
     return pa.table(table)
-
-
-def _widen_categories(table: pa.Table) -> pa.Table:
-    """Use 32-bit codes for categories in several chunks, whose categories may differ.
-
-    Raises:
-        TypeError: Workers cannot read the categories, such as pandas' intervals.
-    """
-    import pyarrow as pa
-
-    for number, field in enumerate(table.schema):
-        if not pa.types.is_dictionary(field.type):
-            continue
-        values = field.type.value_type
-        if isinstance(values, pa.BaseExtensionType):
-            raise TypeError(
-                f"column {field.name!r} has categories of the type {values}, which workers cannot "
-                f"read. Convert them, for example with "
-                f'frame[{field.name!r}].astype(str).astype("category")'
-            )
-        if table.column(number).num_chunks > 1:
-            wide = pa.dictionary(pa.int32(), values, field.type.ordered)
-            table = table.set_column(number, field.name, table.column(number).cast(wide))
-    return table
 
 
 def is_fitted(preprocessor: Preprocessor) -> bool:

@@ -9,6 +9,7 @@ filesystem:
 | local directories, SFTP | a temporary file, which is renamed | delete the temporary file |
 | object stores of fsspec | no object before the stream is closed | abort the upload |
 | object stores of pyarrow | no object before the stream is closed | delete the incomplete object |
+| the same, with `keeps_older` | a temporary object, which is copied | delete the temporary object |
 | others, such as HDFS | an incomplete file | delete the incomplete file |
 """
 
@@ -26,16 +27,27 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
     from pyarrow.fs import FileSystem
 
+FLAT_FILESYSTEMS = ("s3", "gcs", "abfs")
+"""Object stores of pyarrow, which have no directories."""
+
 _RENAMING_PROTOCOLS = {"sftp", "ssh"}  # a rename replaces an existing file
 
 
 @contextlib.contextmanager
-def open_output(filesystem: FileSystem, path: str) -> Iterator[IO[bytes]]:
+def open_output(
+    filesystem: FileSystem, path: str, *, keeps_older: bool = False
+) -> Iterator[IO[bytes]]:
     """Open a file for writing that is stored only if the block ends without an exception.
 
     After an exception, there is the older file of this path, or none.
+
+    Args:
+        filesystem: Filesystem of the file.
+        path: Path of the file.
+        keeps_older: Whether object stores of pyarrow keep the older file after an exception. The
+            file must have less than 5 GB, because it is copied within the store.
     """
-    if can_rename(filesystem):
+    if can_rename(filesystem) or (keeps_older and filesystem.type_name in FLAT_FILESYSTEMS):
         with _open_temporary(filesystem, path) as stream:
             yield stream
         return
@@ -64,12 +76,22 @@ def _open_temporary(filesystem: FileSystem, path: str) -> Iterator[IO[bytes]]:
     try:
         with _open_stream(filesystem, temporary) as stream:
             yield stream
-        wrapped = get_fsspec_filesystem(filesystem)
-        (filesystem.move if wrapped is None else wrapped.mv)(temporary, path)
+        _rename(filesystem, temporary, path)
     except BaseException:
         with contextlib.suppress(Exception):
             filesystem.delete_file(temporary)
         raise
+
+
+def _rename(filesystem: FileSystem, source: str, target: str) -> None:
+    wrapped = get_fsspec_filesystem(filesystem)
+    if wrapped is not None:
+        wrapped.mv(source, target)
+    elif filesystem.type_name in FLAT_FILESYSTEMS:
+        filesystem.copy_file(source, target)
+        filesystem.delete_file(source)
+    else:
+        filesystem.move(source, target)
 
 
 def _open_stream(filesystem: FileSystem, path: str) -> Any:

@@ -24,7 +24,7 @@ from drawbar.train._storage.fsspec_files import (
     get_fsspec_filesystem,
     iter_fsspec_infos,
 )
-from drawbar.train._storage.remote_output import can_rename, open_output
+from drawbar.train._storage.remote_output import FLAT_FILESYSTEMS, can_rename, open_output
 from drawbar.train._storage.retries import retry_transient
 from drawbar.train._storage.uris import get_parent_uri, join_uri
 from drawbar.train._threads import DaemonThreadPool
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FLAT_FILESYSTEMS = ("s3", "gcs", "abfs")
 _ENDPOINT_SETTINGS = (  # pyarrow's and fsspec's settings that identify the server of a filesystem
     "account_name",
     "blob_storage_authority",
@@ -47,6 +46,7 @@ _ENDPOINT_SETTINGS = (  # pyarrow's and fsspec's settings that identify the serv
 )
 _TRANSFER_THREADS = 8
 _TRANSFER_CHUNK_BYTES = 16 * 1024 * 1024
+_SINGLE_REQUEST_BYTES = 4 * 1024 * 1024  # that object stores of pyarrow write in one request
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,22 +190,26 @@ class RemotePath:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file."""
+        """Write a file. After an error, the older file remains."""
+        is_large = len(data) > _SINGLE_REQUEST_BYTES
 
         def write() -> None:
-            with self.open_output(name) as stream:
+            with self.open_output(name, keeps_older=is_large) as stream:
                 stream.write(data)
 
         retry_transient(write, f"writing {format_exact_size(len(data))} to {self / name}")
 
     @contextlib.contextmanager
-    def open_output(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file for writing that is stored only if the block ends without an exception."""
+    def open_output(self, name: str, *, keeps_older: bool = False) -> Iterator[IO[bytes]]:
+        """Open a file for writing that is stored only if the block ends without an exception.
+
+        With `keeps_older`, object stores of pyarrow keep an older file after an exception.
+        """
         path = f"{self.fs_path}/{name}"
         # Object stores have no directories; create_dir would add an empty object of that name.
-        if self.filesystem.type_name not in _FLAT_FILESYSTEMS:
+        if self.filesystem.type_name not in FLAT_FILESYSTEMS:
             self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-        with open_output(self.filesystem, path) as stream:
+        with open_output(self.filesystem, path, keeps_older=keeps_older) as stream:
             yield stream
 
     # -- deleting
@@ -236,7 +240,8 @@ class RemotePath:
 
 def delete_temporary_files(directory: RemotePath) -> None:
     """Delete the temporary files below a directory that a killed process has left."""
-    if can_rename(directory.filesystem):  # otherwise, there are none
+    filesystem = directory.filesystem
+    if can_rename(filesystem) or filesystem.type_name in FLAT_FILESYSTEMS:  # else there are none
         for file in directory.list_files():
             if is_temporary(file.path):
                 directory.delete_file(file.path)
