@@ -16,7 +16,7 @@ from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
 SEED = 1
 SCENARIOS = 30
 FRAMEWORK_SEED = 7
-FRAMEWORK_SCENARIOS = 8  # one of those of Lightning has two ranks
+FRAMEWORK_SCENARIOS = 8  # one scenario of Lightning has two ranks
 
 
 @pytest.mark.parametrize("number", range(SCENARIOS))
