@@ -27,12 +27,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
 import ray
 
-from benchmarks import _soak_loaders, _soak_run, _soak_scenario
+from benchmarks import _soak_loaders, _soak_restarts, _soak_run, _soak_scenario
 from benchmarks._soak_frames import check_frames
 from benchmarks._soak_oracle import Outcome, find_violations, group_by_epoch
 from benchmarks._soak_restarts import check_restarts
@@ -86,9 +87,7 @@ def run_soak(scenarios: int, seed: int, only: int | None = None) -> int:
         Number of scenarios with violations.
     """
     warnings.simplefilter("ignore")
-    # Ray workers cannot import this package.
-    for module in (_soak_loaders, _soak_run, _soak_scenario):
-        cloudpickle.register_pickle_by_value(module)
+    _pickle_by_value(_soak_loaders, _soak_run, _soak_scenario)
     numbers = [only] if only is not None else sorted(range(scenarios), key=_is_on_ray)
     return _run_scenarios(partial(_check_number, seed), numbers, seed, is_detailed=only is not None)
 
@@ -115,6 +114,7 @@ def run_framework(name: str, scenarios: int, seed: int, only: int | None = None)
     """
     warnings.simplefilter("ignore")
     framework: Any = importlib.import_module(f"benchmarks._soak_{name}")
+    _pickle_by_value(framework, _soak_restarts, _soak_run, _soak_scenario)
     numbers = [only] if only is not None else range(scenarios)
     check = partial(check_restarts, framework, seed)
     return _run_scenarios(check, numbers, seed, is_detailed=only is not None)
@@ -146,6 +146,12 @@ def _run_scenarios(
             seconds = time.perf_counter() - begin
             print(f"{done} scenarios in {seconds:.0f} s, {failed} failed", flush=True)
     return failed
+
+
+def _pickle_by_value(*modules: ModuleType) -> None:
+    """Pickle functions of modules by value, because Ray workers cannot import this package."""
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
 
 
 def _is_on_ray(number: int) -> bool:

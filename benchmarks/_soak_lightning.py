@@ -39,6 +39,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
         "epochs": rng.randint(1, 3),
         "accumulate": rng.choice((1, 1, 2, 3)),
         "save_every": None if saves_every_batch else rng.randint(1, 4),
+        "ranks": rng.choices((1, 2), weights=(11, 1))[0],
     }
 
 
@@ -67,11 +68,10 @@ class Model(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Count the steps as saved, without batches after the last step of the optimizer."""
-        self._steps.save()
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
-        if not progress.is_last_batch:
-            rest = progress.current.processed % self.trainer.accumulate_grad_batches
-            self._steps.num_saved = len(self._steps.values) - rest
+        window = self.trainer.accumulate_grad_batches
+        rest = 0 if progress.is_last_batch else progress.current.processed % window
+        self._steps.save(rest)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD with momentum, whose steps depend on the earlier ones."""

@@ -12,6 +12,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from drawbar.accelerate import launch, load_state, report_state
+from drawbar.torch import prepare_data_loader
 from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 
 HERE = ScalingConfig(num_workers=0)
@@ -121,3 +122,23 @@ def test_load_state_with_stateful_loader_of_shuffle_buffer_warns(run_config: Run
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="With use_stateful_dataloader")
         launch(function, (None,), HERE, run_config=run_config)
+
+
+def test_accumulate_in_loop_over_other_loader_warns(run_config: RunConfig) -> None:
+    def train_func(is_prepared: bool) -> None:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        loader: Any = DataLoader(torch.arange(3.0))  # type: ignore[arg-type]
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        loader = accelerator.prepare(loader) if is_prepared else prepare_data_loader(loader)
+        load_state(accelerator)
+        for _ in loader:
+            with accelerator.accumulate(model):
+                pass
+        assert accelerator.sync_gradients == is_prepared  # the third batch is the last one
+
+    for is_prepared in (False, True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            launch(train_func, (is_prepared,), HERE, run_config=run_config)
+        found = [each for each in caught if "where an epoch ends" in str(each.message)]
+        assert len(found) == (not is_prepared)

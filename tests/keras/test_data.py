@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import re
@@ -355,6 +356,59 @@ def test_fit_after_early_stopping_trains_only_in_new_run(tmp_path: Path) -> None
     assert [Path(file.path).name for file in unused] == ["checkpoint_000001"]  # 0 is the best one
     another = fit("another", first.checkpoint)  # resumes from the last checkpoint
     assert another.metrics_dataframe["loss"].notna().sum() == 1
+
+
+def scheduled_loop(fails_at: tuple[int, int] | None) -> Any:
+    """Train with averaged weights and a learning rate that is halved in each epoch."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+    model.compile(optimizer, "mse", jit_compile=False)
+    prepare_model(model)
+    at = [0, 0]
+
+    def begin_epoch(epoch: int, logs: Any) -> None:
+        at[0] = epoch
+
+    def fail(batch: int, logs: Any) -> None:
+        at[1] = batch
+        if tuple(at) == fails_at and get_context().get_attempt() == 0:
+            raise ConnectionError("after the checkpoint")
+
+    callbacks = [
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+        ReportCheckpointCallback({"epoch_end": 1, "train_batch_end": 2}),
+        keras.callbacks.LambdaCallback(on_epoch_begin=begin_epoch, on_train_batch_begin=fail),
+    ]
+    begin = load_state(model)
+    model.fit(of_arrays(), epochs=3, initial_epoch=begin, verbose=0, callbacks=callbacks)
+    return [each.tolist() for each in model.get_weights()], model.optimizer.learning_rate.numpy()
+
+
+def test_averaged_weights_and_learning_rate_continue_after_restart(tmp_path: Path) -> None:
+    def fit(fails_at: tuple[int, int] | None) -> Any:
+        failures = FailureConfig(max_failures=1)
+        config = RunConfig(name=f"{fails_at}", storage_path=tmp_path, failure_config=failures)
+        return (
+            KerasTrainer(
+                functools.partial(scheduled_loop, fails_at),
+                keras_backend="tensorflow",
+                scaling_config=ScalingConfig(num_workers=0),
+                run_config=config,
+            )
+            .fit()
+            .return_value
+        )
+
+    (kernel, bias), rate = fit(None)
+    for fails_at in ((1, 0), (1, 3)):  # resumes after an epoch, and in its middle
+        (resumed_kernel, resumed_bias), resumed_rate = fit(fails_at)
+        assert resumed_rate == pytest.approx(rate)
+        assert resumed_bias == pytest.approx(bias)
+        np.testing.assert_allclose(resumed_kernel, kernel, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -12,9 +12,14 @@ import lightgbm
 import numpy as np
 import pytest
 
-from drawbar.lightgbm import LightGBMConfig, get_network_params, train
+from drawbar.lightgbm import (
+    LightGBMConfig,
+    RayTrainReportCallback,
+    get_network_params,
+    train,
+)
 from drawbar.train import Result, WorkerGroupError, get_context
-from drawbar.train.testing import BackendContract
+from drawbar.train.testing import BackendContract, run_in_threads
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -121,3 +126,13 @@ def test_get_network_params_outside_training_function_raises() -> None:
 def test_wrong_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         LightGBMConfig(**options)
+
+
+def test_report_callback_in_function_of_other_trainer_raises() -> None:
+    def train_func() -> None:
+        rows = lightgbm.Dataset(np.arange(40.0).reshape(-1, 1), np.arange(40.0))
+        options = {"objective": "regression", "verbose": -1}
+        train(options, rows, 2, callbacks=[RayTrainReportCallback()])
+
+    with pytest.raises(WorkerGroupError, match="needs the workers of a LightGBMTrainer"):
+        run_in_threads(train_func, num_workers=1)

@@ -245,3 +245,62 @@ def loader_for_each_pair_of_epochs(fail_at: FailAt) -> tuple[Steps, list[float]]
 def test_loaders_are_created_again_in_the_same_epochs(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="called in epoch 2 and, after the restart, .* epoch 3"):
         check_restart(tmp_path, loader_for_each_pair_of_epochs, (3, 1))
+
+
+def scheduled_accumulation() -> Any:
+    import lightning.pytorch as pl
+
+    return pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3})
+
+
+def pruning() -> Any:
+    import lightning.pytorch as pl
+
+    return pl.callbacks.ModelPruning(
+        "l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False
+    )
+
+
+def learning_rate_finder() -> Any:
+    import lightning.pytorch as pl
+
+    return pl.callbacks.LearningRateFinder(num_training_steps=4)
+
+
+def with_callback(make: Callable[[], Any], fail_at: FailAt) -> tuple[Steps, list[float]]:
+    import lightning.pytorch as pl
+
+    module = make_module(fail_at, functools.partial(torch.nn.Linear, 1, 1))
+    module.lr = 0.1
+    data: Any = torch.arange(12.0).reshape(12, 1)
+    every_batch = timedelta(microseconds=1)
+    return fit(
+        module,
+        DataLoader(data, batch_size=2, shuffle=True),
+        callbacks=[make(), pl.callbacks.ModelCheckpoint(train_time_interval=every_batch)],
+        max_epochs=4,
+    )
+
+
+@pytest.mark.parametrize("make", [scheduled_accumulation, pruning, learning_rate_finder])
+def test_callback_continues_in_epoch_that_resumes_in_its_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the finder saves its checkpoint in the working directory
+    steps = check_restart(tmp_path, functools.partial(with_callback, make), (2, 4))
+    assert steps[0][:2] == ((2, 3) if make is scheduled_accumulation else (2, 4))
+
+
+def sets_value_at_start_of_epoch(fail_at: FailAt) -> tuple[Steps, list[float]]:
+    import lightning.pytorch as pl
+
+    class SetValue(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.value = trainer.current_epoch
+
+    return with_callback(SetValue, fail_at)
+
+
+def test_skipped_on_train_epoch_start_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"epoch 1\. .* call SetValue.on_train_epoch_start again"):
+        run(tmp_path, sets_value_at_start_of_epoch, (1, 2))

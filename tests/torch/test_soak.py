@@ -15,7 +15,8 @@ from benchmarks._soak_scenario import Attempt, Scenario, draw_scenario
 
 SEED = 1
 SCENARIOS = 30
-FRAMEWORK_SCENARIOS = 8
+FRAMEWORK_SEED = 7
+FRAMEWORK_SCENARIOS = 8  # one scenario of Lightning has two ranks
 
 
 @pytest.mark.parametrize("number", range(SCENARIOS))
@@ -24,14 +25,14 @@ def test_loader_in_random_scenario_behaves_as_documented(number: int) -> None:
     assert check_scenario(scenario) == [], scenario
 
 
-@pytest.mark.usefixtures("keep_environment")
+@pytest.mark.usefixtures("keep_environment", "ray_cluster")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's
 @pytest.mark.parametrize(
     "framework", [_soak_accelerate, _soak_lightning, _soak_transformers], ids=FRAMEWORKS
 )
 def test_framework_in_random_scenarios_repeats_steps_of_uninterrupted_run(framework: Any) -> None:
     for number in range(FRAMEWORK_SCENARIOS):
-        violations, description = check_restarts(framework, SEED, number)
+        violations, description = check_restarts(framework, FRAMEWORK_SEED, number)
         assert violations == [], description
 
 

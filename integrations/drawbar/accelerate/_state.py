@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from drawbar.accelerate._data_position import track_loader_epochs
+from drawbar.accelerate._other_loaders import warn_without_prepared_loader
 from drawbar.accelerate._prepare import check_accelerator
 from drawbar.train import (
     CheckpointUploadMode,
@@ -90,6 +91,7 @@ def load_state(accelerator: Accelerator, **kwargs: object) -> dict[str, Any] | N
     """
     check_accelerator(accelerator)
     track_loader_epochs(accelerator)
+    warn_without_prepared_loader(accelerator)
     checkpoint = get_agreed_checkpoint()
     if checkpoint is None:
         return None

@@ -15,7 +15,7 @@ from drawbar.keras._allreduce import all_gather_rows
 from drawbar.keras._batches import ArrayBatches, ResumableBatches, SequentialBatches
 from drawbar.keras._callback_files import write_on_rank_zero
 from drawbar.keras._compat import set_placed_value
-from drawbar.keras._monitors import connect_monitors
+from drawbar.keras._monitors import KeepLearningRate, connect_monitors
 from drawbar.keras._progress import FitProgress, model_state, restore_metrics, restore_torch_rng
 from drawbar.keras._types import Model
 from drawbar.train import collective, get_context
@@ -106,9 +106,13 @@ def _connect_callbacks(model: Model, options: dict[str, Any]) -> None:
     has_progress = bool(progress.epochs or progress.batches)
     is_resumed = has_progress and options.get("initial_epoch", 0) == progress.epochs
     options["callbacks"] = connect_monitors(options["callbacks"], is_resumed=is_resumed)
-    for callback in options["callbacks"]:
-        if is_resumed and isinstance(callback, keras.callbacks.CSVLogger):
+    if not is_resumed:
+        return
+    for index, callback in enumerate(options["callbacks"], start=1):
+        if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True  # otherwise, it would delete the rows of earlier epochs
+        if isinstance(callback, keras.callbacks.LearningRateScheduler) and progress.batches:
+            options["callbacks"].insert(index, KeepLearningRate())
 
 
 def _should_call_epoch_end(model: Model, options: dict[str, Any]) -> bool:

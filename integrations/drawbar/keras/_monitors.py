@@ -1,8 +1,9 @@
-"""Resume Keras callbacks that monitor a metric, and record their best checkpoint.
+"""Resume callbacks of Keras that have a state, and record the best checkpoint of monitors.
 
 Keras begins `EarlyStopping`, `ReduceLROnPlateau`, and `ModelCheckpoint` from scratch in each
 process. After a restart, they would compare with no earlier epoch: training would run longer, with
-another learning rate, and a worse model would replace the best one.
+another learning rate, and a worse model would replace the best one. `SwapEMAWeights` would continue
+from averaged weights, and `LearningRateScheduler` would change the rate of an epoch twice.
 """
 
 from __future__ import annotations
@@ -32,16 +33,36 @@ def connect_monitors(callbacks: list[Any], *, is_resumed: bool) -> list[Any]:
         The callbacks, with report callbacks after the monitors whose state they save.
     """
     monitors = [callback for callback in callbacks if isinstance(callback, _MONITORS)]
-    if not monitors:
+    swaps = [each for each in callbacks if isinstance(each, keras.callbacks.SwapEMAWeights)]
+    if not monitors and not swaps:
         return callbacks
     reports = [callback for callback in callbacks if isinstance(callback, ReportCheckpointCallback)]
     for report in reports:
-        report.set_monitors(monitors, should_restore=is_resumed)
+        report.set_monitors([*monitors, *swaps], should_restore=is_resumed)
         attempt_local(_BestCheckpoints).set_monitors(report, monitors)
-    end = max(index for index, callback in enumerate(callbacks) if callback in monitors) + 1
+    ends = [index for index, callback in enumerate(callbacks, start=1) if callback in monitors]
+    end = max(ends, default=0)
     early = [callback for callback in callbacks[:end] if callback in reports]
     others = [callback for callback in callbacks[:end] if callback not in reports]
     return [*others, *early, *callbacks[end:]]
+
+
+class KeepLearningRate(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+    """Keep the learning rate of the checkpoint in an epoch that resumes in its middle.
+
+    `LearningRateScheduler` has already changed it in this epoch. A schedule that multiplies the
+    rate would change it twice. List this callback after the scheduler.
+    """
+
+    def on_train_begin(self, logs: object = None) -> None:
+        """Record the learning rate of the checkpoint."""
+        self._rate = keras.ops.convert_to_numpy(self.model.optimizer.learning_rate).item()
+
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        """Set the learning rate in the first epoch."""
+        if self._rate is not None:
+            self.model.optimizer.learning_rate = self._rate
+        self._rate = None
 
 
 class _BestCheckpoints:

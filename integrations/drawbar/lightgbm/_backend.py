@@ -120,7 +120,16 @@ _success_callbacks = threading.local()
 
 
 def on_success(call: Callable[[], None]) -> None:
-    """Register a function to call when the training function returns without an exception."""
+    """Register a function to call when the training function returns without an exception.
+
+    Raises:
+        RuntimeError: The training function belongs to another trainer.
+    """
+    if not hasattr(_success_callbacks, "at"):
+        raise RuntimeError(
+            "RayTrainReportCallback of drawbar.lightgbm needs the workers of a LightGBMTrainer. "
+            "Pass the training function to drawbar.lightgbm.LightGBMTrainer."
+        )
     _success_callbacks.at.append(call)
 
 

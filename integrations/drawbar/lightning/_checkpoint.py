@@ -21,6 +21,7 @@ from drawbar.lightning._bases import ParallelStrategy
 from drawbar.lightning._compat import has_weights_only_argument
 from drawbar.lightning._data_position import ShardBatches, TrainLoaderTracker
 from drawbar.lightning._environment import is_in_training_function
+from drawbar.lightning._epoch_start import resume_within_epoch
 from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
 from drawbar.train.backend import discard_checkpoint, sync_report_index
 
@@ -139,9 +140,12 @@ class CheckpointStrategyMixin(ParallelStrategy):
         )
 
     def on_train_start(self) -> None:
-        """Adapt Lightning's batch count to the positions of the training data loaders."""
+        """Adapt Lightning to an epoch that resumes in its middle."""
         super().on_train_start()
-        self._train_loaders.align_batch_count(_get_trainer(self))
+        trainer = _get_trainer(self)
+        resume_within_epoch(trainer)
+        self._train_loaders.align_batch_count(trainer)
+        self._train_loaders.reset_numbering()
 
 
 def _get_trainer(strategy: ParallelStrategy) -> Trainer:

@@ -36,7 +36,7 @@ class TrainLoaderTracker:
     def reset_numbering(self) -> None:
         """Restart the numbering, so that loader names do not depend on earlier `fit` calls.
 
-        An earlier `fit` or a run of Lightning's `Tuner` may be missing in the next attempt.
+        An earlier `fit`, or a search of a learning rate, may be missing in the next attempt.
         """
         self._numbers.clear()
 

@@ -21,6 +21,7 @@ from drawbar.lightning._compat import (
 from drawbar.lightning._freezing import read_freezing, set_freezing
 from drawbar.lightning._model_checkpoint import has_saving_report_callback
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
+from drawbar.lightning._pruning import read_masks, set_masks
 from drawbar.train import Checkpoint, get_checkpoint, get_context
 from drawbar.train.backend import register_data_position, start_training
 
@@ -42,6 +43,9 @@ class ResumeState(TypedDict):
 
     freezing: dict[str, bool]
     """Values of `read_freezing` that have changed since the start of `fit`."""
+
+    masks: dict[str, torch.Tensor]
+    """Masks of pruned parameters."""
 
 
 def select_resume_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
@@ -66,6 +70,7 @@ def select_resume_checkpoint(trainer: Any, ckpt_path: Any) -> Any:
     if path is None:
         _warn_if_nothing_is_saved(trainer)
         return ckpt_path
+    _remove_learning_rate_finders(trainer)
     # The loader is resumable: see _data_position.py.
     warnings.filterwarnings("ignore", "(?s).*your dataloader is not resumable")
     return path
@@ -85,6 +90,20 @@ def _warn_if_nothing_is_saved(trainer: Any) -> None:
             "to its callbacks.",
             stacklevel=2,
         )
+
+
+def _remove_learning_rate_finders(trainer: Any) -> None:
+    """Remove callbacks that would search a learning rate again before training resumes.
+
+    The checkpoint has the learning rate that they found. After a search, Lightning would train from
+    epoch 0 again.
+    """
+    finder = import_lightning_class("callbacks.LearningRateFinder", trainer.strategy.package)
+    trainer.callbacks = [
+        each
+        for each in trainer.callbacks
+        if not isinstance(each, finder) or type(each).on_fit_start is not finder.on_fit_start
+    ]
 
 
 def is_tuner_run(trainer: Any) -> bool:
@@ -145,7 +164,9 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
         """Add what Lightning does not save."""
         changed = read_freezing(pl_module).items() - self._freezing.items()
         checkpoint[_STATE] = ResumeState(
-            reload_epochs=get_reload_epochs(trainer), freezing=dict(changed)
+            reload_epochs=get_reload_epochs(trainer),
+            freezing=dict(changed),
+            masks=read_masks(pl_module),
         )
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -163,6 +184,7 @@ class ResumeCallback(LateBoundBase, Callback, base="callbacks.Callback"):
         if self._state is not None:
             self._restore_reload_epochs(trainer, *self._state["reload_epochs"])
             set_freezing(pl_module, self._state["freezing"])
+            set_masks(pl_module, self._state.get("masks", {}))
         self._state = None
 
     def _restore_reload_epochs(self, trainer: Any, train: float, val: float) -> None:
