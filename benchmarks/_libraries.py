@@ -52,10 +52,12 @@ class Library:
         max_failures: int = 0,
         callbacks: Sequence[object] = (),
         datasets: Mapping[str, object] | None = None,
+        **run_settings: object,
     ) -> Any:
         """Build a trainer that is ready for `fit()`, with a unique run name.
 
-        All settings that are not named here stay at the library's defaults.
+        All settings that are not named here stay at the library's defaults. `run_settings` are more
+        settings of its `RunConfig`.
         """
         train = self.train
         home = self.torch if torch else importlib.import_module(self.trainer_module)
@@ -70,6 +72,7 @@ class Library:
                 storage_filesystem=filesystem,
                 failure_config=train.FailureConfig(max_failures=max_failures),
                 callbacks=list(callbacks),
+                **run_settings,
             ),
         )
 

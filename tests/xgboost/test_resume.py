@@ -70,11 +70,10 @@ def declining(epoch: int) -> float:
     ("params", "callbacks"),
     [
         ({}, []),
-        ({"booster": "dart", "rate_drop": 0.2}, []),
         ({}, [LearningRateScheduler(declining)]),
         ({"eta": 0.15}, [EarlyStopping(rounds=8, save_best=True)]),
     ],
-    ids=["plain", "dart", "learning rates", "early stopping"],
+    ids=["plain", "learning rates", "early stopping"],
 )
 def test_forty_rounds_equal_seventeen_and_a_failure_and_the_rest(
     fit_in_threads: FitInThreads,

@@ -126,3 +126,11 @@ def test_path_of_remote_run_without_filesystem_raises_with_remedy(
         Result.from_path(result.path)
     with pytest.raises(train.CheckpointError, match="pass its URI, or its filesystem"):
         Checkpoint(result.checkpoint.path).verify()
+
+
+@pytest.mark.parametrize("uri", ["file://tmp/runs", "file:/tmp/runs", "local://tmp/runs"])
+def test_local_uri_with_host_or_without_authority_raises_with_remedy(uri: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"must have three slashes\. For /tmp/runs, use '\w+:///tmp"
+    ):
+        find_run(uri)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from drawbar.train._config import fields
 from drawbar.train._config.failure_config import FailureConfig
+from drawbar.train._config.forkserver_preload import check_interpreter, check_modules
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
 
@@ -334,6 +335,9 @@ class RunConfig(fields.ConfigRepr):
             any process of the cluster.
         secret_keys: Keys in `train_loop_config`, at any depth, whose values are redacted in the
             journal and on the console, in addition to keys that look like secrets (`hf_token`).
+        forkserver_preload: Modules, such as `["torch"]`, that a server process on each node imports
+            once. Workers are forked from it, so they start without importing them, as with
+            `multiprocessing.set_forkserver_preload`. Linux only.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -379,11 +383,13 @@ class RunConfig(fields.ConfigRepr):
         Sequence[str],
         fields.list_of(str, "a list of keys of train_loop_config such as ['license']"),
     ] = ()
+    forkserver_preload: Annotated[Sequence[str], check_modules] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for callback in self.callbacks:
             callback.check_run_config(self)
+        check_interpreter(self.forkserver_preload, self.worker_runtime_env)
 
 
 def _suggest_callback(callbacks: object) -> str:

@@ -40,11 +40,21 @@ class RunAssignmentPlanner:
             self.metadata = add_preprocessor(self.metadata, self._datasets.fitted_preprocessor)
         # Without Ray workers, Ray may not be running.
         self._is_on_ray = cluster.is_connected_to_ray()
+        self._fork_errors: set[str] = set()  # that were shown
 
     @property
     def notices(self) -> list[str]:
         """Console lines about the datasets: before the start, or of the latest assignments."""
         return [] if self._datasets is None else self._datasets.notices
+
+    def describe_fork_errors(self, workers: Sequence[tuple[WorkerInfo, Ranks]]) -> list[str]:
+        """Return console lines about workers that the fork server could not fork, once each."""
+        errors = {worker.fork_error for worker, _ in workers} - self._fork_errors - {""}
+        self._fork_errors |= errors
+        return [
+            f"Workers started without the fork server (RunConfig.forkserver_preload): {error}"
+            for error in sorted(errors)
+        ]
 
     def make_assignments(
         self, start: AttemptStarted, workers: Sequence[tuple[WorkerInfo, Ranks]]

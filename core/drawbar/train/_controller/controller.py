@@ -239,7 +239,7 @@ class Controller:
         except Exception as error:
             cause = failures.classify_startup_error(error)
             return AttemptFailure(cause, exception=error, started=start.time)
-        for text in self._planner.notices:
+        for text in [*self._planner.describe_fork_errors(workers), *self._planner.notices]:
             self._emit(Notice(text))
         attempt = self._attempt = Attempt(
             start,

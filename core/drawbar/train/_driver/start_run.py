@@ -10,7 +10,9 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from drawbar.train._config.forkserver_preload import find_other_interpreter
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
@@ -22,7 +24,12 @@ from drawbar.train._driver.open_run import get_run_directory
 from drawbar.train._history.event_stream import Watcher
 from drawbar.train._worker import sentinel
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker.worker_env import get_visible_gpu_ids
+from drawbar.train._worker.worker_env import (
+    compute_thread_count,
+    count_available_cores,
+    get_visible_gpu_ids,
+    make_thread_env_vars,
+)
 from drawbar.train._worker_group.capacity import (
     NodeResources,
     check_group_fits,
@@ -34,11 +41,15 @@ from drawbar.train._worker_group.cluster import (
     check_validation_fits,
     has_started_ray,
     is_connected_to_ray,
+    list_node_resources,
 )
 from drawbar.train._worker_group.ranks import assign_local_gpus, get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
 from drawbar.train._worker_group.validators import RayValidator, ThreadValidator
 from drawbar.train._worker_group.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
 
 
 def check_storage(spec: RunSpec) -> None:
@@ -88,11 +99,14 @@ def start_ray_run(
 
     payload = ray.put(spec.train_loop)  # before the caller can change an array in it
     parent_placement = Placement.from_current_group(spec.scaling_config)
+    fork_server = _make_fork_server_spec(spec)
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
         setup = spec.backend_config.process_setup_hook
-        pool = ActorPool(spec.scaling_config, path, runtime_env, setup, parent_placement)
+        pool = ActorPool(
+            spec.scaling_config, path, runtime_env, setup, parent_placement, fork_server
+        )
         return RayWorkerGroup(pool, payload)
 
     validator = RayValidator(spec.validation_task) if spec.validation_task is not None else None
@@ -104,6 +118,34 @@ def start_ray_run(
         is_on_ray=True,
         use_caller_thread=use_caller_thread,
     )
+
+
+def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
+    """Return the spec of the run's fork servers, None if its workers are not forked."""
+    import ray
+
+    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
+
+    modules = spec.run_config.forkserver_preload
+    if not modules:
+        return None
+    conflict = find_other_interpreter(ray.get_runtime_context().runtime_env)
+    if conflict is not None:
+        warnings.warn(
+            f"forkserver_preload has no effect, because the runtime environment of this Ray job "
+            f"has {conflict!r}. The workers start without it.",
+            stacklevel=2,
+        )
+        return None
+    worker = spec.worker_spec
+    assert worker.driver_env is not None
+    threads = compute_thread_count(
+        cpus_per_worker=worker.num_cpus,
+        local_world_size=max(1, spec.scaling_config.max_workers // len(list_node_resources())),
+        cores=count_available_cores(),
+    )
+    environment = {**worker.env_vars, **make_thread_env_vars(threads, {}, worker.env_vars)}
+    return ForkServerSpec.create(modules, worker.driver_env.sys_path, environment)
 
 
 def start_local_run(

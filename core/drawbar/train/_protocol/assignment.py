@@ -64,6 +64,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str
     pid: int
     gpu_ids: tuple[str, ...] = ()
+    fork_error: str = ""
+    """Why the process was not forked from the fork server, although it was requested."""
 
 
 WORKER_INFO = Codec[WorkerInfo](WorkerInfo)

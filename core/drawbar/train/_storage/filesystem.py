@@ -52,12 +52,25 @@ def resolve_path(
             is_quoted = get_fsspec_filesystem(pyarrow_filesystem) is None
             text = unquote_path(text) if is_quoted else text.partition("://")[2]
         return _make_path(text, pyarrow_filesystem, "")
+    if text.startswith(("file:/", "local:/")):
+        _check_local_uri(text)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not scheme:
         return _make_local_path(text)
     if scheme in ("file", "local"):
         return Path(get_local_path(text)).absolute()
     return _parse_uri(text)
+
+
+def _check_local_uri(uri: str) -> None:
+    parts = urlsplit(uri)
+    if "://" in uri and parts.netloc in ("", "localhost"):
+        return
+    path = f"/{parts.netloc}{parts.path}" if parts.netloc else parts.path
+    raise ValueError(
+        f"The URI {uri!r} of a local path must have three slashes. For {path}, use "
+        f"'{parts.scheme}://{path}' or the path itself."
+    )
 
 
 def _make_path(path: str, filesystem: FileSystem, uri: str) -> Path | RemotePath:

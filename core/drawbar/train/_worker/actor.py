@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drawbar.train._fork_server.client import ERROR_VARIABLE as FORK_ERROR_VARIABLE
 from drawbar.train._protocol.assignment import WORKER_INFO, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.codec import RayValue
 from drawbar.train._protocol.commands import COMMANDS
@@ -82,6 +83,7 @@ class Worker:
             hostname=os.uname().nodename,
             pid=os.getpid(),
             gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
+            fork_error=os.environ.pop(FORK_ERROR_VARIABLE, ""),
         )
         return WORKER_INFO.encode(info)
 

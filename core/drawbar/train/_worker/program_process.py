@@ -186,7 +186,8 @@ class ProgramProcess:
 
     def _watch_exit(self, pid: int) -> None:
         # Do not reap the process, so that its pid and process group id are not reused.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # `close()` has reaped it
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         self._ended_at = time.time()
         self._wake_up()
 

@@ -17,6 +17,7 @@ from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._protocol.assignment import WORKER_INFO, WorkerInfo
 from drawbar.train._protocol.codec import RayValue
 from drawbar.train._worker.actor import Worker
+from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
 from drawbar.train._worker_group.placement import Placement, remove_orphaned_groups
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
@@ -109,6 +110,7 @@ class ActorPool:
         runtime_env: Mapping[str, object] | None,
         process_setup: Callable[[], object] | None,
         parent_placement: Placement | None = None,
+        fork_server: ForkServerSpec | None = None,
     ) -> None:
         self._scaling = scaling
         self._run_path = run_path
@@ -118,6 +120,7 @@ class ActorPool:
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._process_setup = process_setup
         self._parent_placement = parent_placement
+        self._fork_server = fork_server
         self._placement: Placement | None = None
         self.slots: dict[int, ActorSlot] = {}
 
@@ -149,6 +152,8 @@ class ActorPool:
             if not ready:
                 remove_orphaned_groups()
                 on_waiting(len(self.list_ready()), self._is_placed())
+        if any(slot.info.result().fork_error for slot in self.list_ready()):
+            self._fork_server = None  # do not wait for it again
         return self.list_ready()
 
     def list_ready(self) -> list[ActorSlot]:
@@ -191,8 +196,11 @@ class ActorPool:
             options["scheduling_strategy"] = self._placement.get_scheduling_strategy(slot)
         elif self._scaling.label_selectors:
             options["label_selector"] = self._scaling.label_selectors[slot]
-        if self._runtime_env:
-            options["runtime_env"] = self._runtime_env
+        runtime_env = self._runtime_env or {}
+        if self._fork_server is not None:
+            runtime_env = {**runtime_env, "py_executable": self._fork_server.make_command()}
+        if runtime_env:
+            options["runtime_env"] = runtime_env
         actor = self._actor_class.options(**options).remote(self._run_path)
         # Called before the actor is ready: Ray queues the call, and its result shows readiness.
         reference = actor.initialize.remote(self._process_setup)

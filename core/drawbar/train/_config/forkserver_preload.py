@@ -1,0 +1,43 @@
+"""Checks of `RunConfig.forkserver_preload`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drawbar.train._config import fields
+from drawbar.train._fork_server.server import UNSAFE_MODULES
+
+# Fields of a Ray runtime environment that choose another interpreter or a container.
+_OTHER_INTERPRETERS = (
+    *("pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight", "_nsight"),
+    *("rocprof_sys", "_rocprof_sys"),
+)
+
+
+def check_modules(name: str, value: Any) -> tuple[str, ...]:
+    """Return the names of the modules, or raise an error for those that cannot be preloaded."""
+    modules: tuple[str, ...] = fields.list_of(str, "a list of modules such as ['torch']")(
+        name, value
+    )
+    for module in modules:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise ValueError(f"{name} must have names of modules, found {module!r}")
+        if reason := UNSAFE_MODULES.get(module.split(".")[0]):
+            raise ValueError(f"{name} must not have {module!r}, because {reason}. Remove it.")
+    return modules
+
+
+def find_other_interpreter(runtime_env: Mapping[str, object] | None) -> str | None:
+    """Return the field of a runtime environment that chooses the interpreter, None without one."""
+    return next((name for name in _OTHER_INTERPRETERS if (runtime_env or {}).get(name)), None)
+
+
+def check_interpreter(modules: Sequence[str], runtime_env: Mapping[str, object] | None) -> None:
+    """Check that modules to preload and the runtime environment of the workers can be combined."""
+    field = find_other_interpreter(runtime_env)
+    if modules and field is not None:
+        raise ValueError(
+            f"forkserver_preload cannot be combined with worker_runtime_env[{field!r}], because "
+            "workers then run in another environment. Remove one."
+        )

@@ -1,0 +1,195 @@
+"""Command that Ray starts in place of a worker's Python interpreter.
+
+Ray runs `COMMAND default_worker.py ARGUMENTS...`. This file passes the arguments, the environment,
+the working directory, and the standard streams to the fork server of this node, which forks the
+worker. It then waits for the worker and ends with its exit code or signal. If there is no server,
+it starts one. If anything fails, it becomes an ordinary worker, and `ERROR_VARIABLE` states why.
+
+The interpreter runs with `-I -S`, so that it starts in about 10 ms; for this reason, the file
+imports only a few modules of the standard library.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import zlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
+ERROR_VARIABLE = "DRAWBAR_FORK_SERVER_ERROR"
+"""Why a worker was not forked."""
+
+SERVER_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "server.py")
+# They differ between the processes of one node, and no import reads them.
+_VOLATILE_PREFIXES = ("RAY_", "DRAWBAR_")
+_VOLATILE_NAMES = ("PWD", "OLDPWD", "SHLVL", "_")
+_MAX_SOCKET_PATH = 100  # sun_path has 108 bytes
+_ATTEMPTS = 3  # a server may end while a client connects
+
+
+class ForkServerError(Exception):
+    """The worker cannot be forked."""
+
+
+def main(encoded_spec: str, arguments: list[str]) -> None:
+    """Run a worker with these arguments, forked from the server if possible."""
+    try:
+        spec = json.loads(zlib.decompress(base64.urlsafe_b64decode(encoded_spec)))
+        connection, pid, pidfd = _fork_worker(spec, arguments)
+    except (OSError, ValueError, ForkServerError) as error:
+        os.environ[ERROR_VARIABLE] = str(error) or type(error).__name__
+        os.execv(sys.executable, [sys.executable, *arguments])
+    _exit_with(_wait_for_status(connection, pid, pidfd))
+
+
+def _fork_worker(spec: dict[str, Any], arguments: list[str]) -> tuple[socket.socket, int, int]:
+    """Return a connection to the server, and the worker's process ID and pidfd."""
+    if not hasattr(os, "pidfd_open"):
+        raise ForkServerError("forking needs Linux 5.3 or later")
+    server = {"modules": spec["modules"], "sys_path": spec["sys_path"]}
+    environment = _select_server_environment(spec)
+    path = _get_socket_path({"server": server, "environment": environment})
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "owner": spec["owner"],
+        "raylet": os.getppid(),
+    }
+    for _ in range(_ATTEMPTS):
+        connection = _connect(path, server, environment)
+        reply = _request(connection, request)
+        if error := reply.get("error"):
+            raise ForkServerError(error)
+        if pid := reply.get("pid"):
+            try:
+                return connection, pid, os.pidfd_open(pid)
+            except ProcessLookupError:  # it has ended and its status was collected
+                return connection, pid, -1
+        connection.close()  # the server has ended, or an imported file has changed
+    raise ForkServerError(f"the fork server ended {_ATTEMPTS} times")
+
+
+def _select_server_environment(spec: dict[str, Any]) -> dict[str, str]:
+    """Return the environment of the server: the worker's, with the driver's variables."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_VOLATILE_PREFIXES) and name not in _VOLATILE_NAMES
+    }
+    environment.update(spec["environment"])
+    return environment
+
+
+def _get_socket_path(identity: dict[str, Any]) -> str:
+    """Return the socket of the server for an environment; its directory is this user's alone."""
+    status = os.stat(SERVER_FILE)
+    versions = [sys.executable, sys.version, SERVER_FILE, status.st_mtime_ns, status.st_size]
+    text = json.dumps([identity, versions], sort_keys=True)
+    digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+    name = os.path.join(f"drawbar-{os.geteuid()}", f"fork-{digest}.sock")
+    path = os.path.join(os.environ.get("TMPDIR") or "/tmp", name)
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        path = os.path.join("/tmp", name)
+    directory = os.path.dirname(path)
+    try:
+        os.mkdir(directory, 0o700)
+    except FileExistsError:
+        # lstat, because another user may have put a link there.
+        owner = os.lstat(directory)
+        if owner.st_uid != os.geteuid() or owner.st_mode & 0o170077 != 0o040000:
+            raise ForkServerError(f"{directory} is not private to this user") from None
+    return path
+
+
+def _connect(path: str, server: dict[str, Any], environment: dict[str, str]) -> socket.socket:
+    """Connect to the server, and start it first if there is none."""
+    connection = socket.socket(socket.AF_UNIX)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            connection.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            _start_server(path, server, environment)
+            connection.connect(path)
+    return connection
+
+
+def _start_server(path: str, server: dict[str, Any], environment: dict[str, str]) -> None:
+    # The socket is created here, so that a client can connect before the server has started.
+    if os.path.exists(path):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1024)
+    if os.fork() == 0:
+        try:
+            os.setsid()
+            if os.fork():
+                os._exit(0)  # the server must not be a child of a worker's process
+            log = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.dup2(listener.fileno(), 3)
+            os.set_inheritable(3, True)
+            os.closerange(4, 256)
+            command = [sys.executable, SERVER_FILE, path, json.dumps(server)]
+            os.execve(sys.executable, command, environment)
+        finally:
+            os._exit(1)
+    os.wait()
+    listener.close()
+
+
+def _request(connection: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+    """Send a request with the standard streams and return the reply, {} if the server has ended."""
+    try:
+        socket.send_fds(connection, [b"\n"], [0, 1, 2])
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        return _receive(connection)
+    except (BrokenPipeError, ConnectionResetError):
+        return {}
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    with connection.makefile("rb") as stream:
+        line = stream.readline()
+    reply: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
+    return reply
+
+
+def _wait_for_status(connection: socket.socket, pid: int, pidfd: int) -> int:
+    """Return the worker's wait status; -1 if the server has ended and it is unknown."""
+    try:
+        status = _receive(connection).get("status")
+    except OSError:
+        status = None
+    if status is not None:
+        return int(status)
+    if pidfd != -1:
+        select.select([pidfd], [], [])
+    return -1
+
+
+def _exit_with(status: int) -> None:
+    if status >= 0 and os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status) if status >= 0 else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

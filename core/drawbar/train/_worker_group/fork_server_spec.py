@@ -1,0 +1,58 @@
+"""Modules and environment of a fork server, and the command that Ray starts for its workers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from drawbar.train._config.secrets import REDACTED, redact_settings
+from drawbar.train._fork_server import client
+from drawbar.train._fork_server.server import read_boot_id, read_start_time
+
+# A node may lack the driver's interpreter or Drawbar's directory. Then Python is found by PATH, as
+# Ray does it for conda environments.
+_SHELL = 'if [ -x "$0" ] && [ -f "$1" ]; then exec "$0" -I -S "$@"; fi; shift 2; exec python3 "$@"'
+
+
+@dataclass(frozen=True)
+class ForkServerSpec:
+    """Modules of the fork servers of a run, and the import path and environment for them.
+
+    Attributes:
+        modules: Names of the modules to import.
+        sys_path: Import path of the driver.
+        environment: Variables of the driver that the modules may read when they are imported.
+    """
+
+    modules: tuple[str, ...]
+    sys_path: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    @classmethod
+    def create(
+        cls, modules: Sequence[str], sys_path: Sequence[str], environment: Mapping[str, str]
+    ) -> ForkServerSpec:
+        """Create a spec. Secrets in the environment are left out: a command line is public."""
+        shown = redact_settings(environment)
+        return cls(
+            tuple(modules),
+            tuple(os.path.abspath(path) for path in sys_path),
+            {name: value for name, value in environment.items() if REDACTED not in shown[name]},
+        )
+
+    def make_command(self) -> str:
+        """Return the shell command to which Ray appends the worker's arguments."""
+        spec = {
+            "modules": self.modules,
+            "sys_path": self.sys_path,
+            "environment": self.environment,
+            "owner": [read_boot_id(), os.getpid(), read_start_time(os.getpid())],
+        }
+        encoded = base64.urlsafe_b64encode(zlib.compress(json.dumps(spec).encode())).decode()
+        return shlex.join(["sh", "-c", _SHELL, sys.executable, client.__file__, encoded])

@@ -1,0 +1,93 @@
+"""Runs whose workers are forked from the fork server of their node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from drawbar import train
+from drawbar.train import RunConfig, WorkerGroupError
+from tests.train.runs import fit
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+MODULE = "http.server"  # Ray does not import it
+
+
+def find_server() -> int:
+    """Return the process ID of the server that has forked this process, 0 if there is none."""
+    parent = os.getppid()
+    command = Path(f"/proc/{parent}/cmdline").read_text()
+    return parent if "_fork_server/server.py" in command else 0
+
+
+def be_killed_once(flag: Path) -> int:
+    assert MODULE in sys.modules
+    print("before the report")
+    train.report({"loss": 1.0})
+    if train.get_context().get_world_rank() == 1 and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return find_server()
+
+
+def test_start_restart_and_later_run_use_one_server(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    servers = set()
+    for name in ("first", "second"):
+        result = fit(
+            be_killed_once,
+            RunConfig(name=name, storage_path=tmp_path),
+            tmp_path / "was_killed",
+            num_workers=2,
+            max_failures=1,
+            forkserver_preload=[MODULE],
+        )
+        servers |= set(result.return_values or [])
+    (server,) = servers
+    assert server != 0
+    assert capfd.readouterr().err.count("rank 1: worker process died: killed by SIGKILL") == 1
+    assert "before the report" in (tmp_path / "second" / "logs" / "rank_1.log").read_text()
+
+
+def test_import_error_starts_workers_without_server_and_is_shown_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = fit(find_server, tmp_path, num_workers=2, forkserver_preload=["missing_module"])
+    assert result.return_values == [0, 0]
+    shown = capfd.readouterr().err
+    assert shown.count("Workers started without the fork server") == 1
+    assert "No module named 'missing_module'" in shown
+
+
+def test_exception_and_exit_code_of_forked_worker(tmp_path: Path) -> None:
+    def function() -> None:
+        os._exit(7)
+
+    with pytest.raises(WorkerGroupError, match="exited with code 7"):
+        fit(function, tmp_path, num_workers=1, forkserver_preload=[MODULE])
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (["jax.numpy"], "must not have 'jax.numpy', because it starts threads"),
+        (["torch; import os"], "must have names of modules, found 'torch; import os'"),
+    ],
+)
+def test_invalid_module_raises(modules: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig(forkserver_preload=modules)
+
+
+def test_other_interpreter_of_the_workers_raises() -> None:
+    with pytest.raises(ValueError, match="cannot be combined with worker_runtime_env\\['pip'\\]"):
+        RunConfig(forkserver_preload=["torch"], worker_runtime_env={"pip": ["x"]})
