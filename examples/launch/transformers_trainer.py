@@ -1,6 +1,7 @@
 """A plain Transformers script, for torchrun or drawbar launch: a GPT-2 learns a help page."""
 
 import argparse
+import gc
 import pydoc
 import tempfile
 
@@ -17,7 +18,7 @@ def windows():
     return [{"input_ids": piece, "labels": piece} for piece in pieces]
 
 
-def main(steps):
+def train(steps):
     set_seed(0)
     gpt = GPT2Config(
         vocab_size=256,
@@ -46,8 +47,15 @@ def main(steps):
         result = trainer.train()
     if trainer.is_world_process_zero():
         print(f"loss {result.training_loss:.8f}")
+
+
+def main(steps):
+    train(steps)
+    # The threads of a process group can abort the process at its exit, so destroy it. A model that
+    # is wrapped in DistributedDataParallel keeps it alive, so delete the trainer before.
+    gc.collect()
     if dist.is_initialized():
-        dist.destroy_process_group()  # its threads can otherwise abort the process at its exit
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A plain TRL script, for torchrun or drawbar launch: a GPT-2 is tuned on a help page."""
 
 import argparse
+import gc
 import pydoc
 import tempfile
 
@@ -23,7 +24,7 @@ def byte_tokenizer():
     )
 
 
-def main(steps):
+def train(steps):
     set_seed(0)
     text = pydoc.plain(pydoc.render_doc("argparse"))
     texts = [text[i : i + 60] for i in range(0, len(text), 60)]
@@ -58,8 +59,15 @@ def main(steps):
         result = trainer.train()
     if trainer.is_world_process_zero():
         print(f"loss {result.training_loss:.8f}")
+
+
+def main(steps):
+    train(steps)
+    # The threads of a process group can abort the process at its exit, so destroy it. A model that
+    # is wrapped in DistributedDataParallel keeps it alive, so delete the trainer before.
+    gc.collect()
     if dist.is_initialized():
-        dist.destroy_process_group()  # its threads can otherwise abort the process at its exit
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
