@@ -35,6 +35,7 @@ _VOLATILE_PREFIXES = ("RAY_", "DRAWBAR_")
 _VOLATILE_NAMES = ("PWD", "OLDPWD", "SHLVL", "_")
 _MAX_SOCKET_PATH = 100  # sun_path has 108 bytes
 _ATTEMPTS = 3  # a server may end while a client connects
+_REPLY_TIMEOUT_S = 120  # the first reply comes after the imports
 
 
 class ForkServerError(Exception):
@@ -154,12 +155,18 @@ def _start_server(path: str, server: dict[str, Any], environment: dict[str, str]
 
 def _request(connection: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
     """Send a request with the standard streams and return the reply, {} if the server has ended."""
+    connection.settimeout(_REPLY_TIMEOUT_S)
     try:
         socket.send_fds(connection, [b"\n"], [0, 1, 2])
         connection.sendall(json.dumps(request).encode() + b"\n")
         return _receive(connection)
     except (BrokenPipeError, ConnectionResetError):
         return {}
+    except TimeoutError:
+        message = f"the fork server has not replied for {_REPLY_TIMEOUT_S} s"
+        raise ForkServerError(message) from None
+    finally:
+        connection.settimeout(None)
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:

@@ -163,8 +163,9 @@ class ForkServer:
         if not self._is_closed:
             with open(f"{self._path}.lock", "w") as lock:  # clients connect with this lock
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                with contextlib.suppress(OSError):
-                    os.unlink(self._path)
+                for file in (self._path, f"{self._path}.log"):
+                    with contextlib.suppress(OSError):
+                        os.unlink(file)
             self._is_closed = True
 
     def _accept(self) -> Request | None:
