@@ -4,12 +4,13 @@
 
 Four workers save checkpoints in a loop on a cluster of three nodes. Unless `--hazards` selects
 fewer features, checkpoints contain links to user directories, user directories are moved with ASYNC
-uploads, and the group is elastic with two to four workers. Between two checkpoints, ranks report
-metrics, and a callback records those that it receives. Of ten kills, six hit a worker, two a node,
-and two the driver; the seed determines their order, times, and victims. All kills are SIGKILLs.
-After each kill, the run directory must be intact, and processes of a killed driver must exit within
-5 s. Finally, the run finishes and leaves no process. The seed does not determine the timing of the
-machine: it reproduces the kills, but not their interleaving.
+uploads, the group is elastic with two to four workers, and workers are forked. Between two
+checkpoints, ranks report metrics, and a callback records those that it receives. Of ten kills, six
+hit a worker or a fork server, two a node, and two the driver; the seed determines their order,
+times, and victims. All kills are SIGKILLs. After each kill, the run directory must be intact, and
+processes of a killed driver must exit within 5 s. Finally, the run finishes and leaves no process.
+The seed does not determine the timing of the machine: it reproduces the kills, but not their
+interleaving.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ CPUS_PER_NODE = 2  # with one node gone there is still a place for every worker
 LONGEST_CALM_SECONDS = 1.5
 GONE_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
+FORK_SERVER_CALM_SECONDS = 0.3  # shorter calms end with the kill of a fork server
+FOLDER_VARIABLE = "CHAOS_FOLDER"  # which fork servers inherit
 # A node is given up after some 2 s instead of 15, so that most of the time is spent on training.
 QUICK_TO_GIVE_UP = {
     "health_check_initial_delay_ms": 500,
@@ -108,6 +111,7 @@ class Chaos:
         self._hazards = hazards
         self._run = folder / "run"
         make_link_targets(folder)
+        os.environ[FOLDER_VARIABLE] = str(folder)
         self._cluster: Any = Cluster(
             initialize_head=True,
             head_node_args={
@@ -239,7 +243,8 @@ class Chaos:
         living = [
             f"actor {name}" for name, each in list_actors().items() if each["State"] != "DEAD"
         ]
-        return [*processes, *children, *groups, *living]
+        servers = [f"fork server {server.pid}" for server in self._fork_servers()]
+        return [*processes, *children, *groups, *living, *servers]
 
     def _workers(self) -> list[Any]:
         """Return the processes of the run's workers on all nodes, oldest first."""
@@ -249,7 +254,20 @@ class Chaos:
         for node in self._nodes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found += psutil.Process(_raylet(node)).children(recursive=True)
+        for server in self._fork_servers():
+            found += server.children()
         return sorted((each for each in found if _is_worker(each)), key=lambda each: each.pid)
+
+    def _fork_servers(self) -> list[Any]:
+        import psutil
+
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_server = any("_fork_server/server.py" in text for text in process.cmdline())
+                if is_server and process.environ().get(FOLDER_VARIABLE) == str(self._folder):
+                    found.append(process)
+        return [server for server in found if server.parent().pid not in {s.pid for s in found}]
 
     # -- striking
 
@@ -257,7 +275,8 @@ class Chaos:
         """Kill a process, and replace a killed node."""
         match kill.victim:
             case "worker":
-                if workers := self._workers():
+                servers = self._fork_servers() if kill.after < FORK_SERVER_CALM_SECONDS else []
+                if workers := servers or self._workers():
                     _kill(workers[int(kill.which * len(workers))].pid)
             case "node":
                 self._kill_node(self._nodes.pop(int(kill.which * len(self._nodes))))

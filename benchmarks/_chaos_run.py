@@ -7,6 +7,7 @@
   stay as they are.
 - `handover`: some checkpoints are folders of the user's own, given away with ASYNC.
 - `elastic`: the group shrinks and grows.
+- `fork`: workers are forked from a fork server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HAZARDS = ("links", "handover", "elastic")
+HAZARDS = ("links", "handover", "elastic", "fork")
 WORKERS = 4
 FEWEST_WORKERS = 2  # of an elastic group
 STEP_SECONDS = 0.02
@@ -55,6 +56,7 @@ def drive(folder: Path, hazards: frozenset[str]) -> None:
             ),
             checkpoint_config=train.CheckpointConfig(num_to_keep=CHECKPOINTS_KEPT),
             callbacks=[ShownReports()],
+            forkserver_preload=["http.server"] if "fork" in hazards else [],
         ),
     ).fit()
 
