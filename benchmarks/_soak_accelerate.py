@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,6 +149,8 @@ def train(settings: dict[str, Any], steps: Steps) -> object:
 class _Loop:
     def __init__(self, settings: dict[str, Any], steps: Steps) -> None:
         torch.manual_seed(0)
+        # Accelerate does not know where an epoch of Drawbar's loaders ends.
+        warnings.filterwarnings("ignore", r"accumulate\(\) was called outside a loop")
         self._settings = settings
         self._steps = steps
         configuration = DataLoaderConfiguration(

@@ -90,7 +90,7 @@ def can_raise_priority() -> bool:
     return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
 
 
-def test_launch_of_failing_module_prints_first_failure_last(launch: Launch) -> None:
+def test_launch_of_failing_module_ends_with_its_failure_and_run_directory(launch: Launch) -> None:
     package = launch.directory / "package"
     package.mkdir()
     (package / "module.py").write_text(
@@ -103,7 +103,8 @@ def test_launch_of_failing_module_prints_first_failure_last(launch: Launch) -> N
     )
     done = launch("", "-m", script=("package.module", "it"))
     assert done.code == 1
-    assert done.err.splitlines()[-1].strip() == "ValueError: ['it'] failed in package, ?"
+    end = ["  ValueError: ['it'] failed in package, ?", "", f"Run directory: {done.run}"]
+    assert done.err.splitlines()[-3:] == end
     assert f"{package}/module.py:3 in fail" in done.err
     assert "program_main" not in done.err + done.log(1)
     assert "runpy" not in done.err + done.log(1)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,9 +216,14 @@ def test_unsafe_import_starts_a_fresh_worker_with_the_reason(
     assert reason in printed
 
 
-def test_directory_of_another_user_is_not_used(commands: Commands, tmp_path: Path) -> None:
-    (tmp_path / f"drawbar-{os.geteuid()}").mkdir(mode=0o755)
-    assert "is not private to this user" in commands.run(PRINT_ORIGIN)
+def test_directory_of_another_user_is_not_used(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A path that is too long for a socket, as tmp_path can be, would not be used.
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        Path(directory, f"drawbar-{os.geteuid()}").mkdir(mode=0o755)
+        assert "is not private to this user" in commands.run(PRINT_ORIGIN)
 
 
 def test_node_without_the_interpreter_uses_python_of_its_path(
