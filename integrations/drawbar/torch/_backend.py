@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -77,6 +77,11 @@ class TorchConfig(BackendConfig):
     def backend_cls(self) -> type[Backend]:
         """Backend class, whose hooks the controller calls."""
         return TorchBackend
+
+    @property
+    def forkserver_preload(self) -> Sequence[str]:
+        """Modules that every worker imports; the optimizers of torch import `torch._dynamo`."""
+        return ("torch", "torch._dynamo")
 
     def resolve_backend(self, *, has_gpus: bool) -> str:
         """Return the backend of `torch.distributed` for workers with or without GPUs.

@@ -16,7 +16,7 @@ from types import ModuleType
 
 def pickle_modules_by_name() -> None:
     """Register every torch module of a special class to be pickled by name."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads may import
         if name.partition(".")[0] == "torch" and type(module) is not ModuleType:
             copyreg.pickle(type(module), _by_name)
 

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -95,6 +96,37 @@ def test_exit_handler_that_never_ends_is_killed(
         return os.getpid()
 
     wait_until_gone(fit(function, run_config, num_workers=1).return_values, seconds=0.5)
+
+
+def test_process_whose_import_was_interrupted_is_replaced(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    # A second import in the same process fails: `submodule` is not imported again.
+    (package / "__init__.py").write_text("from package import submodule, slow\n")
+    (package / "submodule.py").write_text("import package\npackage.attribute = 1\n")
+    (package / "slow.py").write_text(
+        f"import package, pathlib, time\npackage.attribute\nflag = pathlib.Path({str(tmp_path)!r})"
+        "/ 'imported'\nif not flag.exists():\n    flag.touch()\n"
+        "    while True:\n        time.sleep(0.01)\n"
+    )
+
+    def function() -> int:
+        if train.get_context().get_world_rank() == 1:
+            while not (tmp_path / "imported").exists():
+                time.sleep(0.01)
+            if not (tmp_path / "was_killed").exists():
+                (tmp_path / "was_killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        sys.path.append(str(tmp_path))
+        import package  # type: ignore[import-not-found]
+
+        value: int = package.attribute
+        return value
+
+    result = fit(function, run_config, num_workers=2, max_failures=1)
+    assert result.return_values == [1, 1]
 
 
 def test_error_message_starts_with_earliest_failure_once(run_config: RunConfig) -> None:

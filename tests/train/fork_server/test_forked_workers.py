@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
 
 from drawbar import train
-from drawbar.train import RunConfig, WorkerGroupError
+from drawbar.train import RunConfig, WorkerGroupError, collective
 from tests.train.runs import fit
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -74,6 +75,43 @@ def test_exception_and_exit_code_of_forked_worker(tmp_path: Path) -> None:
 
     with pytest.raises(WorkerGroupError, match="exited with code 7"):
         fit(function, tmp_path, num_workers=1, forkserver_preload=[MODULE])
+
+
+def import_and_be_killed_once(config: dict[str, Any]) -> int:
+    os.environ.update(config["environment"])
+    import pandas as pd
+
+    train.report({"rows": len(pd.DataFrame({"x": [1]}))})
+    collective.barrier()  # the driver knows what rank 0 has imported
+    flag = config["flag"]
+    if train.get_context().get_world_rank() == 1 and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return find_server()
+
+
+@pytest.mark.parametrize("environment", [{}, {"PANDAS_SETTING": "read by the import"}])
+def test_restart_and_later_run_preload_what_the_function_imported(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    def function(config: dict[str, Any]) -> int:
+        return import_and_be_killed_once(config)
+
+    # The function of the other case has the same name, but imports in another environment.
+    function.__qualname__ += repr(environment)
+    servers = [
+        fit(
+            function,
+            RunConfig(name=name, storage_path=tmp_path),
+            {"environment": environment, "flag": tmp_path / "was_killed"},
+            num_workers=2,
+            max_failures=1,
+        ).return_values
+        for name in ("first", "second")
+    ]
+    was_forked = [[server != 0 for server in run or []] for run in servers]
+    # Rank 0 of the first run is kept after the failure.
+    assert was_forked == ([[False] * 2] * 2 if environment else [[False, True], [True, True]])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -213,6 +213,15 @@ class BackendConfig(CheckedConfig):
         exception fails the start of the workers. Default: None.
         """
         return None
+
+    @property
+    def forkserver_preload(self) -> Sequence[str]:
+        """Slow modules that every worker imports before the training function.
+
+        Workers may be forked from a process that has imported them; see
+        `RunConfig.forkserver_preload`. Default: none.
+        """
+        return ()
 
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check packages and arguments in the driver, before a process starts.

@@ -336,8 +336,8 @@ class RunConfig(fields.ConfigRepr):
         secret_keys: Keys in `train_loop_config`, at any depth, whose values are redacted in the
             journal and on the console, in addition to keys that look like secrets (`hf_token`).
         forkserver_preload: Modules, such as `["torch"]`, that a server process on each node imports
-            once. Workers are forked from it, so they start without importing them, as with
-            `multiprocessing.set_forkserver_preload`. Linux only.
+            once, to fork workers that have them. Default: modules that the function has imported in
+            earlier workers of this driver, if they are known to survive a fork. Linux only.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -383,7 +383,7 @@ class RunConfig(fields.ConfigRepr):
         Sequence[str],
         fields.list_of(str, "a list of keys of train_loop_config such as ['license']"),
     ] = ()
-    forkserver_preload: Annotated[Sequence[str], check_modules] = ()
+    forkserver_preload: Annotated[Sequence[str] | None, check_modules] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -124,13 +124,25 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     """Return the spec of the run's fork servers, None if its workers are not forked."""
     import ray
 
-    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
+    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec, learned_modules
 
+    workers_per_node = max(1, spec.scaling_config.max_workers // len(list_node_resources()))
+    cores = count_available_cores()
     modules = spec.run_config.forkserver_preload
-    if not modules:
-        return None
+    is_automatic = modules is None
+    if modules is None:
+        # A first server does not help workers that each have a core and import in parallel.
+        is_faster = learned_modules or workers_per_node > cores
+        default = spec.backend_config.forkserver_preload if is_faster else ()
+        modules = learned_modules.get(spec.function, default)
     conflict = find_other_interpreter(ray.get_runtime_context().runtime_env)
-    if conflict is not None:
+    if is_automatic:
+        conflict = conflict or find_other_interpreter(spec.run_config.worker_runtime_env)
+        if conflict is not None or not hasattr(os, "pidfd_open"):
+            return None
+    elif not modules:
+        return None
+    elif conflict is not None:
         warnings.warn(
             f"forkserver_preload has no effect, because the runtime environment of this Ray job "
             f"has {conflict!r}. The workers start without it.",
@@ -141,11 +153,16 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     assert worker.driver_env is not None
     threads = compute_thread_count(
         cpus_per_worker=worker.num_cpus,
-        local_world_size=max(1, spec.scaling_config.max_workers // len(list_node_resources())),
-        cores=count_available_cores(),
+        local_world_size=workers_per_node,
+        cores=cores,
     )
     environment = {**worker.env_vars, **make_thread_env_vars(threads, {}, worker.env_vars)}
-    return ForkServerSpec.create(modules, worker.driver_env.sys_path, environment)
+    return ForkServerSpec.create(
+        modules,
+        worker.driver_env.sys_path,
+        environment,
+        function=spec.function if is_automatic else None,
+    )
 
 
 def start_local_run(

@@ -255,13 +255,16 @@ def main(path: str, modules: list[str], sys_path: list[str]) -> None:
     del sys.path[0]  # the directory of this file
     original_path = list(sys.path)
     sys.path[:] = [*sys_path, *(entry for entry in original_path if entry not in sys_path)]
+    original_environment = dict(os.environ)
     error = _import(modules)
+    imported_environment = dict(os.environ.items() - original_environment.items())
     # Otherwise the first garbage collection of a worker would copy the pages of all objects.
     gc.collect()
     gc.freeze()
     request = ForkServer(path, error).serve()
     if request is None:
         os._exit(0)  # exit handlers of the imported modules belong to the workers
+    request.environment.update(imported_environment)
     code = _become_worker(request, original_path)
     exec(code, vars(sys.modules["__main__"]))
 

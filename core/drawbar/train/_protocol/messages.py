@@ -265,6 +265,12 @@ class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     time: float
 
 
+class ModulesImported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Modules that rank 0 has imported and that a fork server can import for later workers."""
+
+    names: tuple[str, ...]
+
+
 class FunctionFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The user's function raised an exception. `RankFailed` follows the backend's shutdown."""
 
@@ -350,6 +356,7 @@ Message = (
     | DiagnosisRequest
     | FunctionImported
     | FunctionStarted
+    | ModulesImported
     | RankTimes
     | FunctionFailed
     | OutputLine

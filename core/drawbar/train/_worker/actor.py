@@ -25,12 +25,20 @@ from drawbar.train._fork_server.client import ERROR_VARIABLE as FORK_ERROR_VARIA
 from drawbar.train._protocol.assignment import WORKER_INFO, WorkerAssignment, WorkerInfo
 from drawbar.train._protocol.codec import RayValue
 from drawbar.train._protocol.commands import COMMANDS
-from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, MESSAGE_BATCHES, Message, Report
+from drawbar.train._protocol.messages import (
+    FINAL_MESSAGE_TYPES,
+    MESSAGE_BATCHES,
+    Message,
+    ModulesImported,
+    RankFinished,
+    Report,
+)
 from drawbar.train._serialization import Serialized
 from drawbar.train._storage.run_directory import RunDirectory, finish_on_node
 from drawbar.train._worker import sentinel
 from drawbar.train._worker.context import get_node_address
 from drawbar.train._worker.rank_runner import RankRunner, execute, use_worker_process
+from drawbar.train._worker.session import Session
 from drawbar.train._worker.stack import STACK
 
 if TYPE_CHECKING:
@@ -83,7 +91,7 @@ class Worker:
             hostname=os.uname().nodename,
             pid=os.getpid(),
             gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
-            fork_error=os.environ.pop(FORK_ERROR_VARIABLE, ""),
+            fork_error=take_fork_error(),
         )
         return WORKER_INFO.encode(info)
 
@@ -116,6 +124,8 @@ class Worker:
         while True:
             # Yield in batches, because Ray's cost per item does not depend on its size.
             batch = outbox.take_batch()
+            if (message := _take_imported_modules(session, batch)) is not None:
+                batch.insert(0, message)
             yield MESSAGE_BATCHES.encode_for_ray(batch)
             if isinstance(batch[-1], FINAL_MESSAGE_TYPES):
                 # The end of the stream signals the controller that this process can run another
@@ -141,6 +151,22 @@ class Worker:
         session = self._runner.session
         if session is not None and session.should_clean_up_node:
             finish_on_node(session.directory, session.assignment.ranks.world_rank)
+
+
+def take_fork_error() -> str:
+    """Return why this process was not forked from the fork server, "" if it was or need not be."""
+    return os.environ.pop(FORK_ERROR_VARIABLE, "")
+
+
+def _take_imported_modules(session: Session, batch: Sequence[Message]) -> ModulesImported | None:
+    """Return the modules that rank 0 has imported by its first report or its end, once."""
+    modules = session.imported_modules
+    if modules is None or not any(isinstance(message, Report | RankFinished) for message in batch):
+        return None
+    session.imported_modules = None
+    if session.assignment.ranks.world_rank != 0:
+        return None
+    return ModulesImported(names=modules.list_preloadable())
 
 
 class Outbox:

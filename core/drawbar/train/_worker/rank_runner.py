@@ -61,7 +61,9 @@ class RankRunner:
             send: Callback that sends messages to the controller.
         """
         self._thread = None
+        is_first = self.session is None
         self.session = Session(assignment, send, self._cache)
+        self.session.is_first_of_process = is_first
         return self.session
 
     def run(

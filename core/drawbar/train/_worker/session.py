@@ -46,6 +46,7 @@ from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
+from drawbar.train._worker.imported_modules import ImportedModules
 from drawbar.train._worker.node_local_storage import NodeLocalStorage
 from drawbar.train._worker.progress_sender import ProgressSender
 from drawbar.train._worker.rank_timer import RankTimer
@@ -127,6 +128,8 @@ class Session:
         self.training_count = itertools.count(1)  # a training function may train several times
         self.program: ProgramProxy | None = None
         self.is_timed_by_program = False
+        self.is_first_of_process = True
+        self.imported_modules: ImportedModules | None = None
 
     def get_local(self, factory: Callable[[], T]) -> T:
         """Return the object of this attempt that `factory` creates on the first call."""

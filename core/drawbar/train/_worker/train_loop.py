@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from drawbar.train._protocol.messages import (
     FunctionFailed,
     FunctionImported,
     FunctionStarted,
+    ProcessRetired,
     RankFailed,
     RankFinished,
     RankInterrupted,
@@ -25,6 +27,7 @@ from drawbar.train._protocol.messages import (
 from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._worker.active_session import use_session
 from drawbar.train._worker.failure import describe_exception
+from drawbar.train._worker.imported_modules import ImportedModules
 from drawbar.train._worker.script_names import use_script_names
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
 from drawbar.train._worker.training_thread import AttemptInterrupted
@@ -74,7 +77,7 @@ def run_train_loop(
             # Threads share the environment, so ranks in threads of one process do not change it.
             if is_process_wide:
                 set_env_vars(make_worker_env(session.assignment))
-            loop, script_names = _make_copy(train_loop)
+            loop, script_names = _make_copy(session, train_loop)
             session.send(FunctionImported())
             with use_script_names(script_names), loop.backend_config.train_func_context():
                 session.send(FunctionStarted(time=time.time()))
@@ -98,8 +101,9 @@ def run_train_loop(
         session.interrupt_scope.end()
         is_in_worker_process = not isinstance(train_loop, TrainLoop)
         return _make_finished(session, value, should_transfer_ownership=is_in_worker_process)
-    except AttemptInterrupted:
+    except AttemptInterrupted as interrupt:
         session.interrupt_scope.end()
+        _retire_after_import(session, interrupt)
         # Do not wait for checkpoints in flight: the controller drops files not yet persisted.
         session.close(0.0)
         return RankInterrupted()
@@ -110,7 +114,20 @@ def run_train_loop(
             pass  # too late: the function has already failed
         if isinstance(error, KeyboardInterrupt) and is_main_thread():
             raise  # Ctrl-C in the user's process, with num_workers=0
+        _retire_after_import(session, error)
         return _make_failed(session, error, raised_at)
+
+
+def _retire_after_import(session: Session, error: BaseException) -> None:
+    """Do not use this process for another attempt if an exception has ended an import.
+
+    Python removes only the module that failed. Modules that it had imported until then remain and
+    may depend on it, so that its next import fails.
+    """
+    described = "".join(traceback.TracebackException.from_exception(error).format())
+    # Python leaves out the frames of the import machinery while it runs a module.
+    if ", in <module>\n" in described or '"<frozen importlib.' in described:
+        session.send(ProcessRetired())
 
 
 def _send_times(session: Session) -> None:
@@ -120,6 +137,7 @@ def _send_times(session: Session) -> None:
 
 
 def _make_copy(
+    session: Session,
     train_loop: ObjectRef[Serialized] | TrainLoop,
 ) -> tuple[TrainLoop, dict[str, object]]:
     """Return a copy for this rank, whose config the function may change, and the script's names.
@@ -130,6 +148,8 @@ def _make_copy(
         return dataclasses.replace(train_loop, config=copy.deepcopy(train_loop.config)), {}
     import ray
 
+    if session.is_first_of_process:
+        session.imported_modules = ImportedModules()
     serialized: Serialized = ray.get(train_loop)
     return serialized.deserialize_with_script_names()
 

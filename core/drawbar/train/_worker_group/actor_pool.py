@@ -7,16 +7,19 @@ outlives attempts: after a failure, only dead or stuck processes are replaced, i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._protocol.assignment import WORKER_INFO, WorkerInfo
 from drawbar.train._protocol.codec import RayValue
-from drawbar.train._worker.actor import Worker
+from drawbar.train._worker.actor import Worker, take_fork_error
 from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
 from drawbar.train._worker_group.placement import Placement, remove_orphaned_groups
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
@@ -121,6 +124,8 @@ class ActorPool:
         self._process_setup = process_setup
         self._parent_placement = parent_placement
         self._fork_server = fork_server
+        self._fork_error = ""
+        self._fork_server_starts: list[asyncio.Future[None]] = []
         self._placement: Placement | None = None
         self.slots: dict[int, ActorSlot] = {}
 
@@ -152,9 +157,43 @@ class ActorPool:
             if not ready:
                 remove_orphaned_groups()
                 on_waiting(len(self.list_ready()), self._is_placed())
-        if any(slot.info.result().fork_error for slot in self.list_ready()):
-            self._fork_server = None  # do not wait for it again
+        for actor_slot in self.list_ready():
+            if error := actor_slot.info.result().fork_error:
+                self._stop_forking(error)
         return self.list_ready()
+
+    def use_modules(self, modules: Sequence[str]) -> None:
+        """Start a fork server on each node with the modules that the function has imported.
+
+        The processes that start from now on are forked from it. Does nothing if
+        `RunConfig.forkserver_preload` is set, or if forks are not possible.
+        """
+        spec = self._fork_server
+        if spec is None or spec.function is None or set(modules) <= set(spec.modules):
+            return
+        self._fork_server = spec.learn(modules)
+        nodes = {slot.info.result().node_id for slot in self.list_ready()}
+        self._fork_server_starts = [
+            asyncio.ensure_future(self._start_fork_server(node)) for node in nodes
+        ]
+
+    async def _start_fork_server(self, node: str) -> None:
+        remote: Any = ray.remote  # its stub takes no options here
+        task = remote(take_fork_error).options(
+            num_cpus=0,
+            max_retries=0,
+            runtime_env=self._make_runtime_env(),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        with contextlib.suppress(RayError):  # the node is lost
+            if error := await await_reference(task.remote()):
+                self._stop_forking(error)
+
+    def _stop_forking(self, error: str) -> None:
+        """Start later processes without the fork server, and do not wait for it again."""
+        if self._fork_server is not None and self._fork_server.function is not None:
+            self._fork_server.learn(())
+        self._fork_server, self._fork_error = None, error
 
     def list_ready(self) -> list[ActorSlot]:
         """Return the processes that are ready or have failed to start, by slot."""
@@ -196,16 +235,19 @@ class ActorPool:
             options["scheduling_strategy"] = self._placement.get_scheduling_strategy(slot)
         elif self._scaling.label_selectors:
             options["label_selector"] = self._scaling.label_selectors[slot]
-        runtime_env = self._runtime_env or {}
-        if self._fork_server is not None:
-            runtime_env = {**runtime_env, "py_executable": self._fork_server.make_command()}
-        if runtime_env:
+        if runtime_env := self._make_runtime_env():
             options["runtime_env"] = runtime_env
         actor = self._actor_class.options(**options).remote(self._run_path)
         # Called before the actor is ready: Ray queues the call, and its result shows readiness.
         reference = actor.initialize.remote(self._process_setup)
         info = asyncio.ensure_future(_receive_worker_info(reference))
         self.slots[slot] = ActorSlot(actor, info)
+
+    def _make_runtime_env(self) -> dict[str, object]:
+        runtime_env = dict(self._runtime_env or {})
+        if self._fork_server is not None and self._fork_server.modules:
+            runtime_env["py_executable"] = self._fork_server.make_command()
+        return runtime_env
 
     def _kill_actor(self, slot: int) -> None:
         actor_slot = self.slots.pop(slot)

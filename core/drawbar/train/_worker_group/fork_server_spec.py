@@ -9,15 +9,20 @@ import shlex
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drawbar.train._config.secrets import REDACTED, redact_settings
+from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._fork_server import client
 from drawbar.train._fork_server.server import read_boot_id, read_start_time
 
 # A node may lack the driver's interpreter or Drawbar's directory. Then Python is found by PATH, as
 # Ray does it for conda environments.
 _SHELL = 'if [ -x "$0" ] && [ -f "$1" ]; then exec "$0" -I -S "$@"; fi; shift 2; exec python3 "$@"'
+
+
+learned_modules: dict[FunctionIdentity, tuple[str, ...]] = {}
+"""Modules that the training functions of this process have imported in workers."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +33,23 @@ class ForkServerSpec:
         modules: Names of the modules to import.
         sys_path: Import path of the driver.
         environment: Variables of the driver that the modules may read when they are imported.
+        function: Training function whose imports are the modules. None if the user has set the
+            modules.
     """
 
     modules: tuple[str, ...]
     sys_path: tuple[str, ...]
     environment: Mapping[str, str]
+    function: FunctionIdentity | None = None
 
     @classmethod
     def create(
-        cls, modules: Sequence[str], sys_path: Sequence[str], environment: Mapping[str, str]
+        cls,
+        modules: Sequence[str],
+        sys_path: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        function: FunctionIdentity | None = None,
     ) -> ForkServerSpec:
         """Create a spec. Secrets in the environment are left out: a command line is public."""
         shown = redact_settings(environment)
@@ -44,7 +57,14 @@ class ForkServerSpec:
             tuple(modules),
             tuple(os.path.abspath(path) for path in sys_path),
             {name: value for name, value in environment.items() if REDACTED not in shown[name]},
+            function,
         )
+
+    def learn(self, modules: Sequence[str]) -> ForkServerSpec:
+        """Return a spec with the modules that the function has imported, also for later runs."""
+        assert self.function is not None
+        learned_modules[self.function] = tuple(modules)
+        return replace(self, modules=tuple(modules))
 
     def make_command(self) -> str:
         """Return the shell command to which Ray appends the worker's arguments."""

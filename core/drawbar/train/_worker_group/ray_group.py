@@ -22,6 +22,7 @@ from drawbar.train._protocol.codec import ProtocolError, RayValue
 from drawbar.train._protocol.commands import COMMANDS, CollectiveResult, Command
 from drawbar.train._protocol.messages import (
     MESSAGE_BATCHES,
+    ModulesImported,
     ProcessRetired,
     RankFailed,
     WorkerDied,
@@ -109,6 +110,9 @@ class RayWorkerGroup:
                 messages = MESSAGE_BATCHES.decode_from_ray(await reference)
                 # Recorded before the attempt handles the messages: it may end with one of them, and
                 # then decides whether to keep the process.
+                for message in messages:
+                    if isinstance(message, ModulesImported):
+                        self._pool.use_modules(message.names)
                 slot.is_retired |= any(isinstance(message, ProcessRetired) for message in messages)
                 on_messages(rank, messages)
         # Exceptions of the function are messages. This is an error in Drawbar's code in the worker,

@@ -1,0 +1,49 @@
+"""Modules that the training function of a worker has imported, for the workers after it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from drawbar.train._fork_server.preloadable import select_preloadable
+
+# Drawbar, Ray, and frameworks set these variables themselves. No import reads them.
+_PREFIXES = (
+    *("ACCELERATE_", "DRAWBAR_", "GLOO_", "KMP_", "MASTER_", "NCCL_", "RAY_", "TORCHELASTIC_"),
+    *("TORCHINDUCTOR_", "TORCH_NCCL_"),
+)
+_NAMES = frozenset(
+    {"CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING", "PYTORCH_NVML_BASED_CUDA_CHECK"},
+)
+
+
+class ImportedModules:
+    """Find the modules that later workers of a training function can get from a fork server.
+
+    Create it before the function of the user is imported.
+    """
+
+    def __init__(self) -> None:
+        self._first = select_preloadable(sys.modules.copy())
+        self._settings = _read_settings()
+
+    def list_preloadable(self) -> tuple[str, ...]:
+        """Return the modules, in the order of their imports.
+
+        A fork server imports modules before it knows the function. If the function has changed the
+        environment or `sys.path`, its imports may depend on that, so only the modules that were
+        imported before it are returned.
+        """
+        if _read_settings() != self._settings:
+            return self._first
+        return select_preloadable(sys.modules.copy())
+
+
+def _read_settings() -> tuple[dict[str, str], list[str]]:
+    """Return the settings that an import may depend on."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NAMES and not name.startswith(_PREFIXES)
+    }
+    return environment, list(sys.path)
