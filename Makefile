@@ -1,6 +1,6 @@
 # Two commands do everything on a machine with Python >= 3.11 and make:
 #   make demo    train a small network on two workers and show the result
-#   make test    run the tests
+#   make test    run the tests; `make test-all` also repeats them with other frameworks and settings
 # `make check` runs the linters and the type checker, `make bench` the benchmarks, `make docs` builds the site.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
@@ -11,7 +11,7 @@ TESTS_AT_A_TIME ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test test-all check bench docs clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
@@ -23,9 +23,16 @@ demo: $(VENV)/demo
 RUN_FAILED_AGAIN = { [ $$? -eq 1 ] && echo 'These tests failed. They run once more, one at a time:' \
 	&& $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v; }
 
+define RUN_TESTS
+	$(BIN)/python -m pytest -m 'not alone$(1)' -n $(TESTS_AT_A_TIME) --dist worksteal || $(RUN_FAILED_AGAIN)
+	$(BIN)/python -m pytest -m 'alone$(1)' $(shell grep -rl mark.alone tests)
+endef
+
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -m 'not alone' -n $(TESTS_AT_A_TIME) --dist worksteal || $(RUN_FAILED_AGAIN)
-	$(BIN)/python -m pytest -m alone $(shell grep -rl mark.alone tests)
+	$(call RUN_TESTS, and not nightly)
+
+test-all: $(VENV)/dev
+	$(call RUN_TESTS)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

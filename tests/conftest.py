@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,18 @@ def pytest_configure() -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the ten slowest files."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]  # a float
+    terminalreporter.section("slowest files")
+    for file, duration in seconds.most_common(10):
+        terminalreporter.write_line(f"{duration:6.1f} s  {file}")
 
 
 @pytest.fixture(scope="module")

@@ -255,7 +255,13 @@ def test_docs_quickstart_matches_the_example() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of frameworks
-@pytest.mark.parametrize("page", GIVEN)
+@pytest.mark.parametrize(
+    "page",
+    [
+        page if page == "README.md" else pytest.param(page, marks=pytest.mark.nightly)
+        for page in GIVEN
+    ],
+)
 def test_docs_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cache = Path("~/.cache").expanduser()

@@ -65,6 +65,7 @@ def test_example_lightning_resumes_in_local_mode(run: Callable[..., str]) -> Non
     assert Path(again.split()[-1]).exists()
 
 
+@pytest.mark.nightly
 def test_example_lightning_from_driver_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("lightning_from_driver.py")
     assert float(re.findall(r"accuracy: ([\d.]+)", output)[0]) > 0.9
@@ -80,6 +81,7 @@ def test_example_transformers_resumes_in_local_mode(run: Callable[..., str]) -> 
     assert "'step': 60" in again
 
 
+@pytest.mark.nightly
 def test_example_accelerate_resumes_in_local_mode(run: Callable[..., str]) -> None:
     first = run("accelerate_digits.py", "--epochs", "6")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.9
@@ -88,6 +90,7 @@ def test_example_accelerate_resumes_in_local_mode(run: Callable[..., str]) -> No
     assert "checkpoint_000006" in again
 
 
+@pytest.mark.nightly
 def test_example_jax_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("jax_digits.py", "--epochs", "4")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
@@ -97,6 +100,7 @@ def test_example_jax_resumes_in_local_mode(run: Callable[..., str], tmp_path: Pa
     assert "checkpoint_000004" in again
 
 
+@pytest.mark.nightly
 def test_example_keras_resumes_with_another_backend(
     run: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -107,6 +111,7 @@ def test_example_keras_resumes_with_another_backend(
     assert "checkpoint_000008" in again
 
 
+@pytest.mark.nightly
 def test_example_tensorflow_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("tensorflow_loop.py", "--epochs", "10")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
@@ -123,6 +128,7 @@ def test_example_xgboost_trains(run: Callable[..., str], tmp_path: Path) -> None
     assert figure.read_bytes().startswith(PNG)
 
 
+@pytest.mark.nightly
 def test_example_lightgbm_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("lightgbm_trees.py", "--rounds", "30")
     assert float(re.findall(r"'validation-multi_error': ([\d.]+)", output)[0]) < 0.06
@@ -130,6 +136,7 @@ def test_example_lightgbm_trains(run: Callable[..., str], tmp_path: Path) -> Non
     assert figure.read_bytes().startswith(PNG)
 
 
+@pytest.mark.nightly
 def test_example_ray_data_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("ray_data.py", "--num-workers", "2", "--epochs", "8")
     assert float(re.findall(r"'accuracy': ([\d.]+)", output)[0]) > 0.9
@@ -137,6 +144,7 @@ def test_example_ray_data_trains(run: Callable[..., str], tmp_path: Path) -> Non
     assert (tmp_path / "drawbar_results/tumours/curves.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.nightly
 def test_example_tune_runs_a_sweep(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("tune_digits.py", "--trials", "2")
     assert float(re.findall(r"best: ([\d.]+)", output)[0]) > 0.5  # two guesses

@@ -44,5 +44,6 @@ def test_waiting_takes_no_cpu() -> None:
 
 
 @pytest.mark.parametrize(("scenario", "size"), [("async_report", {"nbytes": 1000}), ("resize", {})])
+@pytest.mark.nightly
 def test_it_runs(scenario: str, size: dict[str, float]) -> None:
     measure(scenario, **size)

@@ -76,6 +76,7 @@ print("ratio", (peak - base) / (ROWS * COLUMNS * 4))
         ("lightgbm", "memory", 1_000_000, 1.0),
     ],
 )
+@pytest.mark.nightly
 def test_peak_memory_of_a_worker(
     tmp_path: object, library: str, mode: str, rows: int, bound: float
 ) -> None:

@@ -117,6 +117,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+@pytest.mark.nightly
 def test_rows_may_be_more_than_the_object_store_holds(output: str, library: str) -> None:
     (right,) = re.findall(rf"^{library} ([\d.]+)$", output, re.MULTILINE)
     assert float(right) > 0.99, output

@@ -339,7 +339,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(900)  # three frameworks are imported in many processes
-@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("torch", marks=pytest.mark.nightly),
+        pytest.param("jax", marks=pytest.mark.nightly),
+        "tensorflow",
+    ],
+)
 def test_fit_with_killed_worker_matches_single_process(
     backend: Backend,
     alone: dict[str, Any],

@@ -21,9 +21,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # torchrun's default
     ("name", "reference"),
     [
         ("torch_ddp", "torch_ddp"),
-        ("torch_fsdp", "torch_ddp"),  # takes the same steps
-        ("lightning_ddp", "lightning_ddp"),
-        ("transformers_trainer", "transformers_trainer"),
+        # takes the same steps
+        pytest.param("torch_fsdp", "torch_ddp", marks=pytest.mark.nightly),
+        pytest.param("lightning_ddp", "lightning_ddp", marks=pytest.mark.nightly),
+        pytest.param("transformers_trainer", "transformers_trainer", marks=pytest.mark.nightly),
     ],
 )
 def test_launch_of_framework_script_has_losses_of_torchrun(
@@ -34,6 +35,7 @@ def test_launch_of_framework_script_has_losses_of_torchrun(
     assert find_losses(done.out) == find_losses(run_torchrun(reference)) != []
 
 
+@pytest.mark.nightly
 def test_launch_of_trl_script_on_one_worker_has_losses_of_python(launch: Launch) -> None:
     script = str(SCRIPTS / "trl_sft.py")
     done = launch("", "--num-workers", "1", script=(script,), **ONE_THREAD)
@@ -42,6 +44,7 @@ def test_launch_of_trl_script_on_one_worker_has_losses_of_python(launch: Launch)
     assert find_losses(done.out) == find_losses(expected) != []
 
 
+@pytest.mark.nightly
 def test_launch_with_accelerate_config_applies_it(launch: Launch) -> None:
     config = launch.directory / "accelerate.yaml"
     config.write_text(

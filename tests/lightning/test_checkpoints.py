@@ -76,6 +76,7 @@ class TestWorldSizes:
         assert losses(run) == pytest.approx(rest_of(whole), abs=1e-5)
 
     @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+    @pytest.mark.nightly
     def test_resume_on_more_workers_has_losses_of_one_process(
         self, strategy: str, whole: dict[int, float], tmp_path: Path
     ) -> None:

@@ -269,6 +269,7 @@ def ended(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(process.returncode, before + after)
 
 
+@pytest.mark.nightly
 def test_with_pytorch_lightning_the_other_package_is_not_imported(ended: Ended) -> None:
     for place in ("worker", "driver"):
         assert re.findall(f"imported in the {place}: (.*)", ended.output) == ["pytorch_lightning"]

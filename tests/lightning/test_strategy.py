@@ -159,6 +159,7 @@ def test_strategy_passes_arguments_to_lightning(run: Result) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster", "patient_restarts")
+@pytest.mark.nightly
 def test_deepspeed_in_reused_process_trains_again(
     plain: Any, run_config: RunConfig, alone: float
 ) -> None:

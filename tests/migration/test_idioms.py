@@ -17,6 +17,7 @@ IDIOMS = sorted(Path(__file__).parent.joinpath("idioms").glob("*.py"))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the frameworks
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("script", IDIOMS, ids=lambda script: script.stem)
+@pytest.mark.nightly
 def test_ray_train_idiom_works_after_import_change(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def test_loader_in_random_scenario_behaves_as_documented(number: int) -> None:
 @pytest.mark.parametrize(
     "framework", [_soak_accelerate, _soak_lightning, _soak_transformers], ids=FRAMEWORKS
 )
+@pytest.mark.nightly
 def test_framework_in_random_scenarios_repeats_steps_of_uninterrupted_run(framework: Any) -> None:
     for number in range(FRAMEWORK_SCENARIOS):
         violations, description = check_restarts(framework, FRAMEWORK_SEED, number)

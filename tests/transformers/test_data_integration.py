@@ -46,6 +46,7 @@ def make_recording_collator(seen: Path) -> Callable[[list[dict[str, Any]]], Any]
     return collate
 
 
+@pytest.mark.nightly
 def test_shard_rows_after_kill_are_trained_once(tiny: Any, runs: Any, tmp_path: Path) -> None:
     rows, seen = tiny.windows(64), tmp_path / "seen"
     seen.mkdir()

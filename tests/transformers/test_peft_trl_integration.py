@@ -65,6 +65,7 @@ def byte_tokenizer() -> Any:
     )
 
 
+@pytest.mark.nightly
 def test_sft_trainer_of_trl_trains(tiny: Any, runs: Any, tmp_path: Path) -> None:
     def function() -> Any:
         import datasets

@@ -55,7 +55,9 @@ def expected(tiny: Any, runs: Any, folder: Path) -> dict[int, float]:
     return losses
 
 
-@pytest.fixture(scope="module", params=list(SHARDS))
+@pytest.fixture(
+    scope="module", params=["fsdp", "zero3", pytest.param("zero2", marks=pytest.mark.nightly)]
+)
 def killed(
     request: pytest.FixtureRequest, ray_cluster: None, tiny: Any, runs: Any, folder: Path
 ) -> tuple[str, Result]:

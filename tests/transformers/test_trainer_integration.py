@@ -166,7 +166,10 @@ STREAMS = ["stream", "epoch_stream", "random_stream", "shuffled_dataset", "unsiz
 
 @pytest.mark.parametrize(
     ("kinds", "num_workers"),
-    [(["by_length", "custom", "not_seedable", *STREAMS], 0), (["custom", "epoch_stream"], 2)],
+    [
+        (["by_length", "custom", "not_seedable", *STREAMS], 0),
+        pytest.param(["custom", "epoch_stream"], 2, marks=pytest.mark.nightly),
+    ],
     ids=["one_process", "two_workers"],
 )
 def test_restart_in_second_epoch_repeats_order_of_any_data(

@@ -103,6 +103,7 @@ def _is_there(row: Mapping[str, Any]) -> bool:
     return row.get("State", row.get("state")) not in ("DEAD", "REMOVED")
 
 
+@pytest.mark.nightly
 def test_halving_with_resources_for_half_of_trials_finishes(
     tmp_path: Path, list_orphans: Callable[[], list[str]]
 ) -> None:
@@ -132,6 +133,7 @@ class CopiesResultsAtTheStart(tune.Callback):
             Path(trial.path, name).touch()
 
 
+@pytest.mark.nightly
 def test_population_based_training_keeps_all_results(
     tmp_path: Path, list_orphans: Callable[[], list[str]]
 ) -> None:

@@ -364,6 +364,7 @@ def test_ctrl_c_during_detached_fit_only_detaches(
     wait_until_gone(pids)
 
 
+@pytest.mark.nightly
 def test_suspended_host_raises_timeout_error_with_its_pid(
     tmp_path: Path,
     finish_file: Path,

@@ -153,6 +153,7 @@ def test_ray_client_fit_returns_results_and_objects(
     assert "] running on 2 workers" in err
 
 
+@pytest.mark.nightly
 def test_ray_client_ctrl_c_stops_run_but_not_detached_run(
     server: str,
     tmp_path: Path,
@@ -188,6 +189,7 @@ def test_ray_client_ctrl_c_stops_run_but_not_detached_run(
     wait_until_gone(pids)
 
 
+@pytest.mark.nightly
 def test_ray_client_sigkill_ends_run(
     server: str,
     tmp_path: Path,
