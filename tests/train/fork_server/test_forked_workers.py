@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -79,9 +80,8 @@ def test_exception_and_exit_code_of_forked_worker(tmp_path: Path) -> None:
 
 def import_and_be_killed_once(config: dict[str, Any]) -> int:
     os.environ.update(config["environment"])
-    import pandas as pd
-
-    train.report({"rows": len(pd.DataFrame({"x": [1]}))})
+    importlib.import_module(config["module"])
+    train.report({})
     collective.barrier()  # the driver knows what rank 0 has imported
     flag = config["flag"]
     if train.get_context().get_world_rank() == 1 and not flag.exists():
@@ -103,7 +103,7 @@ def test_restart_and_later_run_preload_what_the_function_imported(
         fit(
             function,
             RunConfig(name=name, storage_path=tmp_path),
-            {"environment": environment, "flag": tmp_path / "was_killed"},
+            {"module": "pandas", "environment": environment, "flag": tmp_path / "was_killed"},
             num_workers=2,
             max_failures=1,
         ).return_values
@@ -112,6 +112,29 @@ def test_restart_and_later_run_preload_what_the_function_imported(
     was_forked = [[server != 0 for server in run or []] for run in servers]
     # Rank 0 of the first run is kept after the failure.
     assert was_forked == ([[False] * 2] * 2 if environment else [[False, True], [True, True]])
+
+
+def test_unsafe_import_of_the_function_is_shown_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # It has the name of a package that is preloaded, and hides it.
+    (tmp_path / "lightgbm.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    runtime_env = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
+
+    def function(config: dict[str, Any]) -> int:
+        return import_and_be_killed_once(config)
+
+    flag = tmp_path / "was_killed"
+    config = {"module": "lightgbm", "environment": {}, "flag": flag}
+    for name in ("first", "second"):
+        run = RunConfig(name=name, storage_path=tmp_path, worker_runtime_env=runtime_env)
+        result = fit(function, run, config, num_workers=2, max_failures=1)
+        assert result.return_values == [0, 0]
+    shown = capfd.readouterr().err
+    assert shown.count("Workers started without the fork server") == 1
+    assert "lightgbm started threads, which a fork would lose" in shown
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     """Return the spec of the run's fork servers, None if its workers are not forked."""
     import ray
 
-    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec, learned_modules
+    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec, has_learned_modules
 
     workers_per_node = max(1, spec.scaling_config.max_workers // len(list_node_resources()))
     cores = count_available_cores()
@@ -132,9 +132,8 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     is_automatic = modules is None
     if modules is None:
         # A first server does not help workers that each have a core and import in parallel.
-        is_faster = learned_modules or workers_per_node > cores
-        default = spec.backend_config.forkserver_preload if is_faster else ()
-        modules = learned_modules.get(spec.function, default)
+        is_faster = has_learned_modules() or workers_per_node > cores
+        modules = spec.backend_config.forkserver_preload if is_faster else ()
     conflict = find_other_interpreter(ray.get_runtime_context().runtime_env)
     if is_automatic:
         conflict = conflict or find_other_interpreter(spec.run_config.worker_runtime_env)
@@ -157,12 +156,8 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
         cores=cores,
     )
     environment = {**worker.env_vars, **make_thread_env_vars(threads, {}, worker.env_vars)}
-    return ForkServerSpec.create(
-        modules,
-        worker.driver_env.sys_path,
-        environment,
-        function=spec.function if is_automatic else None,
-    )
+    fork_server = ForkServerSpec.create(modules, worker.driver_env.sys_path, environment)
+    return fork_server.follow(spec.function) if is_automatic else fork_server
 
 
 def start_local_run(

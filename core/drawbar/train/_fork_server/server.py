@@ -278,17 +278,22 @@ def _import(modules: list[str]) -> str:
             importlib.import_module(name)
         except BaseException as error:
             return f"import {name} raised {type(error).__name__}: {error}"
+        if reason := _find_danger():
+            return f"import {name} {reason}"
+    return ""
+
+
+def _find_danger() -> str:
+    """Return what an import has done that makes a fork unsafe, "" if nothing."""
     for name, reason in UNSAFE_MODULES.items():
         if name in sys.modules:
-            return f"{', '.join(modules)} imported {name}, which must not be forked: {reason}"
+            return f"imported {name}, which must not be forked: {reason}"
     if threading.active_count() > 1:
         names = [thread.name for thread in threading.enumerate()[1:]]
-        return f"{', '.join(modules)} started threads, which a fork would lose: {names}"
+        return f"started threads, which a fork would lose: {names}"
     devices = [file for file in _list_open_files() if file.startswith("/dev/nvidia")]
     if devices:
-        return (
-            f"{', '.join(modules)} initialized CUDA, which a forked process cannot use: {devices}"
-        )
+        return f"initialized CUDA, which a forked process cannot use: {devices}"
     return ""
 
 

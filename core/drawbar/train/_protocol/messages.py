@@ -266,9 +266,15 @@ class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ModulesImported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Modules that rank 0 has imported and that a fork server can import for later workers."""
+    """Modules that rank 0 has imported and that a fork server can import for later workers.
+
+    Attributes:
+        names: Their names, in the order of the imports.
+        sys_path: Import path of the worker.
+    """
 
     names: tuple[str, ...]
+    sys_path: tuple[str, ...]
 
 
 class FunctionFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -166,7 +166,7 @@ def _take_imported_modules(session: Session, batch: Sequence[Message]) -> Module
     session.imported_modules = None
     if session.assignment.ranks.world_rank != 0:
         return None
-    return ModulesImported(names=modules.list_preloadable())
+    return modules.make_message()
 
 
 class Outbox:

@@ -6,6 +6,7 @@ import os
 import sys
 
 from drawbar.train._fork_server.preloadable import select_preloadable
+from drawbar.train._protocol.messages import ModulesImported
 
 # Drawbar, Ray, and frameworks set these variables themselves. No import reads them.
 _PREFIXES = (
@@ -26,17 +27,18 @@ class ImportedModules:
     def __init__(self) -> None:
         self._first = select_preloadable(sys.modules.copy())
         self._settings = _read_settings()
+        self._sys_path = tuple(os.path.abspath(path) for path in sys.path)
 
-    def list_preloadable(self) -> tuple[str, ...]:
-        """Return the modules, in the order of their imports.
+    def make_message(self) -> ModulesImported:
+        """Return the message about the modules.
 
         A fork server imports modules before it knows the function. If the function has changed the
         environment or `sys.path`, its imports may depend on that, so only the modules that were
         imported before it are returned.
         """
-        if _read_settings() != self._settings:
-            return self._first
-        return select_preloadable(sys.modules.copy())
+        has_changed = _read_settings() != self._settings
+        names = self._first if has_changed else select_preloadable(sys.modules.copy())
+        return ModulesImported(names=names, sys_path=self._sys_path)
 
 
 def _read_settings() -> tuple[dict[str, str], list[str]]:

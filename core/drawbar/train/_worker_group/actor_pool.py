@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._protocol.assignment import WORKER_INFO, WorkerInfo
 from drawbar.train._protocol.codec import RayValue
+from drawbar.train._protocol.messages import ModulesImported
 from drawbar.train._worker.actor import Worker, take_fork_error
 from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
 from drawbar.train._worker_group.placement import Placement, remove_orphaned_groups
@@ -104,6 +105,10 @@ class ActorPool:
     A pool of fixed size creates a placement group. An elastic pool does not: actors that do not fit
     stay pending, which costs nothing and shows the demand to an autoscaler. Both use
     `parent_placement` instead if it is not None.
+
+    Attributes:
+        slots: Processes by slot.
+        fork_error: Why processes are not forked any more, "" if there was no error.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class ActorPool:
         self._process_setup = process_setup
         self._parent_placement = parent_placement
         self._fork_server = fork_server
-        self._fork_error = ""
+        self.fork_error = ""
         self._fork_server_starts: list[asyncio.Future[None]] = []
         self._placement: Placement | None = None
         self.slots: dict[int, ActorSlot] = {}
@@ -162,14 +167,14 @@ class ActorPool:
                 self._stop_forking(error)
         return self.list_ready()
 
-    def use_modules(self, modules: Sequence[str]) -> None:
+    def use_modules(self, modules: ModulesImported) -> None:
         """Start a fork server on each node with the modules that the function has imported.
 
         The processes that start from now on are forked from it. Does nothing if
         `RunConfig.forkserver_preload` is set, or if forks are not possible.
         """
         spec = self._fork_server
-        if spec is None or spec.function is None or set(modules) <= set(spec.modules):
+        if spec is None or spec.key is None or set(modules.names) <= set(spec.modules):
             return
         self._fork_server = spec.learn(modules)
         nodes = {slot.info.result().node_id for slot in self.list_ready()}
@@ -191,9 +196,9 @@ class ActorPool:
 
     def _stop_forking(self, error: str) -> None:
         """Start later processes without the fork server, and do not wait for it again."""
-        if self._fork_server is not None and self._fork_server.function is not None:
-            self._fork_server.learn(())
-        self._fork_server, self._fork_error = None, error
+        if self._fork_server is not None and self._fork_server.key is not None:
+            self._fork_server.learn(ModulesImported(names=(), sys_path=()))
+        self._fork_server, self.fork_error = None, error
 
     def list_ready(self) -> list[ActorSlot]:
         """Return the processes that are ready or have failed to start, by slot."""
@@ -266,6 +271,8 @@ class ActorPool:
 
     def kill_all(self) -> None:
         """Kill all processes and release the placement."""
+        for start in self._fork_server_starts:
+            start.cancel()
         for slot in list(self.slots):
             self._kill_actor(slot)
         if self._placement is not None:

@@ -15,14 +15,23 @@ from drawbar.train._config.secrets import REDACTED, redact_settings
 from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._fork_server import client
 from drawbar.train._fork_server.server import read_boot_id, read_start_time
+from drawbar.train._protocol.messages import ModulesImported
 
 # A node may lack the driver's interpreter or Drawbar's directory. Then Python is found by PATH, as
 # Ray does it for conda environments.
 _SHELL = 'if [ -x "$0" ] && [ -f "$1" ]; then exec "$0" -I -S "$@"; fi; shift 2; exec python3 "$@"'
 
 
-learned_modules: dict[FunctionIdentity, tuple[str, ...]] = {}
-"""Modules that the training functions of this process have imported in workers."""
+LearningKey = tuple[FunctionIdentity, tuple[str, ...]]
+"""Training function and import path of the driver."""
+
+_learned: dict[LearningKey, ModulesImported] = {}
+"""What the training functions of this process have imported in their workers."""
+
+
+def has_learned_modules() -> bool:
+    """Return whether workers of this process can have started a fork server."""
+    return bool(_learned)
 
 
 @dataclass(frozen=True)
@@ -31,25 +40,19 @@ class ForkServerSpec:
 
     Attributes:
         modules: Names of the modules to import.
-        sys_path: Import path of the driver.
+        sys_path: Import path of the driver, or of an earlier worker.
         environment: Variables of the driver that the modules may read when they are imported.
-        function: Training function whose imports are the modules. None if the user has set the
-            modules.
+        key: Key of the modules that the workers import. None if the user has set the modules.
     """
 
     modules: tuple[str, ...]
     sys_path: tuple[str, ...]
     environment: Mapping[str, str]
-    function: FunctionIdentity | None = None
+    key: LearningKey | None = None
 
     @classmethod
     def create(
-        cls,
-        modules: Sequence[str],
-        sys_path: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        function: FunctionIdentity | None = None,
+        cls, modules: Sequence[str], sys_path: Sequence[str], environment: Mapping[str, str]
     ) -> ForkServerSpec:
         """Create a spec. Secrets in the environment are left out: a command line is public."""
         shown = redact_settings(environment)
@@ -57,14 +60,19 @@ class ForkServerSpec:
             tuple(modules),
             tuple(os.path.abspath(path) for path in sys_path),
             {name: value for name, value in environment.items() if REDACTED not in shown[name]},
-            function,
         )
 
-    def learn(self, modules: Sequence[str]) -> ForkServerSpec:
-        """Return a spec with the modules that the function has imported, also for later runs."""
-        assert self.function is not None
-        learned_modules[self.function] = tuple(modules)
-        return replace(self, modules=tuple(modules))
+    def follow(self, function: FunctionIdentity) -> ForkServerSpec:
+        """Return a spec with the modules that a function has imported in earlier workers."""
+        key = function, self.sys_path
+        spec = replace(self, key=key)
+        return spec.learn(_learned[key]) if key in _learned else spec
+
+    def learn(self, modules: ModulesImported) -> ForkServerSpec:
+        """Return a spec with the modules that a worker has imported, and keep them for later."""
+        assert self.key is not None
+        _learned[self.key] = modules
+        return replace(self, modules=modules.names, sys_path=modules.sys_path)
 
     def make_command(self) -> str:
         """Return the shell command to which Ray appends the worker's arguments."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
+import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -69,6 +70,7 @@ class RayWorkerGroup:
         """Create all missing processes at once and wait until enough of them are ready."""
         slots = await self._pool.start(on_waiting)
         workers = [slot.info.result() for slot in slots]
+        workers[0] = msgspec.structs.replace(workers[0], fork_error=self._pool.fork_error)
         suppress_death_messages((worker.node_id, worker.pid) for worker in workers)
         ranks_by_slot = assign_ranks(workers)
         self._ranks = {
@@ -112,7 +114,7 @@ class RayWorkerGroup:
                 # then decides whether to keep the process.
                 for message in messages:
                     if isinstance(message, ModulesImported):
-                        self._pool.use_modules(message.names)
+                        self._pool.use_modules(message)
                 slot.is_retired |= any(isinstance(message, ProcessRetired) for message in messages)
                 on_messages(rank, messages)
         # Exceptions of the function are messages. This is an error in Drawbar's code in the worker,
