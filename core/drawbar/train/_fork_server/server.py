@@ -284,7 +284,7 @@ def _import(modules: list[str]) -> str:
 
 
 def _find_danger() -> str:
-    """Return what an import has done that makes a fork unsafe, "" if nothing."""
+    """Return the effect of an import that makes a fork unsafe, "" if there is none."""
     for name, reason in UNSAFE_MODULES.items():
         if name in sys.modules:
             return f"imported {name}, which must not be forked: {reason}"

@@ -108,7 +108,7 @@ class ActorPool:
 
     Attributes:
         slots: Processes by slot.
-        fork_error: Why processes are not forked any more, "" if there was no error.
+        fork_error: Error after which processes are not forked, "" without one.
     """
 
     def __init__(

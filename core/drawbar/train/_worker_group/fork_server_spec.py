@@ -26,7 +26,7 @@ LearningKey = tuple[FunctionIdentity, tuple[str, ...]]
 """Training function and import path of the driver."""
 
 _learned: dict[LearningKey, ModulesImported] = {}
-"""What the training functions of this process have imported in their workers."""
+"""Modules that the training functions of this process have imported in their workers."""
 
 
 def has_learned_modules() -> bool:
