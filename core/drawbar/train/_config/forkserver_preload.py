@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drawbar.train._config import fields
-from drawbar.train._fork_server.server import UNSAFE_MODULES
+from drawbar.train._fork_server.forkable import UNSAFE_MODULES
 
 # Fields of a Ray runtime environment that choose another interpreter or a container.
 _OTHER_INTERPRETERS = (
@@ -15,8 +15,10 @@ _OTHER_INTERPRETERS = (
 )
 
 
-def check_modules(name: str, value: Any) -> tuple[str, ...]:
+def check_modules(name: str, value: Any) -> tuple[str, ...] | None:
     """Return the names of the modules, or raise an error for those that cannot be preloaded."""
+    if value is None:
+        return None
     modules: tuple[str, ...] = fields.list_of(str, "a list of modules such as ['torch']")(
         name, value
     )
@@ -33,7 +35,9 @@ def find_other_interpreter(runtime_env: Mapping[str, object] | None) -> str | No
     return next((name for name in _OTHER_INTERPRETERS if (runtime_env or {}).get(name)), None)
 
 
-def check_interpreter(modules: Sequence[str], runtime_env: Mapping[str, object] | None) -> None:
+def check_interpreter(
+    modules: Sequence[str] | None, runtime_env: Mapping[str, object] | None
+) -> None:
     """Check that modules to preload and the runtime environment of the workers can be combined."""
     field = find_other_interpreter(runtime_env)
     if modules and field is not None:

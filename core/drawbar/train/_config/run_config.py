@@ -383,7 +383,7 @@ class RunConfig(fields.ConfigRepr):
         Sequence[str],
         fields.list_of(str, "a list of keys of train_loop_config such as ['license']"),
     ] = ()
-    forkserver_preload: Annotated[Sequence[str], check_modules] = ()
+    forkserver_preload: Annotated[Sequence[str] | None, check_modules] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
