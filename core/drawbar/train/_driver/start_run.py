@@ -217,7 +217,7 @@ def start_program_run(
     spec = replace(spec, worker_spec=replace(worker, env_vars=env_vars))
     gpu_ids = assign_local_gpus(spec.scaling_config.num_gpus_per_worker, num_workers)
     # An empty list turns fork servers off. One rank has no imports to share.
-    can_fork = spec.run_config.forkserver_preload is None and hasattr(os, "pidfd_open")
+    can_fork = spec.run_config.forkserver_preload != () and hasattr(os, "pidfd_open")
     fork_server = ProgramForkServer() if can_fork and num_workers > 1 else None
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:

@@ -24,7 +24,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 ERROR_VARIABLE = "DRAWBAR_FORK_SERVER_ERROR"
@@ -36,7 +36,8 @@ _VOLATILE_PREFIXES = ("RAY_", "DRAWBAR_")
 _VOLATILE_NAMES = ("PWD", "OLDPWD", "SHLVL", "_")
 _MAX_SOCKET_PATH = 100  # sun_path has 108 bytes
 _ATTEMPTS = 3  # a server may end while a client connects
-_REPLY_TIMEOUT_S = 120  # the first reply comes after the imports
+REPLY_TIMEOUT_S = 120
+"""Time limit for the first reply, which comes after the imports."""
 
 
 class ForkServerError(Exception):
@@ -70,7 +71,7 @@ def _fork_worker(spec: dict[str, Any], arguments: list[str]) -> tuple[socket.soc
     }
     for _ in range(_ATTEMPTS):
         connection = _connect(path, server, environment)
-        pid = request_fork(connection, request, (0, 1, 2))
+        pid = request_fork(connection, request, (0, 1, 2), _wait_for_reply)
         if pid is not None:
             return connection, pid, os.pidfd_open(pid)
         connection.close()
@@ -150,7 +151,10 @@ def _start_server(path: str, server: dict[str, Any], environment: dict[str, str]
 
 
 def request_fork(
-    connection: socket.socket, request: dict[str, Any], descriptors: Sequence[int]
+    connection: socket.socket,
+    request: dict[str, Any],
+    descriptors: Sequence[int],
+    wait_for_reply: Callable[[socket.socket], None],
 ) -> int | None:
     """Request a worker from the server.
 
@@ -159,6 +163,8 @@ def request_fork(
             worker has ended, and keeps the status and the ID of the worker until it is closed.
         request: The request, as in `server.py`.
         descriptors: Standard streams of the worker, and others that it receives.
+        wait_for_reply: Waits until the connection has data, and raises `ForkServerError` if it has
+            none after `REPLY_TIMEOUT_S`.
 
     Returns:
         Process ID of the worker, None if the server has ended or an imported file has changed.
@@ -167,27 +173,23 @@ def request_fork(
         ForkServerError: The server cannot fork workers.
         OSError: There is no connection to the server.
     """
-    reply = _request(connection, request, descriptors)
+    try:
+        socket.send_fds(connection, [b"\n"], descriptors)
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        wait_for_reply(connection)
+        reply = _receive(connection)
+    except (BrokenPipeError, ConnectionResetError):
+        return None
     if error := reply.get("error"):
         raise ForkServerError(error)
     return reply.get("pid")
 
 
-def _request(
-    connection: socket.socket, request: dict[str, Any], descriptors: Sequence[int]
-) -> dict[str, Any]:
-    connection.settimeout(_REPLY_TIMEOUT_S)
-    try:
-        socket.send_fds(connection, [b"\n"], descriptors)
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        return _receive(connection)
-    except (BrokenPipeError, ConnectionResetError):
-        return {}
-    except TimeoutError:
-        message = f"the fork server has not replied for {_REPLY_TIMEOUT_S} s"
-        raise ForkServerError(message) from None
-    finally:
-        connection.settimeout(None)
+def _wait_for_reply(connection: socket.socket) -> None:
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    if not poller.poll(REPLY_TIMEOUT_S * 1000):
+        raise ForkServerError(f"the fork server has not replied for {REPLY_TIMEOUT_S} s")
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def find_script_files(arguments: Sequence[str]) -> list[str]:
         if spec is None or spec.submodule_search_locations is None:
             break  # a module without submodules
         files += _list_source(spec)
-        spec = PathFinder.find_spec(f"{spec.name}.{part}", list(spec.submodule_search_locations))
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return [*files, *_list_source(spec)] if spec is not None else []
 
 

@@ -165,6 +165,8 @@ class ForkServer:
         self._add_owner(request)
         if self._error:
             _reply(connection, {"error": self._error})
+        elif _has_hung_up(connection):
+            pass  # the process would start only to be killed
         elif self._files.have_changed():
             self._on_change(connection)
         elif self._fork(connection):
@@ -345,6 +347,16 @@ def _reseed() -> None:
         numpy_random.seed()
     if torch is not None:
         torch.default_generator.seed()
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    """Return whether the client has ended, or no longer wants the worker."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _reply(connection: socket.socket, message: dict[str, object]) -> None:

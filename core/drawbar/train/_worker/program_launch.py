@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -50,6 +51,22 @@ class ProgramChild(Protocol):
 
         Returns:
             The exit code, or the negative number of the signal that killed the process.
+        """
+        ...
+
+
+class WaitForReply(Protocol):
+    """Wait until a fork server replies."""
+
+    def __call__(self, connection: socket.socket, *, process_id: int) -> None:
+        """Wait until the connection has data.
+
+        Args:
+            connection: Connection to the server.
+            process_id: Process ID and process group of the server.
+
+        Raises:
+            ForkServerError: The server has not replied in time.
         """
         ...
 
@@ -154,6 +171,7 @@ class ProgramForkServer:
         environment: Mapping[str, str],
         streams: Sequence[int],
         descriptors: Sequence[int],
+        wait_for_reply: WaitForReply,
     ) -> ForkedProcess:
         """Fork a process.
 
@@ -162,12 +180,13 @@ class ProgramForkServer:
             environment: As for `NewProcess`.
             streams: As for `NewProcess`.
             descriptors: As for `NewProcess`.
+            wait_for_reply: As for `start_program`.
 
         Raises:
             ForkServerError: The server does not fork processes.
             OSError: The server has ended, or cannot be started.
         """
-        self._use_server(arguments[1:], environment)
+        server = self._use_server(arguments[1:], environment)
         connection = socket.socket(socket.AF_UNIX)
         pid = os.getpid()
         request = {
@@ -179,7 +198,12 @@ class ProgramForkServer:
         }
         try:
             connection.connect(self._address)
-            child = client.request_fork(connection, request, (*streams, *descriptors))
+            child = client.request_fork(
+                connection,
+                request,
+                (*streams, *descriptors),
+                partial(wait_for_reply, process_id=server),
+            )
             if child is None:
                 raise ForkServerError(f"the fork server has ended. {self._read_last_error()}")
             return ForkedProcess(connection, child)
@@ -187,12 +211,17 @@ class ProgramForkServer:
             connection.close()
             self._error = str(error)
             raise
-        except OSError:
+        except BaseException:
             connection.close()
             raise
 
-    def _use_server(self, program: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the server unless it runs, and check that it is right for a rank."""
+    def _use_server(self, program: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Start the server unless it runs, and return its process ID.
+
+        Raises:
+            ForkServerError: The server must not be used for this rank.
+            OSError: The server cannot be started.
+        """
         shared = {name: environment[name] for name in environment.keys() - RANK_VARIABLES}
         identity = (program, shared, os.getcwd())
         with self._lock:
@@ -200,12 +229,16 @@ class ProgramForkServer:
                 raise ForkServerError(self._error)
             if self._process is None or self._process.poll() is not None:
                 marker_length = len(environment[PROGRAM_MARKER_VARIABLE])
-                self._start(program, {**shared, PROGRAM_MARKER_VARIABLE: "0" * marker_length})
+                marker = "0" * marker_length
+                self._process = self._start(program, {**shared, PROGRAM_MARKER_VARIABLE: marker})
                 self._identity = identity
             elif identity != self._identity:
                 raise ForkServerError("this rank and the fork server have different environments")
+            return self._process.pid
 
-    def _start(self, program: Sequence[str], environment: Mapping[str, str]) -> None:
+    def _start(
+        self, program: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         self.close()
         self._output = [os.memfd_create(name) for name in ("stdout", "stderr")]
         with socket.socket(socket.AF_UNIX) as listener:
@@ -213,7 +246,7 @@ class ProgramForkServer:
             listener.listen(_BACKLOG)
             self._address = listener.getsockname()
             descriptor = listener.fileno()
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, program_server.__file__, str(descriptor), *program],
                 env=environment,
                 pass_fds=[descriptor],
@@ -243,6 +276,7 @@ def start_program(
     environment: Mapping[str, str],
     streams: Sequence[int],
     descriptors: Sequence[int],
+    wait_for_reply: WaitForReply,
 ) -> ProgramChild:
     """Fork a process if possible, and otherwise start a new interpreter.
 
@@ -252,13 +286,14 @@ def start_program(
         environment: As for `NewProcess`.
         streams: As for `NewProcess`.
         descriptors: As for `NewProcess`.
+        wait_for_reply: Waits until a connection to the fork server has data.
 
     Raises:
         OSError: The process cannot be started.
     """
     if fork_server is not None and _may_import_framework(arguments[1:]):
         try:
-            return fork_server.fork(arguments, environment, streams, descriptors)
+            return fork_server.fork(arguments, environment, streams, descriptors, wait_for_reply)
         except (OSError, ForkServerError) as error:
             environment = {**environment, ERROR_VARIABLE: str(error)}
     return NewProcess(arguments, environment, streams, descriptors)

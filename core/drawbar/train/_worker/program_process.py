@@ -23,6 +23,7 @@ from typing import IO, Literal
 import msgspec
 
 from drawbar.train._errors import ProgramFailedError
+from drawbar.train._fork_server.client import REPLY_TIMEOUT_S, ForkServerError
 from drawbar.train._frames import format_user_location
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import Heartbeat, OutputBytes
@@ -162,16 +163,17 @@ class ProgramProcess:
             outputs = [self._open_output("stdout", stack), self._open_output("stderr", stack)]
             control = stack.enter_context(self._child_control)
             child_session = stack.enter_context(self._child_session)
+            self._register()
             self._process = process = start_program(
                 self._session.program_fork_server,
                 [program_main.__file__, *arguments],
                 {**environment, PROGRAM_MARKER_VARIABLE: self._marker},
                 [null.fileno(), *outputs],
                 [control.fileno(), child_session.fileno()],
+                self._wait_for_fork_server,
             )
         self._oom_kills = sentinel.OomKillCounter(process.pid)
         self._activity = ActivityMonitor(process.pid, self._log_path)
-        self._register()
         threading.Thread(
             target=self._watch_exit, args=(process,), name="drawbar-program", daemon=True
         ).start()
@@ -184,6 +186,24 @@ class ProgramProcess:
         stack.callback(os.close, writer)
         self._pipes[stream] = open(reader, "rb", buffering=0)  # noqa: SIM115  # until close()
         return writer
+
+    def _wait_for_fork_server(self, connection: socket.socket, *, process_id: int) -> None:
+        """Wait until the fork server replies, which it does after its imports."""
+        self._activity = ActivityMonitor(process_id, self._log_path)
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
+        reply = threading.Event()
+
+        def on_reply() -> bool:
+            reply.set()
+            return False
+
+        self._selector.register(connection, selectors.EVENT_READ, on_reply)
+        while not reply.is_set():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                self._selector.unregister(connection)
+                raise ForkServerError(f"it has not replied for {REPLY_TIMEOUT_S} s")
+            self._poll(min(remaining, self._activity_check_seconds))
 
     def _register(self) -> None:
         register = partial(self._selector.register, events=selectors.EVENT_READ)

@@ -90,6 +90,14 @@ Nnodes = Annotated[
     str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes, as in torchrun.")
 ]
 
+NoForkServer = Annotated[
+    bool,
+    typer.Option(
+        "--no-fork-server",
+        help="Let each process import PyTorch and similar packages by itself.",
+    ),
+]
+
 # The run
 Name = Annotated[
     str | None,
@@ -150,6 +158,7 @@ def launch(
     num_workers: NumWorkers = None,
     use_gpu: UseGpu = None,
     cpus_per_worker: CpusPerWorker = None,
+    no_fork_server: NoForkServer = False,
     is_module: IsModule = False,
     name: Name = None,
     storage_path: StoragePath = None,
@@ -184,7 +193,14 @@ def launch(
         from drawbar.launch import ScriptTrainer
 
         run_config = _make_run_config(
-            name, storage_path, restarts, hang_timeout, resume, progress, detach=detach
+            name,
+            storage_path,
+            restarts,
+            hang_timeout,
+            resume,
+            progress,
+            detach=detach,
+            use_fork_server=not no_fork_server,
         )
         make_trainer = partial(
             ScriptTrainer,
@@ -206,6 +222,7 @@ def _make_run_config(
     progress: bool | None,
     *,
     detach: bool,
+    use_fork_server: bool,
 ) -> RunConfig:
     from drawbar import train
 
@@ -218,6 +235,7 @@ def _make_run_config(
         # Off a terminal, the command prints only the script's output, like torchrun.
         logging_config=train.LoggingConfig("INFO" if show_progress else "WARNING"),
         detached=detach,
+        forkserver_preload=None if use_fork_server else (),
     )
 
 
