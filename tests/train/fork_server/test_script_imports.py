@@ -97,7 +97,7 @@ from drawbar.train._fork_server.rank_reads import track_rank_reads
 with track_rank_reads() as readers:
     import reader
 print(*readers)
-assert type(os.environ._data) is type(os.environb._data) is dict
+assert type(os.environ) is type(os.environb) is os._Environ
 assert dict(os.environ)["HOME"] == "/home" and os.environ.get("RANK") is None
 """
     variables = {"HOME": "/home", "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}

@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 RANK_VARIABLES = frozenset(
     {
@@ -41,13 +42,17 @@ _ACCESS_MODULES = frozenset({"os", "collections.abc"})
 @contextlib.contextmanager
 def track_rank_reads() -> Iterator[set[str]]:
     """Return the modules that read a variable of the rank, or all variables, in this block."""
-    variables = _TrackedVariables(os.environ._data)  # type: ignore[attr-defined]  # not public
-    _replace_variables(variables)
+    variables: tuple[Any, ...] = (os.environ, os.environb)
+    classes = [type(mapping) for mapping in variables]
+    _TrackedVariables.readers.clear()
+    for mapping in variables:
+        mapping.__class__ = _TrackedVariables
     try:
-        yield variables.readers
+        yield _TrackedVariables.readers
     finally:
-        _replace_variables(dict(variables.items()))
-        variables.readers -= _KNOWN_READERS
+        for mapping, original in zip(variables, classes, strict=True):
+            mapping.__class__ = original
+        _TrackedVariables.readers -= _KNOWN_READERS
 
 
 def set_rank(environment: Mapping[str, str]) -> None:
@@ -58,27 +63,21 @@ def set_rank(environment: Mapping[str, str]) -> None:
             function.rank = int(environment[variable])
 
 
-def _replace_variables(variables: dict[bytes, bytes]) -> None:
-    os.environ._data = os.environb._data = variables  # type: ignore[attr-defined]  # not public
-
-
-class _TrackedVariables(dict[bytes, bytes]):
-    """Variables of `os.environ` that record the modules that read them.
+class _TrackedVariables(os._Environ[Any]):
+    """Class of `os.environ` and `os.environb` that records the modules that read them.
 
     Attributes:
         readers: Names of the modules that read a variable of the rank, or all variables.
     """
 
-    def __init__(self, variables: Mapping[bytes, bytes]) -> None:
-        super().__init__(variables)
-        self.readers: set[str] = set()
+    readers: ClassVar[set[str]] = set()
 
-    def __getitem__(self, name: bytes) -> bytes:
+    def __getitem__(self, name: Any) -> Any:
         if os.fsdecode(name) in RANK_VARIABLES:
             self.readers.add(_find_caller())
         return super().__getitem__(name)
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[Any]:
         self.readers.add(_find_caller())
         return super().__iter__()
 

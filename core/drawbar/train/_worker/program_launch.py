@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Literal, Protocol
 
 from drawbar.train._fork_server import client, preloadable, program_server
 from drawbar.train._fork_server.client import ERROR_VARIABLE, ForkServerError
@@ -25,6 +25,8 @@ from drawbar.train._fork_server.rank_reads import RANK_VARIABLES
 from drawbar.train._fork_server.server import read_boot_id, read_start_time
 
 PROGRAM_MARKER_VARIABLE = program_server.MARKER_VARIABLE
+OutputStream = Literal["stdout", "stderr"]
+
 _BACKLOG = 1024
 _MAX_ERROR_BYTES = 1 << 16
 
@@ -297,6 +299,28 @@ def start_program(
         except (OSError, ForkServerError) as error:
             environment = {**environment, ERROR_VARIABLE: str(error)}
     return NewProcess(arguments, environment, streams, descriptors)
+
+
+def open_pipes(
+    stack: contextlib.ExitStack,
+) -> tuple[dict[OutputStream, IO[bytes]], list[int]]:
+    """Open pipes for the output of a process.
+
+    Args:
+        stack: Closes the writing ends.
+
+    Returns:
+        The reading ends, and the descriptors of the writing ends.
+    """
+    pipes: dict[OutputStream, IO[bytes]] = {}
+    writers = []
+    streams: tuple[OutputStream, ...] = ("stdout", "stderr")
+    for stream in streams:
+        reader, writer = os.pipe()
+        stack.callback(os.close, writer)
+        pipes[stream] = open(reader, "rb", buffering=0)  # noqa: SIM115  # until close()
+        writers.append(writer)
+    return pipes, writers
 
 
 def _may_import_framework(program: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import IO, Literal
+from typing import IO
 
 import msgspec
 
@@ -33,7 +33,9 @@ from drawbar.train._worker.activity import ActivityMonitor
 from drawbar.train._worker.output import write_to_log
 from drawbar.train._worker.program_launch import (
     PROGRAM_MARKER_VARIABLE,
+    OutputStream,
     ProgramChild,
+    open_pipes,
     start_program,
 )
 from drawbar.train._worker.session import Session
@@ -46,8 +48,6 @@ _STACK_TIMEOUT_S = 1.0
 _EXIT_TIMEOUT_S = 30.0  # as in torchrun; the controller's limit is shorter
 _DRAIN_TIMEOUT_S = 1.0
 _READ_BYTES = 1 << 16
-
-OutputStream = Literal["stdout", "stderr"]
 
 
 class ProgramFailure(msgspec.Struct, frozen=True):
@@ -160,7 +160,9 @@ class ProgramProcess:
         """Start the process with the given command line and environment."""
         with contextlib.ExitStack() as stack:
             null = stack.enter_context(open(os.devnull, "r+b", buffering=0))
-            outputs = [self._open_output("stdout", stack), self._open_output("stderr", stack)]
+            outputs = [self._log.fileno()] * 2
+            if self._is_rank_zero:
+                self._pipes, outputs = open_pipes(stack)
             control = stack.enter_context(self._child_control)
             child_session = stack.enter_context(self._child_session)
             self._register()
@@ -177,15 +179,6 @@ class ProgramProcess:
         threading.Thread(
             target=self._watch_exit, args=(process,), name="drawbar-program", daemon=True
         ).start()
-
-    def _open_output(self, stream: OutputStream, stack: contextlib.ExitStack) -> int:
-        """Return a descriptor for the standard output or error of the process."""
-        if not self._is_rank_zero:
-            return self._log.fileno()
-        reader, writer = os.pipe()
-        stack.callback(os.close, writer)
-        self._pipes[stream] = open(reader, "rb", buffering=0)  # noqa: SIM115  # until close()
-        return writer
 
     def _wait_for_fork_server(self, connection: socket.socket, *, process_id: int) -> None:
         """Wait until the fork server replies, which it does after its imports."""
@@ -207,7 +200,7 @@ class ProgramProcess:
 
     def _register(self) -> None:
         register = partial(self._selector.register, events=selectors.EVENT_READ)
-        register(self._wakeup_reader, data=self._on_wakeup)
+        register(self._wakeup_reader, data=partial(_discard, self._wakeup_reader))
         register(self._control, data=self._on_control_data)
         register(self._rank_connection, data=self._rank_connection.receive)
         for stream, pipe in self._pipes.items():
@@ -280,10 +273,6 @@ class ProgramProcess:
             if self._activity.has_activity():
                 self._session.forward(Heartbeat())
         return bool(ready)
-
-    def _on_wakeup(self) -> bool:
-        self._wakeup_reader.recv(64)
-        return True
 
     def _on_control_data(self) -> bool:
         try:
@@ -385,6 +374,11 @@ class ProgramProcess:
         if number == signal.SIGKILL and self._oom_kills.has_increased():
             return f"{description}, by the kernel's OOM killer: the cgroup's oom_kill count rose"
         return description
+
+
+def _discard(connection: socket.socket) -> bool:
+    connection.recv(64)
+    return True
 
 
 def _kill(process: ProgramChild) -> None:

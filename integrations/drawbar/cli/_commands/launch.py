@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,15 +194,10 @@ def launch(
         from drawbar.launch import ScriptTrainer
 
         run_config = _make_run_config(
-            name,
-            storage_path,
-            restarts,
-            hang_timeout,
-            resume,
-            progress,
-            detach=detach,
-            use_fork_server=not no_fork_server,
+            name, storage_path, restarts, hang_timeout, resume, progress, detach=detach
         )
+        if no_fork_server:
+            run_config = dataclasses.replace(run_config, forkserver_preload=())
         make_trainer = partial(
             ScriptTrainer,
             script,
@@ -222,7 +218,6 @@ def _make_run_config(
     progress: bool | None,
     *,
     detach: bool,
-    use_fork_server: bool,
 ) -> RunConfig:
     from drawbar import train
 
@@ -235,7 +230,6 @@ def _make_run_config(
         # Off a terminal, the command prints only the script's output, like torchrun.
         logging_config=train.LoggingConfig("INFO" if show_progress else "WARNING"),
         detached=detach,
-        forkserver_preload=None if use_fork_server else (),
     )
 
 
