@@ -53,7 +53,7 @@ def main(listener: int, arguments: list[str]) -> None:
     """Do the imports of a script, and fork its ranks from then on.
 
     Args:
-        listener: Descriptor of the socket for requests.
+        listener: Descriptor of the socket on which the launcher sends connections.
         arguments: Command line of each rank after `python`.
     """
     if not sys.flags.safe_path:

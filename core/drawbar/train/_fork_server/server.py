@@ -100,7 +100,8 @@ class ForkServer:
     """Fork workers for clients until the owners have ended.
 
     Args:
-        listener: Descriptor of the socket for clients.
+        listener: Descriptor of the socket for clients. If it has no path, it does not listen, but
+            its only client sends a descriptor of each connection.
         path: Path of the socket, "" if it has none.
         error: Why workers cannot be forked, "" if they can.
         files: Files of the imported modules.
@@ -158,7 +159,9 @@ class ForkServer:
     def _accept(self) -> Request | None:
         """Handle a connection. Returns the request in a forked worker, and None in the server."""
         try:
-            connection, _ = self._listener.accept()
+            connection = self._receive_connection()
+            if connection is None:
+                return None
             request = Request(connection)
         except (OSError, ValueError, KeyError):
             return None
@@ -173,6 +176,14 @@ class ForkServer:
             return request
         request.close()
         return None
+
+    def _receive_connection(self) -> socket.socket | None:
+        if self._path:
+            return self._listener.accept()[0]
+        data, descriptors, _, _ = socket.recv_fds(self._listener, 1, 1)
+        if not data:
+            self._is_closed = True  # the client has ended
+        return socket.socket(fileno=descriptors[0]) if descriptors else None
 
     def _on_change(self, connection: socket.socket) -> None:
         """Fork no more workers, because an imported file has changed."""

@@ -27,7 +27,6 @@ from drawbar.train._fork_server.server import read_boot_id, read_start_time
 PROGRAM_MARKER_VARIABLE = program_server.MARKER_VARIABLE
 OutputStream = Literal["stdout", "stderr"]
 
-_BACKLOG = 1024
 _MAX_ERROR_BYTES = 1 << 16
 
 
@@ -163,7 +162,7 @@ class ProgramForkServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._output: list[int] = []  # descriptors of its standard output and error
-        self._address = b""
+        self._control: socket.socket | None = None
         self._identity: object = None
         self._error = ""
 
@@ -188,8 +187,8 @@ class ProgramForkServer:
             ForkServerError: The server does not fork processes.
             OSError: The server has ended, or cannot be started.
         """
-        server = self._use_server(arguments[1:], environment)
-        connection = socket.socket(socket.AF_UNIX)
+        server, control = self._use_server(arguments[1:], environment)
+        connection, server_connection = socket.socketpair()
         pid = os.getpid()
         request = {
             "arguments": arguments,
@@ -199,7 +198,8 @@ class ProgramForkServer:
             "raylet": pid,
         }
         try:
-            connection.connect(self._address)
+            with server_connection:
+                socket.send_fds(control, [b"\n"], [server_connection.fileno()])
             child = client.request_fork(
                 connection,
                 request,
@@ -217,8 +217,10 @@ class ProgramForkServer:
             connection.close()
             raise
 
-    def _use_server(self, program: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Start the server unless it runs, and return its process ID.
+    def _use_server(
+        self, program: Sequence[str], environment: Mapping[str, str]
+    ) -> tuple[int, socket.socket]:
+        """Start the server unless it runs, and return its process ID and its socket.
 
         Raises:
             ForkServerError: The server must not be used for this rank.
@@ -230,25 +232,22 @@ class ProgramForkServer:
             if self._error:
                 raise ForkServerError(self._error)
             if self._process is None or self._process.poll() is not None:
-                marker_length = len(environment[PROGRAM_MARKER_VARIABLE])
-                marker = "0" * marker_length
-                self._process = self._start(program, {**shared, PROGRAM_MARKER_VARIABLE: marker})
+                marker = "0" * len(environment[PROGRAM_MARKER_VARIABLE])
+                self._start(program, {**shared, PROGRAM_MARKER_VARIABLE: marker})
                 self._identity = identity
             elif identity != self._identity:
                 raise ForkServerError("this rank and the fork server have different environments")
-            return self._process.pid
+            assert self._process is not None  # it was started
+            assert self._control is not None
+            return self._process.pid, self._control
 
-    def _start(
-        self, program: Sequence[str], environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, program: Sequence[str], environment: Mapping[str, str]) -> None:
         self.close()
         self._output = [os.memfd_create(name) for name in ("stdout", "stderr")]
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("")  # Linux chooses an abstract address
-            listener.listen(_BACKLOG)
-            self._address = listener.getsockname()
+        self._control, listener = socket.socketpair()
+        with listener:
             descriptor = listener.fileno()
-            return subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, program_server.__file__, str(descriptor), *program],
                 env=environment,
                 pass_fds=[descriptor],
@@ -268,6 +267,8 @@ class ProgramForkServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+        if self._control is not None:
+            self._control.close()
         while self._output:
             os.close(self._output.pop())
 
