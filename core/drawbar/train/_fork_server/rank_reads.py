@@ -32,8 +32,8 @@ _KNOWN_READERS = frozenset(
         # `set_rank` sets what these modules have read.
         *("lightning.fabric.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"),
         "torchmetrics.utilities.prints",
-        # They read all variables, but only use those that begin with FSSPEC_ and TQDM_.
-        *("fsspec.config", "tqdm.utils"),
+        # They search all variables for those that begin with FSSPEC_, NETWORKX_, or TQDM_.
+        *("fsspec.config", "networkx.utils.backends", "tqdm.utils"),
     }
 )
 _ACCESS_MODULES = frozenset({"os", "collections.abc"})
