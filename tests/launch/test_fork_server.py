@@ -85,7 +85,7 @@ def test_forked_rank_has_the_state_of_a_new_interpreter(
     (package / "module.py").write_text(source)
     variables = {"PYTHONWARNINGS": "error::UserWarning", "PYTHONPROFILEIMPORTTIME": "1"}
     forked, fresh = (
-        launch(source, "--resume=never", f"--name={name}", *options, script=script, **variables)
+        launch(source, f"--name={name}", *options, script=script, **variables)
         for name, options in (("forked", []), ("fresh", ["--no-fork-server"]))
     )
     forked_states, fresh_states = (
@@ -98,7 +98,7 @@ def test_forked_rank_has_the_state_of_a_new_interpreter(
     first, second = (state["random"] for state in forked_states)
     assert first[0] != second[0]
     assert first[1] != second[1]
-    # What imports print is printed by every rank.
+    # Every rank has the output of the imports.
     for rank in range(2):
         log = (launch.directory / "forked" / f"logs/rank_{rank}.log").read_text()
         assert log.count("| pandas\n") == 1
@@ -297,17 +297,55 @@ os._exit(0)
     wait_until_gone([int(done.log(rank)) for rank in range(2)])
 
 
-def test_stop_while_the_fork_server_imports(launch: Launch, pipe: Pipe) -> None:
-    """The run stops although its ranks have not started."""
-    packages = launch.directory / "site-packages" / "pandas"
-    packages.mkdir(parents=True)
-    (packages / "__init__.py").write_text(
-        f"import signal\n"
-        f"with open({str(launch.directory / 'pipe')!r}, 'w') as file: print('1', file=file)\n"
-        "while True: signal.pause()\n"
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_end_of_launcher_while_the_fork_server_imports(
+    launch: Launch,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    package = launch.directory / "site-packages" / "pandas"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        f"""
+import os, signal
+with open({str(launch.directory / "pipe")!r}, "w") as file:
+    print(os.getpid(), file=file)
+while True:
+    signal.pause()
+"""
     )
-    with launch.start("import pandas", PYTHONPATH=str(packages.parent)) as process:
-        pipe.receive(process)
-        process.send_signal(signal.SIGINT)
+    with launch.start("import pandas", PYTHONPATH=str(package.parent)) as process:
+        server = int(pipe.receive(process)[0])
+        process.send_signal(number)
         done = launch.wait_for_end(process)
-    assert done.code == 130
+    assert done.code == code, done.err
+    wait_until_gone([server])
+
+
+def test_threads_of_openmp_and_openblas_in_forked_ranks(launch: Launch) -> None:
+    source = f"""
+import os
+
+import lightgbm
+import numpy
+import xgboost
+from sklearn.linear_model import LogisticRegression
+
+assert {ERROR_VARIABLE!r} not in os.environ
+x = numpy.random.default_rng(0).normal(size=(300, 300))
+y = x[:, 0] > 0
+print((x @ x).sum(), LogisticRegression().fit(x, y).score(x, y))
+for model in (
+    lightgbm.LGBMClassifier(n_estimators=3, num_threads=2, verbose=-1),
+    xgboost.XGBClassifier(n_estimators=3, nthread=2),
+):
+    print(model.fit(x, y).predict_proba(x).sum(axis=0).tolist())
+"""
+    forked, fresh = (
+        launch(source, *options, OMP_NUM_THREADS="2")
+        for options in (("--name=forked",), ("--name=fresh", "--no-fork-server"))
+    )
+    assert forked.code == 0, forked.err
+    assert forked.out == fresh.out

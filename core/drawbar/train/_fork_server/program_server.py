@@ -81,7 +81,7 @@ def main(listener: int, arguments: list[str]) -> None:
     imports.complete_environment(request.environment)
     code = server.become_worker(request, original_path)
     for descriptor, data in zip((1, 2), output, strict=True):
-        os.write(descriptor, data)  # what the imports have printed
+        os.write(descriptor, data)  # output of the imports
     rank_reads.set_rank(request.environment)
     exec(code, vars(sys.modules["__main__"]))
 
@@ -139,7 +139,7 @@ class ScriptImports:
 
     @contextlib.contextmanager
     def _record_changed_variables(self) -> Iterator[None]:
-        """Record the environment variables that the imports set, and those of the server."""
+        """Record the environment variables that the imports set."""
         original = dict(os.environ)
         yield
         names = os.environ.keys() | original.keys()

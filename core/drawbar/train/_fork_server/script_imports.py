@@ -53,7 +53,7 @@ def find_imports(files: Sequence[str], directory: str, packages: Collection[str]
 
     Args:
         files: Files in the order in which they run.
-        directory: Directory of the script, whose modules hide those of the same name.
+        directory: Directory of the script, whose modules hide others with the same name.
         packages: Names of the packages that may be imported.
 
     Returns:

@@ -186,7 +186,7 @@ class ForkServer:
         return socket.socket(fileno=descriptors[0]) if descriptors else None
 
     def _on_change(self, connection: socket.socket) -> None:
-        """Fork no more workers, because an imported file has changed."""
+        """Stop forking workers, because an imported file has changed."""
         if self._path:
             self._close()
             _reply(connection, {})
@@ -298,7 +298,6 @@ def serve_until_forked(
         The request of a forked worker, in this worker.
     """
     # Otherwise the first garbage collection of a worker would copy the pages of all objects.
-    gc.collect()
     gc.freeze()
     request = ForkServer(
         listener, path, error, forkable.ImportedFiles([forkable.__file__, *other_files])
