@@ -24,6 +24,8 @@ from drawbar.train._fork_server.script_imports import find_imports, find_script_
             "\nimport torch\n\nfrom torch.utils import data\n\n\nimport numpy as np",
         ),
         ("import os\nos.environ['X'] = '1'\nimport torch", None),
+        ("from drawbar import train\nfrom tqdm.auto import tqdm\nimport torch", "\n\nimport torch"),
+        ("from drawbar import tune\nimport torch", None),
         ("import torch\nimport unknown\nimport numpy", "import torch"),
         ("import torch, unknown", None),
         ("from . import sibling\nimport torch", None),

@@ -13,6 +13,9 @@ from collections.abc import Collection, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 
+_HARMLESS_MODULES = ("drawbar.train", "tqdm")
+"""Modules, with submodules, whose import changes nothing that a later import could depend on."""
+
 
 def find_script_directory(arguments: Sequence[str]) -> str:
     """Return the first entry of `sys.path` in `python ARGUMENTS`, without PYTHONSAFEPATH."""
@@ -48,8 +51,8 @@ def find_imports(files: Sequence[str], directory: str, packages: Collection[str]
     """Find the imports that nothing in the files can influence.
 
     These are the imports of `packages` at the beginning. Only imports of the standard library and
-    constants may come before them: other statements and other modules can change the environment,
-    `sys.path`, or the packages.
+    `_HARMLESS_MODULES`, and constants, may come before them: other statements and other modules can
+    change the environment, `sys.path`, or the packages.
 
     Args:
         files: Files in the order in which they run.
@@ -92,7 +95,7 @@ def _select(
         if isinstance(statement, ast.Import):
             modules = [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            modules = [statement.module]
+            modules = [f"{statement.module}.{alias.name}" for alias in statement.names]
         elif _is_constant(statement):
             continue
         else:
@@ -100,11 +103,21 @@ def _select(
         roots = [module.partition(".")[0] for module in modules]
         if any(is_local(root, directory) for root in roots):
             return False
-        if not all(root in packages or root in sys.stdlib_module_names for root in roots):
+        if not all(_is_harmless(module, packages) for module in modules):
             return False
         if any(root in packages for root in roots):
             lines.setdefault(statement.lineno, []).append(ast.unparse(statement))
     return True
+
+
+def _is_harmless(module: str, packages: Collection[str]) -> bool:
+    """Return whether the import of a module has no influence on later imports of packages."""
+    root = module.partition(".")[0]
+    return (
+        root in packages
+        or root in sys.stdlib_module_names
+        or any(f"{module}.".startswith(f"{name}.") for name in _HARMLESS_MODULES)
+    )
 
 
 def _is_constant(statement: ast.stmt) -> bool:
