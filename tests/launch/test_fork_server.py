@@ -297,6 +297,38 @@ os._exit(0)
     wait_until_gone([int(done.log(rank)) for rank in range(2)])
 
 
+@pytest.mark.parametrize(
+    ("package", "reason"),
+    [
+        ("import os; os.environ.get('RANK')", "imports depend on the rank: pandas"),
+        ("FILE = open(__file__)", "imports have opened files: "),
+        ("import os; os.posix_spawn('/bin/true', ['true'], {})", "imports have started processes"),
+        (
+            "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()",
+            "imports have started threads",
+        ),
+        ("import sys; sys.path.append('/')", "the imports changed sys.path"),
+        ("1 / 0", "an import raised ZeroDivisionError"),
+        ("import os; os._exit(1)", "the fork server has ended"),
+        ("import os; os.environ['SET_BY_IMPORT'] = '1'; print('output', flush=True)", ""),
+    ],
+)
+def test_import_with_an_effect_that_a_fork_lacks_starts_new_processes(
+    launch: Launch, package: str, reason: str
+) -> None:
+    directory = launch.directory / "site-packages" / "pandas"
+    directory.mkdir(parents=True)
+    # In a new process, only the effects on the environment and the output are repeated.
+    guard = f"import os\nif {ERROR_VARIABLE!r} not in os.environ:\n    "
+    (directory / "__init__.py").write_text(guard + package)
+    source = (
+        f"import pandas\nprint(os.environ.get({ERROR_VARIABLE!r}, os.environ.get('SET_BY_IMPORT')))"
+    )
+    done = launch(f"import os\n{source}", PYTHONPATH=str(directory.parent))
+    assert done.code == 0, done.err
+    assert done.out.decode().startswith(reason or "output\n1\n"), done.out
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_end_of_launcher_while_the_fork_server_imports(
     launch: Launch,

@@ -64,9 +64,6 @@ def main(listener: int, arguments: list[str]) -> None:
     marker = libc.getenv(MARKER_VARIABLE.encode())
     imports = ScriptImports(arguments)
     error = imports.run()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    libc.fflush(None)
     server_id = os.getpid()
     request = server.serve_until_forked(listener, "", error, imports.files)
     # From here on, this is the process of a rank. The kernel kills it when the server ends.
@@ -77,17 +74,13 @@ def main(listener: int, arguments: list[str]) -> None:
     # Children that are only forked are found by `/proc/<pid>/environ`, which shows this memory.
     value = request.environment[MARKER_VARIABLE].encode()
     ctypes.memmove(marker, value, len(value))
-    output = [_read_all(descriptor) for descriptor in (1, 2)]
     imports.complete_environment(request.environment)
     code = server.become_worker(request, original_path)
-    for descriptor, data in zip((1, 2), output, strict=True):
-        os.write(descriptor, data)  # output of the imports
+    for descriptor, data in imports.output.items():
+        with contextlib.suppress(OSError):  # no process reads it
+            os.write(descriptor, data)
     rank_reads.set_rank(request.environment)
     exec(code, vars(sys.modules["__main__"]))
-
-
-def _read_all(descriptor: int) -> bytes:
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 class ScriptImports:
@@ -98,6 +91,7 @@ class ScriptImports:
 
     Attributes:
         files: Files of the script.
+        output: Output of the imports, by descriptor.
     """
 
     def __init__(self, arguments: list[str]) -> None:
@@ -107,6 +101,7 @@ class ScriptImports:
         self._sources = script_imports.find_imports(
             self.files, self._directory, preloadable.PRELOADABLE_PACKAGES
         )
+        self.output: dict[int, bytes] = {}
         self._changed_variables: dict[str, str | None] = {}
 
     def run(self) -> str:
@@ -117,6 +112,7 @@ class ScriptImports:
             return "the interpreter has started with threads, which a fork would lose"
         main_module = self._use_state_of_script()
         open_files = set(forkable.list_open_files())
+        state = _read_state()
         with self._record_changed_variables(), rank_reads.track_rank_reads() as readers:
             forkable.prepare_imports()
             try:
@@ -124,6 +120,9 @@ class ScriptImports:
                     exec(compile(source, file, "exec", dont_inherit=True), vars(main_module))
             except BaseException as error:
                 return f"an import raised {type(error).__name__}: {error}"
+        self.output = _read_output()
+        if _read_state() != state:
+            return "the imports changed sys.path, sys.argv, or the working directory"
         return self._find_obstacle(readers, open_files)
 
     def _use_state_of_script(self) -> ModuleType:
@@ -181,6 +180,21 @@ class ScriptImports:
             for name in names - set(sys.builtin_module_names)
             if script_imports.is_local(name, self._directory)
         ]
+
+
+def _read_state() -> tuple[list[str], list[str], str]:
+    """Return the state that each forked process sets again."""
+    return list(sys.path), list(sys.argv), os.getcwd()
+
+
+def _read_output() -> dict[int, bytes]:
+    """Return the output of this process, whose standard output and error are files in memory."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)
+    return {
+        descriptor: os.pread(descriptor, os.fstat(descriptor).st_size, 0) for descriptor in (1, 2)
+    }
 
 
 def _list_other_packages() -> list[str]:
