@@ -1,4 +1,4 @@
-"""One script under `drawbar launch` and under torchrun: its first line, and its steps."""
+"""Scripts under `drawbar launch` and under torchrun: their first lines, and their steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from benchmarks._scenario import Goal, Measure, Samples, Scenario
 
 WORKERS = 2
 STARTS = 5
+RANKS = 8
 SCRIPT = str(Path(__file__).with_name("_launch_script.py"))
+IMPORT_SCRIPT = str(Path(__file__).with_name("_import_script.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 LAUNCH = ["-m", "drawbar.cli", "launch"]
 
@@ -52,6 +54,17 @@ def _start(launcher: Sequence[str], starts: int) -> Samples:
     return {"start": [run.first for run in runs], "end": [run.end for run in runs]}
 
 
+def _import_torch(launcher: Sequence[str]) -> float:
+    """Return the seconds until the last of 8 ranks has imported torch."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.time()
+        command = [*launcher, f"--nproc-per-node={RANKS}", IMPORT_SCRIPT, folder]
+        subprocess.run([sys.executable, *command], check=True)
+        times = [float(path.read_text().split()[0]) for path in Path(folder).iterdir()]
+    assert len(times) == RANKS
+    return max(times) - start
+
+
 def _drawbar(starts: int = STARTS) -> Samples:
     import ray
 
@@ -59,6 +72,7 @@ def _drawbar(starts: int = STARTS) -> Samples:
         local = [*LAUNCH, "--storage-path", folder]
         samples = _start(local, starts)
         samples["rate"] = _run(local, "steps").result["rate"]
+        samples["imports"] = [_import_torch(local) for _ in range(starts)]
         samples["standalone"] = _start([*local, "--standalone"], starts)["start"]
     with fresh_cluster(WORKERS) as storage:
         where = ["--storage-path", str(storage)]
@@ -71,6 +85,7 @@ def _torchrun() -> Samples:
     samples = _start(TORCHRUN, STARTS)
     samples["standalone"] = samples["joined"] = samples["start"]
     samples["rate"] = _run(TORCHRUN, "steps").result["rate"]
+    samples["imports"] = [_import_torch(TORCHRUN) for _ in range(STARTS)]
     return samples
 
 
@@ -91,6 +106,11 @@ SCENARIO = Scenario(
             key="end",
             label="to the end",
             goals=(Goal(over="drawbar", under="bare", at_most=1.2),),
+        ),
+        Measure(
+            key="imports",
+            label=f"to the first line of {RANKS} ranks after their import of torch",
+            goals=(Goal(over="drawbar", under="bare", at_most=0.4),),
         ),
         Measure(
             key="joined",

@@ -127,6 +127,7 @@ def test_launch_with_failed_rank_kills_rank_that_ignores_sigterm(
 
 def test_stacks_and_stop_of_local_launch_reach_its_scripts(launch: Launch, pipe: Pipe) -> None:
     source = f"""
+        import pandas  # the ranks are forked
         import signal
         from drawbar import train
 

@@ -32,8 +32,9 @@ class ScriptTrainer(DataParallelTrainer):
 
     A script leaves state behind (modules, process groups, threads, a CUDA context), so every
     restart uses new processes, with a higher TORCHELASTIC_RESTART_COUNT. Ray's worker processes
-    keep running and keep their GPUs. With `use_ray=False`, the ranks are child processes of this
-    process, which end with it, and Ray is not imported.
+    keep running and keep their GPUs. With `use_ray=False`, the ranks end with this process, and Ray
+    is not imported. They are forked from a child process with the imports at the top of the script,
+    unless `RunConfig.forkserver_preload` is an empty list.
 
     The driver prints the standard output and standard error of rank 0 unchanged. The log of each
     rank contains its complete output.

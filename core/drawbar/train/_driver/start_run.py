@@ -23,6 +23,7 @@ from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.open_run import get_run_directory
 from drawbar.train._history.event_stream import Watcher
 from drawbar.train._worker import sentinel
+from drawbar.train._worker.program_launch import ProgramForkServer
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker.worker_env import (
     compute_thread_count,
@@ -227,9 +228,12 @@ def start_program_run(
     env_vars = {**worker.env_vars, **sentinel.start_for_driver()}
     spec = replace(spec, worker_spec=replace(worker, env_vars=env_vars))
     gpu_ids = assign_local_gpus(spec.scaling_config.num_gpus_per_worker, num_workers)
+    # An empty list turns fork servers off. One rank has no imports to share.
+    can_fork = spec.run_config.forkserver_preload != () and hasattr(os, "pidfd_open")
+    fork_server = ProgramForkServer() if can_fork and num_workers > 1 else None
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
-        return ThreadWorkerGroup(payload, num_workers, gpu_ids=gpu_ids)
+        return ThreadWorkerGroup(payload, num_workers, gpu_ids=gpu_ids, fork_server=fork_server)
 
     return ControllerThread(
         spec, make_worker_group, make_console, None, use_caller_thread=use_caller_thread

@@ -24,6 +24,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 ERROR_VARIABLE = "DRAWBAR_FORK_SERVER_ERROR"
@@ -35,7 +36,8 @@ _VOLATILE_PREFIXES = ("RAY_", "DRAWBAR_")
 _VOLATILE_NAMES = ("PWD", "OLDPWD", "SHLVL", "_")
 _MAX_SOCKET_PATH = 100  # sun_path has 108 bytes
 _ATTEMPTS = 3  # a server may end while a client connects
-_REPLY_TIMEOUT_S = 120  # the first reply comes after the imports
+REPLY_TIMEOUT_S = 120
+"""Time limit for the first reply, which comes after the imports."""
 
 
 class ForkServerError(Exception):
@@ -50,7 +52,7 @@ def main(encoded_spec: str, arguments: list[str]) -> None:
     except (OSError, ValueError, ForkServerError) as error:
         os.environ[ERROR_VARIABLE] = str(error) or type(error).__name__
         os.execv(sys.executable, [sys.executable, *arguments])
-    _exit_with(_wait_for_status(connection, pid, pidfd))
+    _exit_with(wait_for_status(connection, pid, pidfd))
 
 
 def _fork_worker(spec: dict[str, Any], arguments: list[str]) -> tuple[socket.socket, int, int]:
@@ -69,15 +71,10 @@ def _fork_worker(spec: dict[str, Any], arguments: list[str]) -> tuple[socket.soc
     }
     for _ in range(_ATTEMPTS):
         connection = _connect(path, server, environment)
-        reply = _request(connection, request)
-        if error := reply.get("error"):
-            raise ForkServerError(error)
-        if pid := reply.get("pid"):
-            try:
-                return connection, pid, os.pidfd_open(pid)
-            except ProcessLookupError:  # it has ended and its status was collected
-                return connection, pid, -1
-        connection.close()  # the server has ended, or an imported file has changed
+        pid = request_fork(connection, request, (0, 1, 2), _wait_for_reply)
+        if pid is not None:
+            return connection, pid, os.pidfd_open(pid)
+        connection.close()
     raise ForkServerError(f"the fork server ended {_ATTEMPTS} times")
 
 
@@ -153,30 +150,57 @@ def _start_server(path: str, server: dict[str, Any], environment: dict[str, str]
     listener.close()
 
 
-def _request(connection: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
-    """Send a request with the standard streams and return the reply, {} if the server has ended."""
-    connection.settimeout(_REPLY_TIMEOUT_S)
+def request_fork(
+    connection: socket.socket,
+    request: dict[str, Any],
+    descriptors: Sequence[int],
+    wait_for_reply: Callable[[socket.socket], None],
+) -> int | None:
+    """Request a worker from the server.
+
+    Args:
+        connection: Connection to the server. The server kills the worker if it is closed before the
+            worker has ended, and keeps the status and the ID of the worker until it is closed.
+        request: The request, as in `server.py`.
+        descriptors: Standard streams of the worker, and others that it receives.
+        wait_for_reply: Waits until the connection has data, and raises `ForkServerError` if it has
+            none after `REPLY_TIMEOUT_S`.
+
+    Returns:
+        Process ID of the worker, None if the server has ended or an imported file has changed.
+
+    Raises:
+        ForkServerError: The server cannot fork workers.
+        OSError: There is no connection to the server.
+    """
     try:
-        socket.send_fds(connection, [b"\n"], [0, 1, 2])
+        socket.send_fds(connection, [b"\n"], descriptors)
         connection.sendall(json.dumps(request).encode() + b"\n")
-        return _receive(connection)
+        wait_for_reply(connection)
+        reply = _receive(connection)
     except (BrokenPipeError, ConnectionResetError):
-        return {}
-    except TimeoutError:
-        message = f"the fork server has not replied for {_REPLY_TIMEOUT_S} s"
-        raise ForkServerError(message) from None
-    finally:
-        connection.settimeout(None)
+        return None
+    if error := reply.get("error"):
+        raise ForkServerError(error)
+    return reply.get("pid")
+
+
+def _wait_for_reply(connection: socket.socket) -> None:
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    if not poller.poll(REPLY_TIMEOUT_S * 1000):
+        raise ForkServerError(f"the fork server has not replied for {REPLY_TIMEOUT_S} s")
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    with connection.makefile("rb") as stream:
+    # Without a buffer, which would also take the next message.
+    with connection.makefile("rb", buffering=0) as stream:
         line = stream.readline()
     reply: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
     return reply
 
 
-def _wait_for_status(connection: socket.socket, pid: int, pidfd: int) -> int:
+def wait_for_status(connection: socket.socket, pid: int, pidfd: int) -> int:
     """Return the worker's wait status; -1 if the server has ended and it is unknown."""
     try:
         status = _receive(connection).get("status")
@@ -184,8 +208,9 @@ def _wait_for_status(connection: socket.socket, pid: int, pidfd: int) -> int:
         status = None
     if status is not None:
         return int(status)
-    if pidfd != -1:
-        select.select([pidfd], [], [])
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll()
     return -1
 
 

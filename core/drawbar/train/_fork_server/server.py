@@ -3,7 +3,7 @@
 `client.py` starts it, one per node and environment, with the socket as descriptor 3. It has a
 single thread and serves one request after the other:
 
-    -> newline with the descriptors of the standard streams
+    -> newline with the descriptors of the standard streams, and others for the worker
     -> {"arguments": [...], "environment": {...}, "directory": "...", "owner": [...], "raylet": 1}
     <- {"pid": 1}          the worker was forked
     <- {"status": 0}       the worker has ended
@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import gc
 import importlib
-import importlib.machinery
 import json
 import os
 import selectors
@@ -28,31 +27,34 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, ModuleType
 
+if __package__:
+    from drawbar.train._fork_server import forkable
+else:  # this file runs by path
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import forkable  # type: ignore[import-not-found, no-redef]
+
+    del sys.path[0], sys.modules["forkable"]
+
 _LISTENER = 3
+_MAX_DESCRIPTORS = 8
 _IDLE_S = 600.0
 # The worker's sentinel reads the exit status of a process that its parent has not collected yet.
 _REAP_DELAY_S = 3.0
 _REQUEST_TIMEOUT_S = 10.0
 
-UNSAFE_MODULES = {
-    "ray": "a forked process cannot connect to Ray",
-    "jax": "it starts threads",
-    "jaxlib": "it starts threads",
-    "tensorflow": "it starts threads",
-    "grpc": "it starts threads",
-}
-
 
 class Request:
-    """Request to fork a worker: a connection, its message, and the standard streams."""
+    """Request to fork a worker: a connection, its message, and descriptors.
+
+    Descriptors after the standard streams are the first arguments of the worker's script.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         # Another user must not run code in this process, even with access to the socket.
@@ -60,40 +62,23 @@ class Request:
         if struct.unpack("3i", credentials)[1] != os.geteuid():
             raise PermissionError("the client is a process of another user")
         connection.settimeout(_REQUEST_TIMEOUT_S)
-        _, self.streams, _, _ = socket.recv_fds(connection, 1, 3)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, _MAX_DESCRIPTORS)
+        self.streams, self.descriptors = descriptors[:3], descriptors[3:]
         with connection.makefile("rb") as stream:
             message = json.loads(stream.readline())
         connection.settimeout(None)
         self.connection = connection
-        self.arguments: list[str] = message["arguments"]
+        script, *arguments = message["arguments"]
+        self.arguments: list[str] = [script, *map(str, self.descriptors), *arguments]
         self.environment: dict[str, str] = message["environment"]
         self.directory: str = message["directory"]
         self.owner: tuple[str, int, str] = tuple(message["owner"])
         self.raylet: int = message["raylet"]
 
     def close(self) -> None:
-        """Close the streams, which belong to the worker."""
-        for stream in self.streams:
-            os.close(stream)
-
-
-class ImportedFiles:
-    """Files of all imported modules, as they were when they were imported."""
-
-    def __init__(self) -> None:
-        modules = [(name, _get_file(module)) for name, module in sys.modules.items()]
-        self._versions = {file: _get_version(file) for _, file in modules if file}
-        # Modules that another finder has found, for example of an editable package, are not here.
-        self._found = {
-            name: file for name, file in modules if "." not in name and file == _find_file(name)
-        }
-
-    def have_changed(self) -> bool:
-        """Return whether a fresh process might import something else."""
-        importlib.invalidate_caches()
-        return any(_get_version(file) != old for file, old in self._versions.items()) or any(
-            _find_file(name) != file for name, file in self._found.items()
-        )
+        """Close the descriptors, which belong to the worker."""
+        for descriptor in (*self.streams, *self.descriptors):
+            os.close(descriptor)
 
 
 @dataclass
@@ -115,15 +100,18 @@ class ForkServer:
     """Fork workers for clients until the owners have ended.
 
     Args:
-        path: Path of the socket.
+        listener: Descriptor of the socket for clients. If it has no path, it does not listen, but
+            its only client sends a descriptor of each connection.
+        path: Path of the socket, "" if it has none.
         error: Why workers cannot be forked, "" if they can.
+        files: Files of the imported modules.
     """
 
-    def __init__(self, path: str, error: str) -> None:
+    def __init__(self, listener: int, path: str, error: str, files: forkable.ImportedFiles) -> None:
         self._path = path
         self._error = error
-        self._files = ImportedFiles()
-        self._listener = socket.socket(fileno=_LISTENER)
+        self._files = files
+        self._listener = socket.socket(fileno=listener)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -160,35 +148,64 @@ class ForkServer:
 
     def _close(self) -> None:
         """Remove the socket, so that the next client starts a new server."""
-        if not self._is_closed:
+        if self._path and not self._is_closed:
             with open(f"{self._path}.lock", "w") as lock:  # clients connect with this lock
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for file in (self._path, f"{self._path}.log"):
                     with contextlib.suppress(OSError):
                         os.unlink(file)
-            self._is_closed = True
+        self._is_closed = True
 
     def _accept(self) -> Request | None:
         """Handle a connection. Returns the request in a forked worker, and None in the server."""
         try:
-            connection, _ = self._listener.accept()
+            connection = self._receive_connection()
+            if connection is None:
+                return None
             request = Request(connection)
         except (OSError, ValueError, KeyError):
             return None
         self._add_owner(request)
         if self._error:
             _reply(connection, {"error": self._error})
+        elif _has_hung_up(connection):
+            pass  # the process would start only to be killed
         elif self._files.have_changed():
-            self._close()
-            _reply(connection, {})
-        else:
-            pid = os.fork()
-            if pid == 0:
-                self._close_in_worker()
-                return request
-            self._add_worker(Worker(pid, os.pidfd_open(pid), connection))
+            self._on_change(connection)
+        elif self._fork(connection):
+            return request
         request.close()
         return None
+
+    def _receive_connection(self) -> socket.socket | None:
+        if self._path:
+            return self._listener.accept()[0]
+        data, descriptors, _, _ = socket.recv_fds(self._listener, 1, 1)
+        if not data:
+            self._is_closed = True  # the client has ended
+        return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+    def _on_change(self, connection: socket.socket) -> None:
+        """Stop forking workers, because an imported file has changed."""
+        if self._path:
+            self._close()
+            _reply(connection, {})
+        else:  # the workers would end with this server
+            self._error = "an imported file has changed"
+            _reply(connection, {"error": self._error})
+
+    def _fork(self, connection: socket.socket) -> bool:
+        """Fork a worker. Returns True in the worker."""
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes
+            _reply(connection, {"error": f"the fork server cannot fork: {error}"})
+            return False
+        if pid == 0:
+            self._close_in_worker()
+            return True
+        self._add_worker(Worker(pid, os.pidfd_open(pid), connection))
+        return False
 
     def _add_owner(self, request: Request) -> None:
         """Watch the driver, or the node's raylet if the driver runs on another node."""
@@ -222,18 +239,22 @@ class ForkServer:
         is_exit = result.si_code == os.CLD_EXITED
         _reply(worker.connection, {"status": result.si_status << 8 * is_exit})
         self._selector.unregister(worker.pidfd)
-        with contextlib.suppress(KeyError):  # after a hangup
-            self._selector.unregister(worker.connection)
         os.close(worker.pidfd)
-        worker.connection.close()
         self._idle_since = time.monotonic()
-        self._ended.append((self._idle_since, worker.pid))
+        self._collect_after_hangup(worker)
 
     def _on_hangup(self, worker: Worker) -> None:
         """Kill a worker whose client was killed: Ray has ended it."""
         self._selector.unregister(worker.connection)
-        with contextlib.suppress(ProcessLookupError):
+        worker.connection.close()
+        if worker.pid in self._workers:
             os.kill(worker.pid, signal.SIGKILL)
+        self._collect_after_hangup(worker)
+
+    def _collect_after_hangup(self, worker: Worker) -> None:
+        """Collect an ended worker later. Until then, no other process can get its ID."""
+        if worker.pid not in self._workers and worker.connection.fileno() == -1:
+            self._ended.append((time.monotonic(), worker.pid))
 
     def _collect_ended(self, before: float) -> None:
         while self._ended and self._ended[0][0] <= before:
@@ -241,75 +262,94 @@ class ForkServer:
             os.waitpid(pid, 0)
 
     def _close_in_worker(self) -> None:
+        for key in self._selector.get_map().values():
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            elif isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
         self._selector.close()
-        self._listener.close()
-        for pidfd in self._owners.values():
-            os.close(pidfd)
-        for worker in self._workers.values():
-            os.close(worker.pidfd)
-            worker.connection.close()
 
 
 def main(path: str, modules: list[str], sys_path: list[str]) -> None:
     """Import modules, and fork workers from then on."""
-    del sys.path[0]  # the directory of this file
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the directory of this file
     original_path = list(sys.path)
     sys.path[:] = [*sys_path, *(entry for entry in original_path if entry not in sys_path)]
-    original_environment = dict(os.environ)
+    original = dict(os.environ)
     error = _import(modules)
-    imported_environment = dict(os.environ.items() - original_environment.items())
+    changed = {
+        name: value
+        for name, value in os.environ.items()
+        if original.get(name) != value and name not in forkable.SERVER_VARIABLES
+    }
+    request = serve_until_forked(_LISTENER, path, error)
+    request.environment.update(changed)  # as a fresh process would have set them
+    os.setpgid(0, 0)  # Ray's kill of one worker must not reach another process
+    code = become_worker(request, original_path)
+    exec(code, vars(sys.modules["__main__"]))
+
+
+def serve_until_forked(
+    listener: int, path: str, error: str, other_files: Iterable[str] = ()
+) -> Request:
+    """Serve clients, and end this process when there are none.
+
+    Args:
+        listener: Descriptor of the socket for clients.
+        path: Path of the socket, "" if it has none.
+        error: Why workers cannot be forked, "" if they can.
+        other_files: Files on which the imports depend, in addition to the modules.
+
+    Returns:
+        The request of a forked worker, in this worker.
+    """
     # Otherwise the first garbage collection of a worker would copy the pages of all objects.
-    gc.collect()
     gc.freeze()
-    request = ForkServer(path, error).serve()
+    request = ForkServer(
+        listener, path, error, forkable.ImportedFiles([forkable.__file__, *other_files])
+    ).serve()
     if request is None:
         os._exit(0)  # exit handlers of the imported modules belong to the workers
-    request.environment.update(imported_environment)
-    code = _become_worker(request, original_path)
-    exec(code, vars(sys.modules["__main__"]))
+    return request
 
 
 def _import(modules: list[str]) -> str:
     """Import modules and return why this process must not fork workers, "" if it may."""
-    # Some modules ask torch for GPUs when they are imported, which must not initialize CUDA.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    forkable.prepare_imports()
     for name in modules:
         try:
             importlib.import_module(name)
         except BaseException as error:
             return f"import {name} raised {type(error).__name__}: {error}"
-        if reason := _find_danger():
+        if reason := forkable.find_obstacle():
             return f"import {name} {reason}"
     return ""
 
 
-def _find_danger() -> str:
-    """Return the effect of an import that makes a fork unsafe, "" if there is none."""
-    for name, reason in UNSAFE_MODULES.items():
-        if name in sys.modules:
-            return f"imported {name}, which must not be forked: {reason}"
-    if threading.active_count() > 1:
-        names = [thread.name for thread in threading.enumerate()[1:]]
-        return f"started threads, which a fork would lose: {names}"
-    devices = [file for file in _list_open_files() if file.startswith("/dev/nvidia")]
-    if devices:
-        return f"initialized CUDA, which a forked process cannot use: {devices}"
-    return ""
+def become_worker(request: Request, original_path: list[str]) -> CodeType:
+    """Set the state of a fresh interpreter in this process.
 
+    Args:
+        request: Request for this worker.
+        original_path: Import path of the interpreter, without a directory of a script.
 
-def _become_worker(request: Request, original_path: list[str]) -> CodeType:
-    """Set the state of a fresh interpreter in this process, and return the code to run."""
-    os.setpgid(0, 0)  # Ray's kill of one worker must not reach another process
+    Returns:
+        The code to run in the new `__main__`.
+    """
     for descriptor, stream in enumerate(request.streams):
         os.dup2(stream, descriptor)
-    request.close()
+    for stream in request.streams:
+        os.close(stream)
     request.connection.close()
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.directory)
     script = request.arguments[0]
     sys.argv = request.arguments
-    sys.path[:] = [os.path.dirname(script), *original_path]
+    sys.path[:] = (
+        original_path if sys.flags.safe_path else [os.path.dirname(script), *original_path]
+    )
     _reseed()
     sys.modules["__main__"] = main_module = ModuleType("__main__")
     main_module.__file__ = script
@@ -327,35 +367,19 @@ def _reseed() -> None:
         torch.default_generator.seed()
 
 
+def _has_hung_up(connection: socket.socket) -> bool:
+    """Return whether the client has ended, or no longer wants the worker."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _reply(connection: socket.socket, message: dict[str, object]) -> None:
     with contextlib.suppress(OSError):  # the client has ended
         connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _list_open_files() -> list[str]:
-    files = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the listed directory
-            files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return files
-
-
-def _get_file(module: object) -> str | None:
-    spec = getattr(module, "__spec__", None)
-    return spec.origin if spec is not None and spec.has_location else None
-
-
-def _get_version(file: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(file)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
-
-
-def _find_file(name: str) -> str | None:
-    spec = importlib.machinery.PathFinder.find_spec(name)
-    return spec.origin if spec is not None else None
 
 
 def read_boot_id() -> str:

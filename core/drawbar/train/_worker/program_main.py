@@ -30,6 +30,9 @@ from types import FrameType, ModuleType, TracebackType
 SESSION_VARIABLE = "DRAWBAR_SESSION"
 """Process that may report for its rank, and its socket descriptor: `<pid>:<fd>`."""
 
+_FORK_SERVER = os.path.join(
+    os.path.dirname(os.path.dirname(__file__)), "_fork_server", "program_server.py"
+)
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _SIGINT_EXIT_CODE = 130  # shell's exit code after Ctrl-C
 
@@ -163,7 +166,7 @@ def _is_runner_frame(frame: FrameType) -> bool:
 
 
 def _is_runner_file(file: str) -> bool:
-    return file in (__file__, runpy.__file__) or file.startswith("<frozen ")
+    return file in (__file__, runpy.__file__, _FORK_SERVER) or file.startswith("<frozen ")
 
 
 def _serve_stack_requests(connection: socket.socket) -> None:

@@ -14,17 +14,16 @@ import queue
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import IO, Literal
+from typing import IO
 
 import msgspec
 
 from drawbar.train._errors import ProgramFailedError
+from drawbar.train._fork_server.client import REPLY_TIMEOUT_S, ForkServerError
 from drawbar.train._frames import format_user_location
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import Heartbeat, OutputBytes
@@ -32,12 +31,18 @@ from drawbar.train._worker import program_main, sentinel
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.activity import ActivityMonitor
 from drawbar.train._worker.output import write_to_log
+from drawbar.train._worker.program_launch import (
+    PROGRAM_MARKER_VARIABLE,
+    OutputStream,
+    ProgramChild,
+    open_pipes,
+    start_program,
+)
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.session_client import RankConnection
 from drawbar.train._worker.stack import Stack, detect_stopped_process
 from drawbar.train._worker.training_thread import AttemptInterrupted
 
-PROGRAM_MARKER_VARIABLE = "DRAWBAR_PROGRAM"
 ACTIVITY_CHECK_INTERVAL_S = 5.0
 _STACK_TIMEOUT_S = 1.0
 _EXIT_TIMEOUT_S = 30.0  # as in torchrun; the controller's limit is shorter
@@ -131,7 +136,8 @@ class ProgramProcess:
         self._activity_check_seconds = activity_check_seconds
         self._next_activity_check = time.monotonic() + activity_check_seconds
         self._marker = f"{os.getpid()}-{os.urandom(8).hex()}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ProgramChild | None = None
+        self._exit_code: int | None = None
         self._reap_lock = threading.Lock()
         rank = session.assignment.ranks.world_rank
         self._is_rank_zero = rank == 0
@@ -142,6 +148,7 @@ class ProgramProcess:
         session_socket, self._child_session = socket.socketpair()
         self._rank_connection = RankConnection(session, session_socket)
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
+        self._pipes: dict[OutputStream, IO[bytes]] = {}  # standard output and error of rank 0
         self._selector = selectors.DefaultSelector()
         self._ended_at: float | None = None
         self._is_stopped_by_user = False
@@ -151,43 +158,59 @@ class ProgramProcess:
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the process with the given command line and environment."""
-        output = subprocess.PIPE if self._is_rank_zero else self._log
-        with self._child_control as control, self._child_session as child_session:
-            descriptors = (control.fileno(), child_session.fileno())
-            self._process = process = subprocess.Popen(
-                [sys.executable, program_main.__file__, *map(str, descriptors), *arguments],
-                env={**environment, PROGRAM_MARKER_VARIABLE: self._marker},
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                # As torchrun does: Linux divides CPU time among sessions (sched_autogroup), and all
-                # ranks would share the time of one session. Ctrl-C in a terminal then reaches only
-                # the launcher.
-                start_new_session=True,
+        with contextlib.ExitStack() as stack:
+            null = stack.enter_context(open(os.devnull, "r+b", buffering=0))
+            outputs = [self._log.fileno()] * 2
+            if self._is_rank_zero:
+                self._pipes, outputs = open_pipes(stack)
+            control = stack.enter_context(self._child_control)
+            child_session = stack.enter_context(self._child_session)
+            self._register()
+            self._process = process = start_program(
+                self._session.program_fork_server,
+                [program_main.__file__, *arguments],
+                {**environment, PROGRAM_MARKER_VARIABLE: self._marker},
+                [null.fileno(), *outputs],
+                [control.fileno(), child_session.fileno()],
+                self._wait_for_fork_server,
             )
         self._oom_kills = sentinel.OomKillCounter(process.pid)
         self._activity = ActivityMonitor(process.pid, self._log_path)
-        self._register(process)
         threading.Thread(
-            target=self._watch_exit, args=(process.pid,), name="drawbar-program", daemon=True
+            target=self._watch_exit, args=(process,), name="drawbar-program", daemon=True
         ).start()
 
-    def _register(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_for_fork_server(self, connection: socket.socket, *, process_id: int) -> None:
+        """Wait until the fork server replies, which it does after its imports."""
+        self._activity = ActivityMonitor(process_id, self._log_path)
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
+        reply = threading.Event()
+
+        def on_reply() -> bool:
+            reply.set()
+            return False
+
+        self._selector.register(connection, selectors.EVENT_READ, on_reply)
+        while not reply.is_set():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                self._selector.unregister(connection)
+                raise ForkServerError(f"it has not replied for {REPLY_TIMEOUT_S} s")
+            self._poll(min(remaining, self._activity_check_seconds))
+
+    def _register(self) -> None:
         register = partial(self._selector.register, events=selectors.EVENT_READ)
-        register(self._wakeup_reader, data=self._on_wakeup)
+        register(self._wakeup_reader, data=partial(_discard, self._wakeup_reader))
         register(self._control, data=self._on_control_data)
         register(self._rank_connection, data=self._rank_connection.receive)
-        if process.stdout is not None and process.stderr is not None:
-            register(process.stdout, data=partial(self._on_output, process.stdout, "stdout"))
-            register(process.stderr, data=partial(self._on_output, process.stderr, "stderr"))
+        for stream, pipe in self._pipes.items():
+            register(pipe, data=partial(self._on_output, pipe, stream))
 
     # -- from other threads
 
-    def _watch_exit(self, pid: int) -> None:
-        # Do not reap the process, so that its pid and process group id are not reused.
-        with contextlib.suppress(ChildProcessError):  # `close()` has reaped it
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    def _watch_exit(self, process: ProgramChild) -> None:
+        # Its pid and process group id are not reused before `close()`.
+        process.wait_for_end()
         self._ended_at = time.time()
         self._wake_up()
 
@@ -226,8 +249,8 @@ class ProgramProcess:
         # If the lock is held, `close()` is killing them. Afterwards the group id may be reused.
         if self._process is not None and self._reap_lock.acquire(blocking=False):
             try:
-                if self._process.returncode is None:
-                    _kill_group(self._process.pid)
+                if self._exit_code is None:
+                    _kill(self._process)
             finally:
                 self._reap_lock.release()
 
@@ -251,10 +274,6 @@ class ProgramProcess:
                 self._session.forward(Heartbeat())
         return bool(ready)
 
-    def _on_wakeup(self) -> bool:
-        self._wakeup_reader.recv(64)
-        return True
-
     def _on_control_data(self) -> bool:
         try:
             data = self._control.recv(_READ_BYTES)
@@ -271,7 +290,7 @@ class ProgramProcess:
                 self._stacks.put(message.stack)
         return bool(data)
 
-    def _on_output(self, pipe: IO[bytes], stream: Literal["stdout", "stderr"]) -> bool:
+    def _on_output(self, pipe: IO[bytes], stream: OutputStream) -> bool:
         data = os.read(pipe.fileno(), _READ_BYTES)
         if data:
             write_to_log(data, self._log)
@@ -302,23 +321,22 @@ class ProgramProcess:
         if process is not None:
             # Kill the group before reaping its leader: afterwards the group id may be reused.
             with self._reap_lock:
-                _kill_group(process.pid)
-                process.wait()
+                _kill(process)
+                self._exit_code = process.collect()
         sentinel.kill_orphans(f"{PROGRAM_MARKER_VARIABLE}={self._marker}")
         if process is not None:
-            self._drain(process)
+            self._drain()
         self._selector.close()
         self._rank_connection.close()
         for endpoint in (self._control, self._wakeup_writer, self._wakeup_reader, self._log):
             endpoint.close()
+        for pipe in self._pipes.values():
+            pipe.close()
 
-    def _drain(self, process: subprocess.Popen[bytes]) -> None:
+    def _drain(self) -> None:
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S
         while self._poll(0) and time.monotonic() < deadline:
             pass
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
 
     def raise_if_failed(self) -> None:
         """Raise an error if the program has failed.
@@ -326,8 +344,8 @@ class ProgramProcess:
         Raises:
             ProgramFailedError: The program has failed.
         """
-        assert self._process is not None  # only called after start()
-        status, failure = self._process.returncode, self._failure
+        assert self._exit_code is not None  # only called after close()
+        status, failure = self._exit_code, self._failure
         if status == 0:
             return
         ended_at = self._ended_at or time.time()
@@ -358,6 +376,13 @@ class ProgramProcess:
         return description
 
 
-def _kill_group(group: int) -> None:
+def _discard(connection: socket.socket) -> bool:
+    connection.recv(64)
+    return True
+
+
+def _kill(process: ProgramChild) -> None:
+    """Kill a process and its process group, which a forked process creates soon after the fork."""
+    process.send_signal(signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)

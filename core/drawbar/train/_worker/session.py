@@ -48,6 +48,7 @@ from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.imported_modules import ImportedModules
 from drawbar.train._worker.node_local_storage import NodeLocalStorage
+from drawbar.train._worker.program_launch import ProgramForkServer
 from drawbar.train._worker.progress_sender import ProgressSender
 from drawbar.train._worker.rank_timer import RankTimer
 from drawbar.train._worker.report_checks import UploadOptions
@@ -127,6 +128,7 @@ class Session:
         self._locals: dict[object, Any] = {}  # objects of integrations, by factory
         self.training_count = itertools.count(1)  # a training function may train several times
         self.program: ProgramProxy | None = None
+        self.program_fork_server: ProgramForkServer | None = None
         self.is_timed_by_program = False
         self.is_first_of_process = True
         self.imported_modules: ImportedModules | None = None

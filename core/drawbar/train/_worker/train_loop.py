@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drawbar.train._config.backend import BackendConfig
+from drawbar.train._fork_server.rank_reads import set_rank
 from drawbar.train._protocol.messages import (
     FunctionFailed,
     FunctionImported,
@@ -76,7 +77,8 @@ def run_train_loop(
         with use_session(session, is_process_wide=is_process_wide):
             # Threads share the environment, so ranks in threads of one process do not change it.
             if is_process_wide:
-                set_env_vars(make_worker_env(session.assignment))
+                set_env_vars(environment := make_worker_env(session.assignment))
+                set_rank(environment)
             loop, script_names = _make_copy(session, train_loop)
             session.send(FunctionImported())
             with use_script_names(script_names), loop.backend_config.train_func_context():

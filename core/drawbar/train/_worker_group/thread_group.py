@@ -19,6 +19,7 @@ from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerIn
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message
 from drawbar.train._threads import run_in_daemon_thread
+from drawbar.train._worker.program_launch import ProgramForkServer
 from drawbar.train._worker.rank_runner import RankRunner, use_caller_process
 from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.train_loop import TrainLoop
@@ -45,6 +46,7 @@ class ThreadWorkerGroup(InProcessExecution):
         num_workers: Number of ranks.
         submit_call: Runs a call in the thread of rank 0, or None to start a thread for each rank.
         gpu_ids: GPU IDs of each rank. Default: none.
+        fork_server: Fork server for the programs that the ranks run. Default: none.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class ThreadWorkerGroup(InProcessExecution):
         num_workers: int = 1,
         submit_call: SubmitCall | None = None,
         gpu_ids: Sequence[tuple[str, ...]] | None = None,
+        fork_server: ProgramForkServer | None = None,
     ) -> None:
         self._payload = payload
         self._num_workers = num_workers
         self._submit_call = submit_call
         self._gpu_ids = gpu_ids or [()] * num_workers
+        self._fork_server = fork_server
         self._runners = [RankRunner() for _ in range(num_workers)]
         self._functions_ended: dict[int, asyncio.Event] = {}
 
@@ -99,6 +103,7 @@ class ThreadWorkerGroup(InProcessExecution):
             send = partial(_send_from_thread, loop, on_messages, rank)
             runner = self._runners[rank]
             session = runner.start_attempt(assignment, send)
+            session.program_fork_server = self._fork_server
             is_only_rank = self._submit_call is not None
             call = partial(
                 runner.run,
@@ -155,6 +160,8 @@ class ThreadWorkerGroup(InProcessExecution):
     async def stop(self) -> None:
         """Interrupt running functions, which would wait forever for a failed controller."""
         await self.end_attempt(AttemptEnd(grace=STOP_SECONDS))
+        if self._fork_server is not None:
+            self._fork_server.close()
 
     def kill(self) -> None:
         """Kill the programs of running functions. Threads cannot be killed."""

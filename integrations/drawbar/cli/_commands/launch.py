@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,14 @@ Nnodes = Annotated[
     str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes, as in torchrun.")
 ]
 
+NoForkServer = Annotated[
+    bool,
+    typer.Option(
+        "--no-fork-server",
+        help="Let each process import PyTorch and similar packages by itself.",
+    ),
+]
+
 # The run
 Name = Annotated[
     str | None,
@@ -150,6 +159,7 @@ def launch(
     num_workers: NumWorkers = None,
     use_gpu: UseGpu = None,
     cpus_per_worker: CpusPerWorker = None,
+    no_fork_server: NoForkServer = False,
     is_module: IsModule = False,
     name: Name = None,
     storage_path: StoragePath = None,
@@ -186,6 +196,8 @@ def launch(
         run_config = _make_run_config(
             name, storage_path, restarts, hang_timeout, resume, progress, detach=detach
         )
+        if no_fork_server:
+            run_config = dataclasses.replace(run_config, forkserver_preload=())
         make_trainer = partial(
             ScriptTrainer,
             script,

@@ -1,0 +1,98 @@
+"""Conditions under which a process that has imported modules may fork workers.
+
+The fork servers run by path and import this file by path; it uses only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import os
+import sys
+import threading
+from collections.abc import Iterable
+
+UNSAFE_MODULES = {
+    "ray": "a forked process cannot connect to Ray",
+    "jax": "it starts threads",
+    "jaxlib": "it starts threads",
+    "tensorflow": "it starts threads",
+    "grpc": "it starts threads",
+}
+
+SERVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Variables for the imports only, not for workers.
+
+Some modules request the GPUs from torch when they are imported, which must not initialize CUDA.
+"""
+
+
+class ImportedFiles:
+    """Files of all imported modules, as they were when they were imported.
+
+    Args:
+        others: Other files on which the imports depend.
+    """
+
+    def __init__(self, others: Iterable[str] = ()) -> None:
+        modules = [(name, _get_file(module)) for name, module in sys.modules.items()]
+        files = {*others, *(file for _, file in modules if file)}
+        self._versions = {file: _get_version(file) for file in files}
+        # Modules that another finder has found, for example of an editable package, are not here.
+        self._found = {
+            name: file for name, file in modules if "." not in name and file == _find_file(name)
+        }
+
+    def have_changed(self) -> bool:
+        """Return whether a fresh process might import something else."""
+        importlib.invalidate_caches()
+        return any(_get_version(file) != old for file, old in self._versions.items()) or any(
+            _find_file(name) != file for name, file in self._found.items()
+        )
+
+
+def prepare_imports() -> None:
+    """Set the variables of a server in this process."""
+    os.environ.update(SERVER_VARIABLES)
+
+
+def find_obstacle() -> str:
+    """Return why this process must not fork workers after its imports, "" if it may."""
+    for name, reason in UNSAFE_MODULES.items():
+        if name in sys.modules:
+            return f"imported {name}, which must not be forked: {reason}"
+    if threading.active_count() > 1:
+        names = [thread.name for thread in threading.enumerate()[1:]]
+        return f"started threads, which a fork would lose: {names}"
+    devices = [file for file in list_open_files() if file.startswith("/dev/nvidia")]
+    if devices:
+        return f"initialized CUDA, which a forked process cannot use: {devices}"
+    return ""
+
+
+def list_open_files() -> list[str]:
+    """Return the files that this process has open, as in `/proc/self/fd`."""
+    files = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listed directory
+            files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return files
+
+
+def _get_file(module: object) -> str | None:
+    spec = getattr(module, "__spec__", None)
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def _get_version(file: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _find_file(name: str) -> str | None:
+    spec = importlib.machinery.PathFinder.find_spec(name)
+    return spec.origin if spec is not None else None
