@@ -20,7 +20,7 @@ FRAMEWORKS = frozenset(
         "xgboost",
     }
 )
-"""Packages whose import is slow, so it is worth a fork server."""
+"""Packages with a slow import, which justifies a fork server."""
 
 DEPENDENCIES = frozenset(
     {"asyncio", "jsonschema", "msgspec", "numpy", "requests", "scipy", "yaml"},

@@ -276,8 +276,11 @@ def main(path: str, modules: list[str], sys_path: list[str]) -> None:
         del sys.path[0]  # the directory of this file
     original_path = list(sys.path)
     sys.path[:] = [*sys_path, *(entry for entry in original_path if entry not in sys_path)]
+    original_environment = dict(os.environ)
     error = _import(modules)
+    imported_environment = dict(os.environ.items() - original_environment.items())
     request = serve_until_forked(_LISTENER, path, error)
+    request.environment.update(imported_environment)
     os.setpgid(0, 0)  # Ray's kill of one worker must not reach another process
     code = become_worker(request, original_path)
     exec(code, vars(sys.modules["__main__"]))
@@ -315,8 +318,9 @@ def _import(modules: list[str]) -> str:
             importlib.import_module(name)
         except BaseException as error:
             return f"import {name} raised {type(error).__name__}: {error}"
-    reason = forkable.find_obstacle()
-    return f"{', '.join(modules)} {reason}" if reason else ""
+        if reason := forkable.find_obstacle():
+            return f"import {name} {reason}"
+    return ""
 
 
 def become_worker(request: Request, original_path: list[str]) -> CodeType:
