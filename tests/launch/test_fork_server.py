@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.train._fork_server.client import ERROR_VARIABLE
+from drawbar.train._worker.program_launch import ERROR_VARIABLE
 from tests.launch.conftest import Launch, Launched, Pipe
 
 # Prints the ID of the fork server, 0 in a new interpreter. pandas is the fastest import.

@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import IO, Literal, Protocol
 
 from drawbar.train._fork_server import client, preloadable, program_server
-from drawbar.train._fork_server.client import ERROR_VARIABLE, ForkServerError
+from drawbar.train._fork_server.client import ForkServerError
 from drawbar.train._fork_server.rank_reads import RANK_VARIABLES
 from drawbar.train._fork_server.server import read_boot_id, read_start_time
+
+ERROR_VARIABLE = "DRAWBAR_LAUNCH_FORK_ERROR"
+"""Why a process was not forked. Not the variable of Ray workers, which would inherit it."""
 
 PROGRAM_MARKER_VARIABLE = program_server.MARKER_VARIABLE
 OutputStream = Literal["stdout", "stderr"]
@@ -294,6 +297,7 @@ def start_program(
     Raises:
         OSError: The process cannot be started.
     """
+    environment = {name: environment[name] for name in environment if name != ERROR_VARIABLE}
     if fork_server is not None and _may_import_framework(arguments[1:]):
         try:
             return fork_server.fork(arguments, environment, streams, descriptors, wait_for_reply)
