@@ -276,13 +276,9 @@ def main(path: str, modules: list[str], sys_path: list[str]) -> None:
         del sys.path[0]  # the directory of this file
     original_path = list(sys.path)
     sys.path[:] = [*sys_path, *(entry for entry in original_path if entry not in sys_path)]
-    original = dict(os.environ)
+    original = {**os.environ, **forkable.SERVER_VARIABLES}
     error = _import(modules)
-    changed = {
-        name: value
-        for name, value in os.environ.items()
-        if original.get(name) != value and name not in forkable.SERVER_VARIABLES
-    }
+    changed = dict(os.environ.items() - original.items())
     request = serve_until_forked(_LISTENER, path, error)
     request.environment.update(changed)  # as a fresh process would have set them
     os.setpgid(0, 0)  # Ray's kill of one worker must not reach another process
