@@ -125,7 +125,7 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     """Return the spec of the run's fork servers, None if its workers are not forked."""
     import ray
 
-    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec, has_learned_modules
+    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
 
     workers_per_node = max(1, spec.scaling_config.max_workers // len(list_node_resources()))
     cores = count_available_cores()
@@ -133,8 +133,7 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     is_automatic = modules is None
     if modules is None:
         # A first server does not help workers that each have a core and import in parallel.
-        is_faster = has_learned_modules() or workers_per_node > cores
-        modules = spec.backend_config.forkserver_preload if is_faster else ()
+        modules = spec.backend_config.forkserver_preload if workers_per_node > cores else ()
     conflict = find_other_interpreter(ray.get_runtime_context().runtime_env)
     if is_automatic:
         conflict = conflict or find_other_interpreter(spec.run_config.worker_runtime_env)

@@ -33,7 +33,7 @@ ERROR_VARIABLE = "DRAWBAR_FORK_SERVER_ERROR"
 SERVER_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "server.py")
 # They differ between the processes of one node, and no import reads them.
 _VOLATILE_PREFIXES = ("RAY_", "DRAWBAR_")
-_VOLATILE_NAMES = ("PWD", "OLDPWD", "SHLVL", "_")
+VOLATILE_NAMES = ("PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST")
 _MAX_SOCKET_PATH = 100  # sun_path has 108 bytes
 _ATTEMPTS = 3  # a server may end while a client connects
 REPLY_TIMEOUT_S = 120
@@ -83,7 +83,7 @@ def _select_server_environment(spec: dict[str, Any]) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_VOLATILE_PREFIXES) and name not in _VOLATILE_NAMES
+        if not name.startswith(_VOLATILE_PREFIXES) and name not in VOLATILE_NAMES
     }
     environment.update(spec["environment"])
     return environment

@@ -27,6 +27,8 @@ from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
 SETTLE_SECONDS = 2.0
 START_NOTICE_S = 5.0
+FORK_SERVER_DELAY_S = 2.0
+"""Time after the first report until the fork servers start, so that short runs do not need them."""
 
 
 T = TypeVar("T")
@@ -168,9 +170,9 @@ class ActorPool:
         return self.list_ready()
 
     def use_modules(self, modules: ModulesImported) -> None:
-        """Start a fork server on each node with the modules that the function has imported.
+        """Fork later processes from a server with the modules that the function has imported.
 
-        The processes that start from now on are forked from it. Does nothing if
+        The server of each node starts soon, or with the next process. Does nothing if
         `RunConfig.forkserver_preload` is set, or if forks are not possible.
         """
         spec = self._fork_server
@@ -183,6 +185,7 @@ class ActorPool:
         ]
 
     async def _start_fork_server(self, node: str) -> None:
+        await asyncio.sleep(FORK_SERVER_DELAY_S)
         remote: Any = ray.remote  # its stub takes no options here
         task = remote(take_fork_error).options(
             num_cpus=0,

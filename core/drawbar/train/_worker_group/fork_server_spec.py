@@ -29,11 +29,6 @@ _learned: dict[LearningKey, ModulesImported] = {}
 """Modules that the training functions of this process have imported in their workers."""
 
 
-def has_learned_modules() -> bool:
-    """Return whether workers of this process can have started a fork server."""
-    return bool(_learned)
-
-
 @dataclass(frozen=True)
 class ForkServerSpec:
     """Modules of the fork servers of a run, and the import path and environment for them.
@@ -59,7 +54,11 @@ class ForkServerSpec:
         return cls(
             tuple(modules),
             tuple(os.path.abspath(path) for path in sys_path),
-            {name: value for name, value in environment.items() if REDACTED not in shown[name]},
+            {
+                name: value
+                for name, value in environment.items()
+                if REDACTED not in shown[name] and name not in client.VOLATILE_NAMES
+            },
         )
 
     def follow(self, function: FunctionIdentity) -> ForkServerSpec:
