@@ -159,6 +159,7 @@ def test_validations_run_during_training_two_at_a_time(tmp_path: Path, pipe: Pip
     def validate(checkpoint: Checkpoint) -> dict[str, Any]:
         number = number_in(checkpoint)
         pipe.send("begins", number)
+        (tmp_path / f"begun_{number}").touch()
         gates[number].wait()
         pipe.send("ends", number)
         return {"accuracy": [0.1, 0.9, 0.5, 0.2][number], "pid": os.getpid()}
@@ -167,6 +168,8 @@ def test_validations_run_during_training_two_at_a_time(tmp_path: Path, pipe: Pip
         for number in range(4):
             save(number)
         before = statuses(COMMITTED)
+        while not all((tmp_path / f"begun_{number}").exists() for number in (0, 1)):
+            threading.Event().wait(0.01)
         for number in (1, 0, 2, 3):  # the second one runs before the first one has ended
             gates[number].open()
         return before, statuses(), os.getpid()

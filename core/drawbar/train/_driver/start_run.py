@@ -137,7 +137,9 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     conflict = find_other_interpreter(ray.get_runtime_context().runtime_env)
     if is_automatic:
         conflict = conflict or find_other_interpreter(spec.run_config.worker_runtime_env)
-        if conflict is not None or not hasattr(os, "pidfd_open"):
+        # The setup of a backend comes before all imports, which may depend on it.
+        has_setup = spec.backend_config.process_setup_hook is not None
+        if conflict is not None or has_setup or not hasattr(os, "pidfd_open"):
             return None
     elif not modules:
         return None
