@@ -65,7 +65,8 @@ def find_obstacle() -> str:
     if threading.active_count() > 1:
         names = [thread.name for thread in threading.enumerate()[1:]]
         return f"started threads, which a fork would lose: {names}"
-    devices = [file for file in list_open_files() if file.startswith("/dev/nvidia")]
+    # CUDA opens the device of its unified memory. NVML, which only counts GPUs, does not.
+    devices = [file for file in list_open_files() if file.startswith("/dev/nvidia-uvm")]
     if devices:
         return f"initialized CUDA, which a forked process cannot use: {devices}"
     return ""
