@@ -158,13 +158,23 @@ def test_server_ends_with_its_last_driver(
     wait_until_gone([server])
 
 
-def test_server_on_another_node_ends_with_its_raylet(
+def test_server_ends_if_its_driver_has_ended_before_the_first_worker(
     commands: Commands, wait_until_gone: WaitUntilGone
 ) -> None:
     driver = commands.start([sys.executable, "-c", DRIVER])
-    command = read_line(driver)
-    driver.communicate()  # its process ID means nothing now, as on another node
-    script = commands.make(PRINT_SERVER, command=command)
+    script = commands.make(PRINT_SERVER, command=read_line(driver))
+    driver.communicate()
+    raylet = commands.start([sys.executable, "-c", RAYLET, script])
+    wait_until_gone([int(read_line(raylet))])
+
+
+def test_server_on_another_node_ends_with_its_raylet(
+    commands: Commands, wait_until_gone: WaitUntilGone
+) -> None:
+    on_other_node = "from drawbar.train._worker_group import fork_server_spec\n"
+    on_other_node += "fork_server_spec.read_node_id = lambda: 'another'\n"
+    driver = commands.start([sys.executable, "-c", on_other_node + DRIVER])
+    script = commands.make(PRINT_SERVER, command=read_line(driver))
     raylet = commands.start([sys.executable, "-c", RAYLET, script])
     server = int(read_line(raylet))
     os.kill(server, 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import ray
 
 from drawbar import train
 from drawbar.train import RunConfig, WorkerGroupError, collective
@@ -68,6 +69,41 @@ def test_import_error_starts_workers_without_server_and_is_shown_once(
     shown = capfd.readouterr().err
     assert shown.count("Workers started without the fork server") == 1
     assert "No module named 'missing_module'" in shown
+
+
+def test_tasks_of_forked_worker_are_not_forked(tmp_path: Path) -> None:
+    def function() -> tuple[int, int, int]:
+        is_forked = int(find_server() != 0)
+        task: Any = ray.remote(find_server)
+        with_variable = task.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "2"}})
+        first, second = ray.get([task.remote(), with_variable.remote()])
+        return is_forked, first, second
+
+    result = fit(function, tmp_path, num_workers=1, forkserver_preload=[MODULE])
+    assert result.return_value == (1, 0, 0)
+
+
+def test_import_reads_variables_of_the_runtime_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reader.py").write_text(
+        "import os\nNAMES = ('SETTING', 'HF_HUB_DISABLE_IMPLICIT_TOKEN')\n"
+        "SETTINGS = [os.environ[name] for name in NAMES]\n"
+    )
+    env_vars = {"PYTHONPATH": str(tmp_path), "SETTING": "of the worker"}
+    monkeypatch.setenv("SETTING", "of the driver")
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")  # only its name is one of a secret
+
+    def function() -> tuple[bool, list[str]]:
+        return find_server() != 0, importlib.import_module("reader").SETTINGS
+
+    run = RunConfig(
+        name="run",
+        storage_path=tmp_path,
+        worker_runtime_env={"env_vars": env_vars},
+        forkserver_preload=["reader"],
+    )
+    assert fit(function, run, num_workers=1).return_value == (True, ["of the worker", "1"])
 
 
 def test_exception_and_exit_code_of_forked_worker(tmp_path: Path) -> None:

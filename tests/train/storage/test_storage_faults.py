@@ -432,7 +432,7 @@ def test_upload_after_commit_does_not_grow_with_the_run(tmp_path: Path) -> None:
 
     result = fit(function, tmp_path, Faulty(record_size))
     run = tmp_path / "far" / "run"
-    assert len(sizes) > 20
+    assert len(sizes) > 5  # a busy machine uploads several commits at once
     assert max(sizes) < 4000 < (run / "journal.jsonl").stat().st_size
     assert not list((run / "journal.parts").iterdir())
     assert len(result.best_checkpoints) == 40

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drawbar.train._config.forkserver_preload import find_other_interpreter
 from drawbar.train._config.run_config import RunConfig
@@ -121,11 +121,22 @@ def start_ray_run(
     )
 
 
+def _list_runtime_env_vars(run_config: RunConfig) -> list[str]:
+    """Return the variables of the runtime environment, which override those of the driver."""
+    import ray
+
+    names: list[str] = []
+    for runtime_env in (ray.get_runtime_context().runtime_env, run_config.worker_runtime_env):
+        env_vars: Any = (runtime_env or {}).get("env_vars") or {}
+        names += env_vars
+    return names
+
+
 def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     """Return the spec of the run's fork servers, None if its workers are not forked."""
     import ray
 
-    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
+    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec, is_secret
 
     workers_per_node = max(1, spec.scaling_config.max_workers // len(list_node_resources()))
     cores = count_available_cores()
@@ -153,11 +164,16 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     worker = spec.worker_spec
     assert worker.driver_env is not None
     threads = compute_thread_count(
-        cpus_per_worker=worker.num_cpus,
-        local_world_size=workers_per_node,
-        cores=cores,
+        cpus_per_worker=worker.num_cpus, local_world_size=workers_per_node, cores=cores
     )
     environment = {**worker.env_vars, **make_thread_env_vars(threads, {}, worker.env_vars)}
+    for name in _list_runtime_env_vars(spec.run_config):
+        environment.pop(name, None)  # the worker has them, with other values
+    # An import may read a URL, which is no part of a command line if it has a password.
+    if is_automatic and any(
+        "://" in value and is_secret(name, value) for name, value in environment.items()
+    ):
+        return None
     fork_server = ForkServerSpec.create(modules, worker.driver_env.sys_path, environment)
     return fork_server.follow(spec.function) if is_automatic else fork_server
 

@@ -44,15 +44,31 @@ class ForkServerError(Exception):
     """The worker cannot be forked."""
 
 
+class UsedCommandError(ForkServerError):
+    """The command has started a worker before."""
+
+
 def main(encoded_spec: str, arguments: list[str]) -> None:
     """Run a worker with these arguments, forked from the server if possible."""
     try:
         spec = json.loads(zlib.decompress(base64.urlsafe_b64decode(encoded_spec)))
         connection, pid, pidfd = _fork_worker(spec, arguments)
+    except UsedCommandError:
+        # Ray's tasks and actors inherit the runtime environment of the worker that starts them.
+        python = _find_inherited_python()
+        os.execv(python, [python, *arguments])
     except (OSError, ValueError, ForkServerError) as error:
         os.environ[ERROR_VARIABLE] = str(error) or type(error).__name__
         os.execv(sys.executable, [sys.executable, *arguments])
     _exit_with(wait_for_status(connection, pid, pidfd))
+
+
+def _find_inherited_python() -> str:
+    """Return the interpreter of this process's own runtime environment, if it has one."""
+    virtual_env = os.environ.get("VIRTUAL_ENV", "")
+    python = os.path.join(virtual_env, "bin", "python")
+    is_of_ray = "runtime_resources" in virtual_env.split(os.sep)
+    return python if is_of_ray and os.path.exists(python) else sys.executable
 
 
 def _fork_worker(spec: dict[str, Any], arguments: list[str]) -> tuple[socket.socket, int, int]:
@@ -68,6 +84,7 @@ def _fork_worker(spec: dict[str, Any], arguments: list[str]) -> tuple[socket.soc
         "directory": os.getcwd(),
         "owner": spec["owner"],
         "raylet": os.getppid(),
+        "command": spec["command"],
     }
     for _ in range(_ATTEMPTS):
         connection = _connect(path, server, environment)
@@ -171,6 +188,7 @@ def request_fork(
 
     Raises:
         ForkServerError: The server cannot fork workers.
+        UsedCommandError: The server has forked a worker for this command before.
         OSError: There is no connection to the server.
     """
     try:
@@ -182,6 +200,8 @@ def request_fork(
         return None
     if error := reply.get("error"):
         raise ForkServerError(error)
+    if reply.get("is_used"):
+        raise UsedCommandError
     return reply.get("pid")
 
 

@@ -97,3 +97,18 @@ def _get_version(file: str) -> tuple[int, int] | None:
 def _find_file(name: str) -> str | None:
     spec = importlib.machinery.PathFinder.find_spec(name)
     return spec.origin if spec is not None else None
+
+
+def read_node_id() -> str:
+    """Return the ID of the running kernel and of the process namespace, which a container has."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}:{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def read_start_time(pid: int) -> str:
+    """Return the start time of a process, which a later process of the same ID does not share."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

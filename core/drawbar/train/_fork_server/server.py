@@ -74,6 +74,7 @@ class Request:
         self.directory: str = message["directory"]
         self.owner: tuple[str, int, str] = tuple(message["owner"])
         self.raylet: int = message["raylet"]
+        self.command: str = message.get("command", "")
 
     def close(self) -> None:
         """Close the descriptors, which belong to the worker."""
@@ -117,6 +118,7 @@ class ForkServer:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._owners: dict[int, int] = {}  # pidfds by process ID
         self._has_had_owner = False
+        self._used_commands: set[str] = set()
         self._workers: dict[int, Worker] = {}  # by process ID
         self._ended: deque[tuple[float, int]] = deque()  # time and ID of processes to collect
         self._idle_since = time.monotonic()
@@ -129,7 +131,7 @@ class ForkServer:
             In a forked worker, the request; None in the server when it must end.
         """
         while not self._is_closed:
-            timeout = _REAP_DELAY_S if self._ended or self._error else _IDLE_S
+            timeout = _REAP_DELAY_S if self._ended else self._get_idle_limit()
             for key, _ in self._selector.select(timeout):
                 if key.data is not None:
                     key.data()
@@ -143,8 +145,14 @@ class ForkServer:
     def _must_end(self) -> bool:
         if self._has_had_owner and not self._owners:
             return True
-        limit = _REAP_DELAY_S if self._error else _IDLE_S
-        return not self._workers and time.monotonic() - self._idle_since > limit
+        is_idle = time.monotonic() - self._idle_since > self._get_idle_limit()
+        return is_idle and not self._workers
+
+    def _get_idle_limit(self) -> float:
+        """Return how long this server may have no workers, in seconds."""
+        # The client that has started the server connects before its imports, unless it was killed.
+        is_used = self._has_had_owner or not self._path
+        return _IDLE_S if is_used and not self._error else _REAP_DELAY_S
 
     def _close(self) -> None:
         """Remove the socket, so that the next client starts a new server."""
@@ -159,8 +167,7 @@ class ForkServer:
     def _accept(self) -> Request | None:
         """Handle a connection. Returns the request in a forked worker, and None in the server."""
         try:
-            connection = self._receive_connection()
-            if connection is None:
+            if (connection := self._receive_connection()) is None:
                 return None
             request = Request(connection)
         except (OSError, ValueError, KeyError):
@@ -168,11 +175,13 @@ class ForkServer:
         self._add_owner(request)
         if self._error:
             _reply(connection, {"error": self._error})
+        elif request.command in self._used_commands:
+            _reply(connection, {"is_used": True})
         elif _has_hung_up(connection):
             pass  # the process would start only to be killed
         elif self._files.have_changed():
             self._on_change(connection)
-        elif self._fork(connection):
+        elif self._fork(connection, request.command):
             return request
         request.close()
         return None
@@ -181,8 +190,7 @@ class ForkServer:
         if self._path:
             return self._listener.accept()[0]
         data, descriptors, _, _ = socket.recv_fds(self._listener, 1, 1)
-        if not data:
-            self._is_closed = True  # the client has ended
+        self._is_closed |= not data  # the client has ended
         return socket.socket(fileno=descriptors[0]) if descriptors else None
 
     def _on_change(self, connection: socket.socket) -> None:
@@ -194,7 +202,7 @@ class ForkServer:
             self._error = "an imported file has changed"
             _reply(connection, {"error": self._error})
 
-    def _fork(self, connection: socket.socket) -> bool:
+    def _fork(self, connection: socket.socket, command: str) -> bool:
         """Fork a worker. Returns True in the worker."""
         try:
             pid = os.fork()
@@ -204,15 +212,18 @@ class ForkServer:
         if pid == 0:
             self._close_in_worker()
             return True
+        self._used_commands |= {command} - {""}
         self._add_worker(Worker(pid, os.pidfd_open(pid), connection))
         return False
 
     def _add_owner(self, request: Request) -> None:
         """Watch the driver, or the node's raylet if the driver runs on another node."""
-        boot_id, driver, start_time = request.owner
-        is_here = boot_id == read_boot_id() and start_time == read_start_time(driver)
-        pid = driver if is_here else request.raylet
+        node, driver, start_time = request.owner
         self._has_had_owner = True
+        is_here = node == forkable.read_node_id()
+        if is_here and start_time != forkable.read_start_time(driver):
+            return  # the driver has ended
+        pid = driver if is_here else request.raylet
         if pid not in self._owners:
             with contextlib.suppress(ProcessLookupError):
                 self._owners[pid] = os.pidfd_open(pid)
@@ -278,9 +289,9 @@ def main(path: str, modules: list[str], sys_path: list[str]) -> None:
     sys.path[:] = [*sys_path, *(entry for entry in original_path if entry not in sys_path)]
     original = {**os.environ, **forkable.SERVER_VARIABLES}
     error = _import(modules)
-    changed = dict(os.environ.items() - original.items())
+    changed = os.environ.items() - original.items()
     request = serve_until_forked(_LISTENER, path, error)
-    request.environment.update(changed)  # as a fresh process would have set them
+    request.environment.update(changed)
     os.setpgid(0, 0)  # Ray's kill of one worker must not reach another process
     code = become_worker(request, original_path)
     exec(code, vars(sys.modules["__main__"]))
@@ -376,21 +387,6 @@ def _has_hung_up(connection: socket.socket) -> bool:
 def _reply(connection: socket.socket, message: dict[str, object]) -> None:
     with contextlib.suppress(OSError):  # the client has ended
         connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def read_boot_id() -> str:
-    """Return the ID of the running kernel, which differs between machines."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-def read_start_time(pid: int) -> str:
-    """Return the start time of a process, which a later process of the same ID does not share."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":

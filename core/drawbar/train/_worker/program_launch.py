@@ -21,8 +21,8 @@ from typing import IO, Literal, Protocol
 
 from drawbar.train._fork_server import client, preloadable, program_server
 from drawbar.train._fork_server.client import ForkServerError
+from drawbar.train._fork_server.forkable import read_node_id, read_start_time
 from drawbar.train._fork_server.rank_reads import RANK_VARIABLES
-from drawbar.train._fork_server.server import read_boot_id, read_start_time
 
 ERROR_VARIABLE = "DRAWBAR_LAUNCH_FORK_ERROR"
 """Why a process was not forked. Not the variable of Ray workers, which would inherit it."""
@@ -197,7 +197,7 @@ class ProgramForkServer:
             "arguments": arguments,
             "environment": environment,
             "directory": os.getcwd(),
-            "owner": (read_boot_id(), pid, read_start_time(pid)),
+            "owner": (read_node_id(), pid, read_start_time(pid)),
             "raylet": pid,
         }
         try:

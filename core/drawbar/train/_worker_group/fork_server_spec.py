@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from drawbar.train._config.secrets import REDACTED, redact_settings
 from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._fork_server import client
-from drawbar.train._fork_server.server import read_boot_id, read_start_time
+from drawbar.train._fork_server.forkable import read_node_id, read_start_time
 from drawbar.train._protocol.messages import ModulesImported
 
 # A node may lack the driver's interpreter or Drawbar's directory. Then Python is found by PATH, as
@@ -27,6 +28,20 @@ LearningKey = tuple[FunctionIdentity, tuple[str, ...]]
 
 _learned: dict[LearningKey, ModulesImported] = {}
 """Modules that the training functions of this process have imported in their workers."""
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Return whether an environment variable must not be part of a command line."""
+    is_switch = value.isdecimal() or value.lower() in (
+        "",
+        "true",
+        "false",
+        "yes",
+        "no",
+        "on",
+        "off",
+    )
+    return not is_switch and REDACTED in redact_settings({name: value})[name]
 
 
 @dataclass(frozen=True)
@@ -50,14 +65,13 @@ class ForkServerSpec:
         cls, modules: Sequence[str], sys_path: Sequence[str], environment: Mapping[str, str]
     ) -> ForkServerSpec:
         """Create a spec. Secrets in the environment are left out: a command line is public."""
-        shown = redact_settings(environment)
         return cls(
             tuple(modules),
             tuple(os.path.abspath(path) for path in sys_path),
             {
                 name: value
                 for name, value in environment.items()
-                if REDACTED not in shown[name] and name not in client.VOLATILE_NAMES
+                if not is_secret(name, value) and name not in client.VOLATILE_NAMES
             },
         )
 
@@ -74,12 +88,13 @@ class ForkServerSpec:
         return replace(self, modules=modules.names, sys_path=modules.sys_path)
 
     def make_command(self) -> str:
-        """Return the shell command to which Ray appends the worker's arguments."""
+        """Return the shell command to which Ray appends the worker's arguments, for one worker."""
         spec = {
+            "command": uuid.uuid4().hex,
             "modules": self.modules,
             "sys_path": self.sys_path,
             "environment": self.environment,
-            "owner": [read_boot_id(), os.getpid(), read_start_time(os.getpid())],
+            "owner": [read_node_id(), os.getpid(), read_start_time(os.getpid())],
         }
         encoded = base64.urlsafe_b64encode(zlib.compress(json.dumps(spec).encode())).decode()
         return shlex.join(["sh", "-c", _SHELL, sys.executable, client.__file__, encoded])
