@@ -107,18 +107,18 @@ def test_process_whose_import_was_interrupted_is_replaced(
     (package / "__init__.py").write_text("from package import submodule, slow\n")
     (package / "submodule.py").write_text("import package\npackage.attribute = 1\n")
     (package / "slow.py").write_text(
-        f"import package, pathlib, time\npackage.attribute\nflag = pathlib.Path({str(tmp_path)!r})"
-        "/ 'imported'\nif not flag.exists():\n    flag.touch()\n"
-        "    while True:\n        time.sleep(0.01)\n"
+        f"import package, pathlib\npackage.attribute\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+        "if not (folder / 'was_killed').exists():\n    (folder / 'importing').write_text('')\n"
+        "    while True:  # until the interrupt\n        pass\n"
     )
 
+    os.mkfifo(tmp_path / "importing")
+
     def function() -> int:
-        if train.get_context().get_world_rank() == 1:
-            while not (tmp_path / "imported").exists():
-                time.sleep(0.01)
-            if not (tmp_path / "was_killed").exists():
-                (tmp_path / "was_killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+        if train.get_context().get_world_rank() == 1 and not (tmp_path / "was_killed").exists():
+            (tmp_path / "importing").read_text()  # waits for rank 0
+            (tmp_path / "was_killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         sys.path.append(str(tmp_path))
         import package  # type: ignore[import-not-found]
 

@@ -122,7 +122,7 @@ def start_ray_run(
 
 
 def _list_runtime_env_vars(run_config: RunConfig) -> list[str]:
-    """Return the variables of the runtime environment, which override those of the driver."""
+    """Return the names of variables in the runtime environment. They override the driver's."""
     import ray
 
     names: list[str] = []
