@@ -81,7 +81,7 @@ class TorchConfig(BackendConfig):
     @property
     def forkserver_preload(self) -> Sequence[str]:
         """Modules that every worker imports; the optimizers of torch import `torch._dynamo`."""
-        return ("torch", "torch._dynamo")
+        return ("torch", "torch._dynamo", "drawbar.torch")
 
     def resolve_backend(self, *, has_gpus: bool) -> str:
         """Return the backend of `torch.distributed` for workers with or without GPUs.

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,31 @@ def test_tasks_of_forked_worker_are_not_forked(tmp_path: Path) -> None:
 
     result = fit(function, tmp_path, num_workers=1, forkserver_preload=[MODULE])
     assert result.return_value == (1, 0, 0)
+
+
+def test_forked_workers_create_different_objects_and_use_arrow(tmp_path: Path) -> None:
+    # Both libraries are imported before the fork, and have state of their own.
+    def function() -> tuple[bool, list[str], int]:
+        import pyarrow.compute
+        from pyarrow import parquet
+
+        identifiers = []
+        thread = threading.Thread(target=lambda: identifiers.append(ray.put(1).hex()))
+        thread.start()  # another thread creates identifiers from random numbers
+        thread.join()
+        rank = train.get_context().get_world_rank()
+        table = pyarrow.table({"x": range(100_000), "y": range(100_000)})
+        parquet.write_table(table, tmp_path / f"{rank}.parquet", row_group_size=1000)
+        column = parquet.read_table(tmp_path / f"{rank}.parquet", use_threads=True)["x"]
+        total = pyarrow.compute.sum(column).as_py()
+        return find_server() != 0, [*identifiers, ray.put(1).hex()], total
+
+    result = fit(function, tmp_path, num_workers=4, forkserver_preload=["pyarrow"])
+    assert result.return_values is not None
+    are_forked, identifiers, totals = zip(*result.return_values, strict=True)
+    assert all(are_forked)
+    assert len({name for names in identifiers for name in names}) == 8
+    assert set(totals) == {sum(range(100_000))}
 
 
 def test_import_reads_variables_of_the_runtime_environment(

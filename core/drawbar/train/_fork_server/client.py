@@ -31,8 +31,9 @@ ERROR_VARIABLE = "DRAWBAR_FORK_SERVER_ERROR"
 """Why a worker was not forked."""
 
 SERVER_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "server.py")
-# They differ between the processes of one node, and no import reads them.
-_VOLATILE_PREFIXES = ("RAY_", "DRAWBAR_")
+# They differ between the processes of one node, and no import reads them. Ray reads its variables,
+# such as the job's ID, when it is imported, so a server is of one job.
+_VOLATILE_PREFIX = "DRAWBAR_"
 VOLATILE_NAMES = ("PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST")
 _MAX_SOCKET_PATH = 100  # sun_path has 108 bytes
 _ATTEMPTS = 3  # a server may end while a client connects
@@ -100,7 +101,7 @@ def _select_server_environment(spec: dict[str, Any]) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_VOLATILE_PREFIXES) and name not in VOLATILE_NAMES
+        if not name.startswith(_VOLATILE_PREFIX) and name not in VOLATILE_NAMES
     }
     environment.update(spec["environment"])
     return environment

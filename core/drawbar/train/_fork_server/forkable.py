@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterable
 
 UNSAFE_MODULES = {
-    "ray": "a forked process cannot connect to Ray",
     "jax": "it starts threads",
     "jaxlib": "it starts threads",
     "tensorflow": "it starts threads",

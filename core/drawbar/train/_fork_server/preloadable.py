@@ -23,7 +23,10 @@ FRAMEWORKS = frozenset(
 """Packages with a slow import, which justifies a fork server."""
 
 DEPENDENCIES = frozenset(
-    {"asyncio", "jsonschema", "msgspec", "numpy", "requests", "scipy", "yaml"},
+    {
+        *("asyncio", "drawbar", "jsonschema", "msgspec", "numpy", "pyarrow", "pydantic"),
+        *("requests", "scipy", "yaml"),
+    },
 )
 """Packages that every worker or a framework imports, which need not be imported again either."""
 

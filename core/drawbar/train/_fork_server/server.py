@@ -1,6 +1,6 @@
 """Process that imports modules once and forks workers, which then have them.
 
-`client.py` starts it, one per node and environment, with the socket as descriptor 3. It has a
+`client.py` starts it, one per job, node, and environment, with the socket as descriptor 3. It has a
 single thread and serves one request after the other:
 
     -> newline with the descriptors of the standard streams, and others for the worker
@@ -10,8 +10,12 @@ single thread and serves one request after the other:
     <- {"error": "..."}    the modules cannot be used for forks
     <- {}                  an imported file has changed: connect again
 
-It ends when the drivers that used it have ended (on another node, that node's raylet), when it has
-had no worker for 10 minutes, and when a file that it has imported has changed. Workers outlive it.
+It ends when the drivers on this node that used it have ended, when the node's raylet has ended,
+when it has had no worker for 10 minutes, and when a file that it has imported has changed. Workers
+outlive it.
+
+It imports Ray, but never connects: Ray reads its variables (the job, the raylet, the token) when it
+is imported, so they must be those of the workers, and it starts no threads before it connects.
 """
 
 from __future__ import annotations
@@ -42,6 +46,14 @@ else:  # this file runs by path
 
     del sys.path[0], sys.modules["forkable"]
 
+# Every worker imports them. Some are private modules of Ray, which another version may lack.
+_WORKER_MODULES = (
+    "ray",
+    "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
+    "ray._private.arrow_serialization",
+    "drawbar.train._worker.actor",
+)
 _LISTENER = 3
 _MAX_DESCRIPTORS = 8
 _IDLE_S = 600.0
@@ -217,9 +229,12 @@ class ForkServer:
         return False
 
     def _add_owner(self, request: Request) -> None:
-        """Watch the driver, or the node's raylet if the driver runs on another node."""
+        """Watch the node's raylet, and the driver if it runs on this node."""
         node, driver, start_time = request.owner
-        self._has_had_owner = True
+        if not self._has_had_owner:
+            self._has_had_owner = True
+            with contextlib.suppress(ProcessLookupError):
+                self._watch(os.pidfd_open(request.raylet), self._close)
         is_here = node == forkable.read_node_id()
         if is_here and start_time != forkable.read_start_time(driver):
             return  # the driver has ended
@@ -324,6 +339,9 @@ def serve_until_forked(
 def _import(modules: list[str]) -> str:
     """Import modules and return why this process must not fork workers, "" if it may."""
     forkable.prepare_imports()
+    for name in _WORKER_MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for name in modules:
         try:
             importlib.import_module(name)

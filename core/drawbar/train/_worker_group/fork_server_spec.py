@@ -64,14 +64,20 @@ class ForkServerSpec:
     def create(
         cls, modules: Sequence[str], sys_path: Sequence[str], environment: Mapping[str, str]
     ) -> ForkServerSpec:
-        """Create a spec. Secrets in the environment are left out: a command line is public."""
+        """Create a spec.
+
+        Secrets in the environment are left out, because a command line is public, and the variables
+        of Ray, because workers have their own.
+        """
         return cls(
             tuple(modules),
             tuple(os.path.abspath(path) for path in sys_path),
             {
                 name: value
                 for name, value in environment.items()
-                if not is_secret(name, value) and name not in client.VOLATILE_NAMES
+                if not is_secret(name, value)
+                and name not in client.VOLATILE_NAMES
+                and not name.startswith("RAY_")
             },
         )
 
