@@ -232,6 +232,7 @@ MACHINE = MachineInfo(
     unsupported_gpus=[],
     open_files=65536,
     processes=-1,
+    fork_obstacle="",
     shared_memory=(8 * GB, 8 * GB),
     disks={"temporary files": (50 * GB, 100 * GB)},
 )
@@ -249,6 +250,7 @@ def test_check_machine_without_problems_gives_no_advice() -> None:
         ({"torch_gpus": 0}, "warning", "GPUs", "CUDA_VISIBLE_DEVICES"),
         ({"open_files": 1024}, "warning", "open files limit", "ulimit -n 8192"),
         ({"processes": 512}, "warning", "processes limit", "ulimit -u 4096"),
+        ({"fork_obstacle": "no"}, "warning", "forked workers", "Restarts take longer"),
         ({"shared_memory": (60 * 10**6, 64 * 10**6)}, "warning", "/dev/shm", "--shm-size"),
         ({"disks": {"storage path": (GB, 100 * GB)}}, "warning", "disk (storage path)", "Free"),
     ],

@@ -321,3 +321,15 @@ def test_sweep_after_driver_kill_resumes_from_tune_state(
     for each in found:
         assert list(each.metrics_dataframe["training_iteration"]) == [1, 2]
     assert list_orphans() == []
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_workers_of_trials_are_forked(tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> None:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        train.report({"loss": config["lr"], "is_forked": "_fork_server/server.py" in parent})
+
+    run_config = RunConfig(forkserver_preload=["http.server"])
+    trainable = trainer(function, run_config).as_trainable()
+    grid = sweep(trainable, tmp_path, {"train_loop_config": {"lr": tune.grid_search([1, 2])}})
+    assert [each.metrics["is_forked"] for each in grid] == [True, True]

@@ -4,8 +4,9 @@ The API is stable, like the rest of the package. `run_in_threads` runs a trainin
 several ranks in threads of this process, without Ray, with real reports, checkpoints, collectives,
 and restarts, in milliseconds. `run_simulated_ranks` runs thousands of ranks that are only objects,
 so that the controller's cost can be measured. `kill_at` kills a process at a named step of a
-checkpoint commit, and `check_run` checks the run directory after that. `BackendContract` contains
-the tests that the backend of every integration must pass.
+checkpoint commit, and `check_run` checks the run directory after that. `find_fork_obstacle` tests
+whether this machine can fork workers. `BackendContract` contains the tests that the backend of
+every integration must pass.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from drawbar.train._storage import fault_points
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._worker.context import get_checkpoint, get_context, report
 from drawbar.train._worker.train_loop import TrainLoop
+from drawbar.train._worker_group.fork_check import find_fork_obstacle
 from drawbar.train._worker_group.simulated_group import SimulatedRank, SimulatedWorkerGroup
 from drawbar.train.backend import BackendConfig
 
@@ -43,6 +45,7 @@ __all__ = [
     "BackendContract",
     "SimulatedRank",
     "check_run",
+    "find_fork_obstacle",
     "kill_at",
     "run_in_threads",
     "run_simulated_ranks",

@@ -136,9 +136,13 @@ def test_worker_outlives_its_server_and_next_worker_has_another(commands: Comman
     process = commands.start(["bash", "-c", commands.make(script)])
     server = int(read_line(process))
     os.kill(server, signal.SIGKILL)
-    assert int(commands.run(PRINT_SERVER)) != server
+    next_server = int(commands.run(PRINT_SERVER))
+    assert next_server != server
     assert process.poll() is None
     assert process.communicate("\n")[0] == ""
+    # The killed server could not remove its files; the next one has.
+    names = [path.name for path in commands.modules.parent.glob("drawbar-*/*")]
+    assert [name.rpartition(".")[2] for name in sorted(names)] == ["sock", "log"]
 
 
 def test_server_ends_with_its_last_driver(

@@ -176,6 +176,25 @@ def test_restart_and_later_run_preload_what_the_function_imported(
     assert was_forked == ([[False] * 2] * 2 if environment else [[False, True], [True, True]])
 
 
+def test_second_run_of_a_notebook_cell_is_forked(tmp_path: Path) -> None:
+    cell = """
+def train_func(config):
+    import os, pandas
+    from drawbar import train
+    train.report({"parent": open(f"/proc/{os.getppid()}/cmdline").read()})
+"""
+    parents = []
+    for name in ("first", "second"):
+        notebook = {"__name__": "__main__"}
+        exec(cell, notebook)  # a cell defines the function again each time
+        result = fit(
+            notebook["train_func"], RunConfig(name=name, storage_path=tmp_path), num_workers=1
+        )
+        assert result.metrics is not None
+        parents.append(result.metrics["parent"])
+    assert ["_fork_server/server.py" in parent for parent in parents] == [False, True]
+
+
 def test_unsafe_import_of_the_function_is_shown_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

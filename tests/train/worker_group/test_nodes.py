@@ -64,7 +64,9 @@ class Stage:
             function,
             train_loop_config={"fifo": fifo},
             scaling_config=ScalingConfig(num_workers=num_workers),
-            run_config=RunConfig(name=name, storage_path=self.folder),
+            run_config=RunConfig(
+                name=name, storage_path=self.folder, forkserver_preload=["http.server"]
+            ),
         )
 
         def run() -> None:
@@ -74,10 +76,12 @@ class Stage:
         thread.start()
         return thread
 
-    def receive(self, count: int) -> dict[str, str]:
-        """Wait for lines of two words from the training function and return them as a dict."""
-        lines = [self._fifo.readline().decode().split() for _ in range(count)]
-        return {word: value for word, value in lines}
+    def receive_node(self, rank: int) -> str:
+        """Wait until the training function has written the node ID of a rank, and return it."""
+        while True:  # a rank writes again in each attempt
+            writer, node_id = self._fifo.readline().decode().split()
+            if int(writer) == rank:
+                return node_id
 
     def add_node(self) -> None:
         self.nodes.append(self.cluster.add_node(wait=False, num_cpus=1))
@@ -106,7 +110,7 @@ class Stage:
 def checkpoint_each_step(
     until: Callable[[int, int], bool],
 ) -> Callable[[dict[str, Any]], list[int]]:
-    """Return a function that saves checkpoints until `until(step, world size)` is True."""
+    """Return a function that saves checkpoints until `until(attempt, world size)` is True."""
 
     def function(config: dict[str, Any]) -> list[int]:
         import ray
@@ -115,7 +119,7 @@ def checkpoint_each_step(
 
         context = train.get_context()
         checkpoint = train.get_checkpoint()
-        step = int((Path(checkpoint) / "step").read_text()) if checkpoint else 0
+        step = first = int((Path(checkpoint) / "step").read_text()) if checkpoint else 0
         node = ray.get_runtime_context().get_node_id()
         while True:
             step += 1
@@ -123,11 +127,12 @@ def checkpoint_each_step(
                 if context.get_world_rank() == 0:
                     (path / "step").write_text(str(step))
                 train.report({"step": step}, checkpoint=path)
-            if step == 2:
+            if step == first + 2:
                 config["fifo"].write_text(f"{context.get_world_rank()} {node}\n")
-            done = train.collective.all_gather(until(step, context.get_world_size()))
-            if all(done):
-                return [context.get_attempt(), context.get_world_size()]
+            if until(context.get_attempt(), context.get_world_size()):
+                parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+                is_forked = "_fork_server/server.py" in parent
+                return [context.get_attempt(), context.get_world_size(), is_forked]
 
     return function
 
@@ -160,27 +165,23 @@ def shown(drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory) -> 
     def main() -> None:
         stage = Stage(folder, nodes=2)
 
-        replaced = folder / "replaced"
-        function = checkpoint_each_step(lambda step, size: replaced.exists())
+        function = checkpoint_each_step(lambda attempt, size: attempt > 0)
         thread = stage.fit("lost", function, num_workers=2)
-        stage.lose_node(stage.receive(2)["1"])
+        stage.lose_node(stage.receive_node(1))
         stage.add_node()
-        replaced.touch()
         thread.join()
         stage.show()
 
-        added = folder / "added"
-        function = checkpoint_each_step(lambda step, size: added.exists() and size == 3)
+        function = checkpoint_each_step(lambda attempt, size: size == 3)
         thread = stage.fit("elastic", function, num_workers=(1, 3))
-        stage.lose_node(stage.receive(2)["1"])
+        stage.lose_node(stage.receive_node(1))
         for _ in range(2):
             stage.add_node()
-        added.touch()
         thread.join()
         stage.show()
 
         thread = stage.fit("drained", leave_after_a_checkpoint, num_workers=2)
-        node_id = stage.receive(2)["1"]
+        node_id = stage.receive_node(1)
         drain(node_id)  # the third node has room
         thread.join()
         announced = read_journal(stage.result, "preemption_announced")
@@ -193,15 +194,17 @@ def shown(drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_lost_node_is_replaced_by_joining_node(shown: dict[str, Any]) -> None:
     values, sizes, outcomes = shown["lost"]
     # Until Ray marks the node as dead, a replacement may be scheduled there and fail to start.
-    assert values[0] == values[1] == [len(sizes) - 1, 2]
+    assert values[0] == values[1] == [len(sizes) - 1, 2, True]
     assert sizes[0] == sizes[-1] == 2
+    assert len(sizes) > 1
     assert outcomes == ["failed"] * (len(sizes) - 1) + ["finished"]
 
 
 def test_elastic_group_shrinks_and_grows(shown: dict[str, Any]) -> None:
     values, sizes, outcomes = shown["elastic"]
-    assert [size for _, size in values] == [3, 3, 3]
-    assert sizes[0] == 2
+    assert [size for _, size, _ in values] == [3, 3, 3]
+    assert all(is_forked for _, _, is_forked in values)
+    assert 2 in sizes
     assert sizes[-1] == 3
     assert outcomes[-1] == "finished"
 

@@ -131,20 +131,41 @@ def _get_socket_path(identity: dict[str, Any]) -> str:
 def _connect(path: str, server: dict[str, Any], environment: dict[str, str]) -> socket.socket:
     """Connect to the server, and start it first if there is none."""
     connection = socket.socket(socket.AF_UNIX)
-    with open(f"{path}.lock", "w") as lock:
+    directory = os.path.dirname(path)
+    lock = os.open(directory, os.O_RDONLY)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            connection.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
+        if not _try_connect(connection, path):
+            _remove_files_of_killed_servers(directory)
             _start_server(path, server, environment)
             connection.connect(path)
+    finally:
+        os.close(lock)
     return connection
+
+
+def _try_connect(connection: socket.socket, path: str) -> bool:
+    try:
+        connection.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    return True
+
+
+def _remove_files_of_killed_servers(directory: str) -> None:
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        if name.startswith("fork-") and name.endswith(".sock"):
+            with socket.socket(socket.AF_UNIX) as connection:
+                if _try_connect(connection, path):
+                    continue
+            for file in (path, f"{path}.log"):
+                if os.path.exists(file):
+                    os.unlink(file)
 
 
 def _start_server(path: str, server: dict[str, Any], environment: dict[str, str]) -> None:
     # The socket is created here, so that a client can connect before the server has started.
-    if os.path.exists(path):
-        os.unlink(path)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(1024)

@@ -20,6 +20,15 @@ UNSAFE_MODULES = {
     "grpc": "it starts threads",
 }
 
+# Every worker imports them. Some are private modules of Ray, which another version may lack.
+_WORKER_MODULES = (
+    "ray",
+    "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
+    "ray._private.arrow_serialization",
+    "drawbar.train._worker.actor",
+)
+
 SERVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Variables for the imports only, not for workers.
 
@@ -54,6 +63,26 @@ class ImportedFiles:
 def prepare_imports() -> None:
     """Set the variables of a server in this process."""
     os.environ.update(SERVER_VARIABLES)
+
+
+def import_modules(modules: Iterable[str]) -> str:
+    """Import the modules of a worker and others.
+
+    Returns:
+        Why this process must not fork workers, "" if it may.
+    """
+    prepare_imports()
+    for name in _WORKER_MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            return f"import {name} raised {type(error).__name__}: {error}"
+        if reason := find_obstacle():
+            return f"import {name} {reason}"
+    return ""
 
 
 def find_obstacle() -> str:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import importlib
 import json
 import os
 import selectors
@@ -46,14 +45,6 @@ else:  # this file runs by path
 
     del sys.path[0], sys.modules["forkable"]
 
-# Every worker imports them. Some are private modules of Ray, which another version may lack.
-_WORKER_MODULES = (
-    "ray",
-    "ray._common.pydantic_compat",
-    "ray._common.usage.usage_lib",
-    "ray._private.arrow_serialization",
-    "drawbar.train._worker.actor",
-)
 _LISTENER = 3
 _MAX_DESCRIPTORS = 8
 _IDLE_S = 600.0
@@ -169,11 +160,12 @@ class ForkServer:
     def _close(self) -> None:
         """Remove the socket, so that the next client starts a new server."""
         if self._path and not self._is_closed:
-            with open(f"{self._path}.lock", "w") as lock:  # clients connect with this lock
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                for file in (self._path, f"{self._path}.log"):
-                    with contextlib.suppress(OSError):
-                        os.unlink(file)
+            directory = os.open(os.path.dirname(self._path), os.O_RDONLY)
+            fcntl.flock(directory, fcntl.LOCK_EX)  # clients connect with this lock
+            for file in (self._path, f"{self._path}.log"):
+                with contextlib.suppress(OSError):
+                    os.unlink(file)
+            os.close(directory)
         self._is_closed = True
 
     def _accept(self) -> Request | None:
@@ -303,7 +295,7 @@ def main(path: str, modules: list[str], sys_path: list[str]) -> None:
     original_path = list(sys.path)
     sys.path[:] = [*sys_path, *(entry for entry in original_path if entry not in sys_path)]
     original = {**os.environ, **forkable.SERVER_VARIABLES}
-    error = _import(modules)
+    error = forkable.import_modules(modules)
     changed = os.environ.items() - original.items()
     request = serve_until_forked(_LISTENER, path, error)
     request.environment.update(changed)
@@ -334,22 +326,6 @@ def serve_until_forked(
     if request is None:
         os._exit(0)  # exit handlers of the imported modules belong to the workers
     return request
-
-
-def _import(modules: list[str]) -> str:
-    """Import modules and return why this process must not fork workers, "" if it may."""
-    forkable.prepare_imports()
-    for name in _WORKER_MODULES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except BaseException as error:
-            return f"import {name} raised {type(error).__name__}: {error}"
-        if reason := forkable.find_obstacle():
-            return f"import {name} {reason}"
-    return ""
 
 
 def become_worker(request: Request, original_path: list[str]) -> CodeType:

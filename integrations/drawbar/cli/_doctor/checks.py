@@ -19,10 +19,19 @@ CLOCK_S = 1.0
 
 
 def check_machine(machine: MachineInfo) -> Iterator[CheckResult]:
-    """Check the GPUs, limits, shared memory, and disks of one machine."""
+    """Check the GPUs, limits, fork server, shared memory, and disks of one machine."""
     yield _check_gpus(machine)
     yield _check_limit(machine, "open files", machine.open_files, OPEN_FILES, "-n")
     yield _check_limit(machine, "processes", machine.processes, PROCESSES, "-u")
+    yield CheckResult(
+        "warning" if machine.fork_obstacle else "ok",
+        "forked workers",
+        machine.fork_obstacle or "possible",
+        "Restarts take longer, because each worker imports for itself."
+        if machine.fork_obstacle
+        else "",
+        machine.host,
+    )
     if machine.shared_memory is not None:
         free, total = machine.shared_memory
         is_low = total < SHARED_MEMORY or free < SHARED_MEMORY / 2

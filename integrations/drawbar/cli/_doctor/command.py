@@ -34,9 +34,9 @@ def doctor(
 ) -> None:
     """Check that this machine or a Ray cluster is ready for training.
 
-    Checks versions, GPUs, ulimits, /dev/shm, and disks. On a cluster, also checks clocks, shared
-    storage, and the bandwidth of gloo and NCCL between all pairs of nodes. Exits with code 1 if
-    there is an error.
+    Checks versions, GPUs, ulimits, forked workers, /dev/shm, and disks. On a cluster, also checks
+    clocks, shared storage, and the bandwidth of gloo and NCCL between all pairs of nodes. Exits
+    with code 1 if there is an error.
     """
     from drawbar.cli._doctor import checks
     from drawbar.cli._doctor.machine import collect

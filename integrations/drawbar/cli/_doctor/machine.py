@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from drawbar.train.testing import find_fork_obstacle
+
 _PROGRAM_TIMEOUT_S = 60.0
 
 COMPARED_PACKAGES = ("drawbar", "ray", "cloudpickle", "msgspec", "torch", "numpy", "pyarrow")
@@ -35,6 +37,7 @@ class MachineInfo:
         unsupported_gpus: GPUs, with their compute capability, that the torch build lacks.
         open_files: Soft limit of open files; -1 for no limit.
         processes: Soft limit of processes; -1 for no limit.
+        fork_obstacle: Why workers start without a fork server, "" if they are forked.
         shared_memory: Free and total bytes of /dev/shm; None if it does not exist.
         disks: Free and total bytes of each disk, by its purpose.
         clock: Current time in seconds since the epoch.
@@ -49,6 +52,7 @@ class MachineInfo:
     unsupported_gpus: list[str]
     open_files: int
     processes: int
+    fork_obstacle: str
     shared_memory: tuple[int, int] | None
     disks: dict[str, tuple[int, int]] = field(default_factory=dict)
     clock: float = 0.0
@@ -71,6 +75,7 @@ def collect(storage: str) -> MachineInfo:
         unsupported_gpus=unsupported,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
+        fork_obstacle=find_fork_obstacle(),
         shared_memory=_disk_usage(Path("/dev/shm")),
         disks=_disks(storage),
         clock=time.time(),
