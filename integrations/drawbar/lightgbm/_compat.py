@@ -1,4 +1,4 @@
-"""Private APIs of LightGBM, scikit-learn, and PyArrow; read in LightGBM 4.5 to 4.7.
+"""Private APIs of LightGBM, scikit-learn, and PyArrow; read in LightGBM 4.6 to 4.7.
 
 No other file of this package uses them. LightGBM's C API is public and stable, but the Python
 package gives no access to the loaded library.
