@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[1]
 TABLE = REPO / "docs" / "compatibility.md"
-TEST_PACKAGES = ("pytest>=8", "pytest-timeout", "psutil")
+TEST_PACKAGES = ("pytest>=8", "pytest-timeout", "pandas", "psutil", "pyarrow")
 RESOLUTIONS = {"lowest": "lowest-direct", "latest": "highest"}
 
 
@@ -43,7 +43,6 @@ SUITES = {
     "core": Suite(
         "train/test_ray_compat.py train/test_exports.py train/config cli/test_app.py",
         "ray typer rich msgspec",
-        needs="pandas pyarrow",
     ),
     "data": Suite("train/data/test_data.py train/data/test_indexed_tables.py", "pandas pyarrow"),
     "torch": Suite(
@@ -65,9 +64,9 @@ SUITES = {
         "transformers/test_compat.py transformers/test_trainer.py", "transformers accelerate torch"
     ),
     "tensorflow": Suite("tensorflow", "tensorflow tf-keras"),
-    "jax": Suite("jax", "jax orbax-checkpoint", needs="flax optax"),
+    "jax": Suite("jax", "jax orbax-checkpoint", same="flax>=0.10 optax>=0.2.4"),
     "keras": Suite(
-        "keras/test_backend.py keras/test_compat.py keras/test_report.py",
+        "keras/test_compat.py keras/test_report.py",
         "keras jax",
         needs="jax scikit-learn",
     ),
