@@ -51,7 +51,7 @@ SUITES = {
         "torch numpy ray",
     ),
     "lightning": Suite(
-        "lightning/test_compat.py lightning/test_errors.py lightning/test_report.py",
+        "lightning/test_errors.py lightning/test_report.py",
         "pytorch-lightning torch",
         needs="scikit-learn",
         same="lightning>=2.4,!=2.6.2,!=2.6.3",
