@@ -1,6 +1,8 @@
 # Two commands do everything on a machine with Python >= 3.11 and make:
 #   make demo    train a small network on two workers and show the result
 #   make test    run the tests; `make test-all` also repeats them with other frameworks and settings
+# `make test-lowest test-latest` tests each extra with its oldest and its newest versions;
+# PYTHONS="python3.11 python3.13", EXTRAS="xgboost tune", and PINS="torch==2.13.0" select them.
 # `make check` runs the linters and the type checker, `make bench` the benchmarks, `make docs` builds the site.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
@@ -11,7 +13,7 @@ TESTS_AT_A_TIME ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all check bench docs clean
+.PHONY: demo test test-all test-lowest test-latest check bench docs clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
@@ -33,6 +35,20 @@ test: $(VENV)/dev
 
 test-all: $(VENV)/dev
 	$(call RUN_TESTS)
+
+PYTHONS ?= $(PYTHON)
+TEST_VERSIONS = $(VENV)-uv/bin/python tests/versions.py --python $(PYTHONS) \
+	$(if $(EXTRAS),--extras $(EXTRAS)) $(if $(PINS),--pin $(PINS))
+
+test-lowest: $(VENV)-uv/bin/uv
+	$(TEST_VERSIONS) lowest
+
+test-latest: $(VENV)-uv/bin/uv
+	$(TEST_VERSIONS) latest
+
+$(VENV)-uv/bin/uv:
+	$(PYTHON) -m venv $(VENV)-uv
+	$(VENV)-uv/bin/python -m pip install --quiet uv
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -72,4 +88,4 @@ $(VENV)/docs: $(VENV)/dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) site dist
+	rm -rf $(VENV) $(VENV)-uv $(VENV)-versions site dist

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,44 @@ def test_ray_private_is_imported_in_ray_compat_only() -> None:
         if "ray._private" in use
     ]
     assert wrong == []
+
+
+def test_private_apis_are_not_imported_with_compat_files() -> None:
+    """`import drawbar.xgboost` must not fail because XGBoost has removed a private name."""
+    wrong = [
+        f"{path.relative_to(REPO)}:{use}"
+        for path in PRODUCT_FILES
+        if path.name in COMPAT_FILES
+        for node in parse(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for use in private_imports(ast.Module([node], []))
+    ]
+    assert wrong == []
+
+
+def test_import_without_private_names_succeeds_and_use_raises() -> None:
+    names = sorted(
+        tuple(map(ast.literal_eval, node.args))
+        for path in PRODUCT_FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_private"
+    )
+    packages = sorted({module.partition(".")[0] for module, _ in names})
+    assert {"lightgbm", "ray", "torch", "xgboost"} <= set(packages)
+    program = f"""
+import importlib
+from drawbar.train._config import packages
+import lightgbm.sklearn, ray.tune, torch.utils._pytree, xgboost.sklearn
+for module, name in {names}:
+    delattr(importlib.import_module(module), name)
+import drawbar.lightgbm, drawbar.torch, drawbar.tune, drawbar.xgboost
+try:
+    drawbar.lightgbm.LightGBMTrainer(params={{}}, label_column="y", datasets={{"train": print}})
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("Drawbar needs lightgbm.basic._ConfigAliases, which "), done
 
 
 @pytest.mark.parametrize(

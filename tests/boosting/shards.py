@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from drawbar._boosting.columns import ColumnRoles
 from drawbar._boosting.load import load_shards
 from drawbar._boosting.shard import Shard
-from drawbar.lightgbm import LightGBMTrainer
 from drawbar.train import Result
 from drawbar.train.backend import BackendConfig
 from drawbar.train.testing import run_in_threads
-from drawbar.xgboost import XGBoostTrainer
+
+if TYPE_CHECKING:  # a test has one of the libraries only
+    from drawbar.lightgbm import LightGBMTrainer
+    from drawbar.xgboost import XGBoostTrainer
 
 
 @dataclass

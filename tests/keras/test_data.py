@@ -30,6 +30,7 @@ from drawbar.train import (
     Result,
     RunConfig,
     ScalingConfig,
+    TrainingFailedError,
     get_context,
     get_dataset_shard,
 )
@@ -96,6 +97,23 @@ def test_prepare_dataset_shards_tf_dataset(run_config: RunConfig) -> None:
     first, second = shared(prepare, run_config)
     assert first == [[0, 2], [4, 6], [8]]
     assert second == [[1, 3], [5, 7], []]
+
+
+def test_prepare_dataset_with_distribution_that_splits_raises(
+    run_config: RunConfig, keras: Any
+) -> None:
+    def function() -> None:
+        import tensorflow as tf
+
+        mesh = keras.distribution.DeviceMesh((1,), ["batch"], ["cpu:0"])
+        keras.distribution.set_distribution(keras.distribution.DataParallel(device_mesh=mesh))
+        try:
+            prepare_dataset(tf.data.Dataset.range(8).batch(4))
+        finally:
+            keras.distribution.set_distribution(None)
+
+    with pytest.raises(TrainingFailedError, match=r"prepare_dataset\(\) would split it twice"):
+        run_in_threads(function, num_workers=2, run_config=run_config)
 
 
 def test_prepare_dataset_shards_py_dataset(run_config: RunConfig) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from drawbar.torch import TorchConfig, prepare_model
+from drawbar.torch._process_group import nccl_device
 from drawbar.train import Result, WorkerGroupError, checkpoint_dir, report
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "ACCELERATE_TORCH_DEVICE")
@@ -29,6 +30,13 @@ def test_process_group_is_initialized_in_training_function(fit: Callable[..., Re
         return [dist.get_rank(), dist.get_world_size(), dist.get_backend(), float(ones)]
 
     assert fit(function).return_value == [0, 1, "gloo", 1.0]
+
+
+def test_nccl_is_bound_to_device_of_worker() -> None:
+    gpu, cpu = torch.device("cuda", 3), torch.device("cpu")
+    devices = {name: nccl_device(name, gpu) for name in ("nccl", "cpu:gloo,cuda:nccl", "gloo")}
+    assert devices == {"nccl": gpu, "cpu:gloo,cuda:nccl": gpu, "gloo": None}
+    assert nccl_device("cpu:gloo,cuda:nccl", cpu) is None
 
 
 def test_process_group_after_return_is_destroyed(

@@ -17,7 +17,12 @@ from drawbar.train._config.backend import (
     LauncherStore,
 )
 from drawbar.train._config.fields import at_least, parse_duration, resolve_config
-from drawbar.train._config.packages import make_import_error, require_package, require_version
+from drawbar.train._config.packages import (
+    import_private,
+    make_import_error,
+    require_package,
+    require_version,
+)
 from drawbar.train._config.train_function import TrainFunction
 from drawbar.train._driver_env import DriverContext, set_tune_trial
 from drawbar.train._worker.context import get_node_address, get_worker_address
@@ -59,6 +64,7 @@ __all__ = [
     "get_visible_gpu_ids",
     "get_worker_address",
     "get_worker_environment",
+    "import_private",
     "make_import_error",
     "measure_data_wait",
     "parse_duration",

@@ -41,9 +41,6 @@ class TrainingSpec(ABC):
     column_format: ClassVar[ColumnFormat] = ColumnFormat()
     """Column formats that the library accepts."""
 
-    parameter_aliases: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Names in `params` that stand for an argument: argument to names."""
-
     params: Mapping[str, object]
     columns: ColumnRoles
     datasets: Sequence[str] = ("train",)
@@ -67,6 +64,11 @@ class TrainingSpec(ABC):
                 )
 
     @classmethod
+    def get_parameter_aliases(cls) -> Mapping[str, Sequence[str]]:
+        """Return names in `params` that stand for an argument: argument to names."""
+        return {}
+
+    @classmethod
     def resolve_aliases(cls, given: Mapping[str, object]) -> dict[str, Any]:
         """Move aliases of other arguments from `params` to these arguments, like the library.
 
@@ -77,7 +79,9 @@ class TrainingSpec(ABC):
         if not isinstance(params, Mapping):
             raise TypeError(f"params must be a dict, found {params!r}.")
         by_alias = {
-            alias: argument for argument, names in cls.parameter_aliases.items() for alias in names
+            alias: argument
+            for argument, names in cls.get_parameter_aliases().items()
+            for alias in names
         }
         arguments["params"] = {name: params[name] for name in params if name not in by_alias}
         for name, value in params.items():

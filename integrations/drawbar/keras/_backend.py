@@ -91,7 +91,7 @@ class KerasConfig(BackendConfig):
         Raises:
             ModuleNotFoundError: A package is missing. The message has the installation command.
         """
-        require_package("keras", extra="keras")
+        require_package("keras", extra="keras", min_version="3.10")
         self.framework_config.check_requirements(scaling_config)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Private APIs of Keras, and methods that Drawbar replaces; read in Keras 3.4 to 3.15.
+"""Private APIs of Keras, and methods that Drawbar replaces; read in Keras 3.10 to 3.15.
 
 Keras has no public API to act between the gradients and the optimizer, to read metrics over several
 processes, or to normalize over them with every backend. Drawbar therefore replaces methods of

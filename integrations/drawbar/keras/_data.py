@@ -42,8 +42,9 @@ def prepare_dataset(
 
     Raises:
         ValueError: `batch_size` is less than the number of workers, or, for a shard, not a multiple
-            of it; batches are combined with arguments for arrays; or `sample_weight` is set
-            without `y`.
+            of it; batches are combined with arguments for arrays; `sample_weight` is set without
+            `y`; or Keras would split a `tf.data.Dataset` again, because your distribution has
+            `auto_shard_dataset=True`.
         TypeError: `x` has another type or an unknown number of rows.
 
     Example:
@@ -140,12 +141,28 @@ def _wrap_ray_data_shard(
 def _shard_tf_dataset(batches: Any, rank: int, size: int) -> Any:
     import tensorflow as tf
 
+    if size > 1:
+        _require_no_second_split()
+
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def shard(*batch: object) -> object:
         sharded = tf.nest.map_structure(lambda part: rank_rows_in_graph(part, rank, size), batch)
         return sharded if len(batch) > 1 else sharded[0]
 
     return batches.map(shard)
+
+
+def _require_no_second_split() -> None:
+    import keras
+
+    distribution = keras.distribution.distribution()
+    if getattr(distribution, "auto_shard_dataset", False):
+        raise ValueError(
+            f"keras.distribution.{type(distribution).__name__} splits a tf.data.Dataset between "
+            "the workers itself, so prepare_dataset() would split it twice. Pass the dataset to "
+            "fit() without prepare_dataset(), or create the distribution with "
+            "auto_shard_dataset=False. KerasTrainer sets a distribution for JAX by default."
+        )
 
 
 def rank_rows_in_graph(rows: Any, rank: int, size: int) -> Any:

@@ -77,7 +77,7 @@ class LightGBMConfig(BoostingConfig):
     """
 
     library_module: ClassVar[str] = "lightgbm"
-    min_version: ClassVar[str] = "4.5"
+    min_version: ClassVar[str] = "4.6"
     optional_imports: ClassVar[tuple[str, ...]] = ("sklearn", "pandas")
 
     import_pandas: bool | None = None

@@ -7,7 +7,8 @@ public. All its uses are in this module. `_compat.py` has the access to the load
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from typing import Any
@@ -188,17 +189,21 @@ def _serialize_reference(handle: ctypes.c_void_p) -> bytes:
     start = ctypes.addressof(content)
     numbers = range(length.value)  # the C API returns one byte at a time
     try:
-        list(map(_BYTE_AT, repeat(buffer), numbers, range(start, start + length.value)))
+        list(map(_get_byte_reader(), repeat(buffer), numbers, range(start, start + length.value)))
     finally:
         check_error(LIBRARY.LGBM_ByteBufferFree(buffer))
     return content.raw
 
 
-_BYTE_AT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)(
-    ("LGBM_ByteBufferGetAt", LIBRARY)
-)
-"""A separate function object, because the types of the shared one belong to LightGBM's package. Its
-only error is an index that is out of range, so the result is not checked."""
+@functools.cache
+def _get_byte_reader() -> Callable[[ctypes.c_void_p, int, int], int]:
+    """Return `LGBM_ByteBufferGetAt`, whose only error is an index that is out of range.
+
+    It is a separate function object, because the types of the shared one belong to LightGBM's
+    package.
+    """
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+    return prototype(("LGBM_ByteBufferGetAt", LIBRARY))
 
 
 def _pointers(arrays: Sequence[npt.NDArray[Any]], kind: type[Any]) -> object:

@@ -1,4 +1,4 @@
-"""Private APIs of LightGBM, scikit-learn, and PyArrow; read in LightGBM 4.5 to 4.7.
+"""Private APIs of LightGBM, scikit-learn, and PyArrow; read in LightGBM 4.6 to 4.7.
 
 No other file of this package uses them. LightGBM's C API is public and stable, but the Python
 package gives no access to the loaded library.
@@ -10,21 +10,15 @@ import ctypes
 from typing import Any, cast
 
 import pyarrow as pa
-from lightgbm import Booster, Dataset, LGBMModel, basic
-from lightgbm.basic import _ConfigAliases as ConfigAliases
-from lightgbm.basic import _param_dict_to_str as format_parameters
-from lightgbm.basic import _safe_call as check_error
-from lightgbm.sklearn import _EvalFunctionWrapper as EvalFunctionWrapper
+from lightgbm import Booster, Dataset, LGBMModel
 
-__all__ = [
-    "LIBRARY",
-    "ConfigAliases",
-    "EvalFunctionWrapper",
-    "check_error",
-    "format_parameters",
-]
+from drawbar.train.backend import import_private
 
-LIBRARY: Any = basic._LIB  # type: ignore[attr-defined]  # not in the type stubs
+ConfigAliases = import_private("lightgbm.basic", "_ConfigAliases")
+EvalFunctionWrapper = import_private("lightgbm.sklearn", "_EvalFunctionWrapper")
+check_error = import_private("lightgbm.basic", "_safe_call")
+format_parameters = import_private("lightgbm.basic", "_param_dict_to_str")
+LIBRARY = import_private("lightgbm.basic", "_LIB")
 """LightGBM's C library."""
 
 

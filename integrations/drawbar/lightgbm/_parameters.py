@@ -28,12 +28,6 @@ _TRAINER_ARGUMENTS = {
 }
 """Parameters that are arguments of the trainer."""
 
-PARAMETER_ALIASES = {
-    "num_boost_round": tuple(ConfigAliases.get("num_iterations")),
-    "early_stopping_rounds": tuple(ConfigAliases.get("early_stopping_round")),
-}
-"""Arguments of the trainer and their aliases in LightGBM's parameters."""
-
 ROW_WISE_BINS, ROW_WISE_THREADS = 20_000, 16
 """Maximum numbers of bins and threads for which histograms are computed row-wise."""
 
@@ -66,6 +60,14 @@ _FORESTS = ("rf", "random_forest")
 
 _EXACT_START = ("binary", *_CLASSES, *_RANKS, "none", "null", "custom", "na")
 """Objectives that have no start score, or one that LightGBM computes from all rows."""
+
+
+def get_argument_aliases() -> dict[str, tuple[str, ...]]:
+    """Return arguments of the trainer and their aliases in LightGBM's parameters."""
+    return {
+        "num_boost_round": tuple(ConfigAliases.get("num_iterations")),
+        "early_stopping_rounds": tuple(ConfigAliases.get("early_stopping_round")),
+    }
 
 
 def find_alias(params: Mapping[str, object], name: str) -> str | None:

@@ -8,6 +8,7 @@ uninterrupted run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,11 @@ from drawbar._boosting.training_spec import TrainingSpec
 from drawbar.lightgbm._backend import add_network_parameters
 from drawbar.lightgbm._data import compute_shared_bins, make_dataset
 from drawbar.lightgbm._parameters import (
-    PARAMETER_ALIASES,
     check_labels,
     check_parameters,
     choose_histogram_layout,
     find_alias,
+    get_argument_aliases,
     get_parameter,
     needs_random_rows,
 )
@@ -44,11 +45,15 @@ class LightGBMTrainingSpec(TrainingSpec):
         feval: Custom metric of `lightgbm.train`, or a list of them.
     """
 
-    parameter_aliases = PARAMETER_ALIASES
     column_format = ColumnFormat(keep_float64=True, negative_is_missing=True)  # as in LightGBM
 
     num_boost_round: int = 100
     feval: Any | None = None
+
+    @classmethod
+    def get_parameter_aliases(cls) -> Mapping[str, Sequence[str]]:
+        """Return names in `params` that stand for an argument: argument to names."""
+        return get_argument_aliases()
 
     @property
     def runs_user_code(self) -> bool:

@@ -14,7 +14,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
+
+from drawbar.train.backend import import_private
+
+tree_map_only = import_private("torch.utils._pytree", "tree_map_only")
 
 
 def count_group_activity() -> tuple[int, int] | None:
@@ -47,7 +50,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: obj
 
     torch has no public function for its structures before `torch.utils.pytree`.
     """
-    return tree_map_only(torch.Tensor, function, structure)
+    mapped: object = tree_map_only(torch.Tensor, function, structure)
+    return mapped
 
 
 def get_accelerate_states() -> list[dict[str, object]]:

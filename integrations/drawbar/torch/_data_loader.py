@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -26,6 +26,7 @@ from drawbar.torch._devices import get_device
 from drawbar.torch._loader_registry import LoaderRegistry, TrackedLoader
 from drawbar.torch._reproducibility import current_seed, derive_seed
 from drawbar.torch._sampler import EpochSampler
+from drawbar.torch._stateful_loader import is_stateful_loader, reject_state
 from drawbar.torch._stream_position import StreamTracker, is_huggingface_stream
 from drawbar.train import collective, get_context
 from drawbar.train.backend import attempt_local, measure_data_wait
@@ -70,7 +71,9 @@ def prepare_data_loader(
       repeats the epoch. However, if it has `state_dict` and `load_state_dict`, and the loader has
       `num_workers=0`, its state is saved as JSON and it resumes within the epoch. A stream of
       Hugging Face `datasets` always resumes within the epoch.
-    - A subclass of `DataLoader` with its own `__iter__` is split, but repeats the epoch.
+    - A subclass of `DataLoader` with its own `__iter__` is split, but repeats the epoch. A
+      `StatefulDataLoader` of torchdata resumes within the epoch: with an `IterableDataset`, by its
+      own state, on the same number of workers.
 
     The loader's worker processes get different seeds on each rank and in each epoch, so that
     augmentations differ. These seeds are derived from the seed of the loader's `generator`. Without
@@ -115,6 +118,8 @@ def prepare_data_loader(
     sampler = None
     if add_dist_sampler and not isinstance(loader.dataset, IterableDataset):
         sampler = _replace_sampler(loader)
+    if sampler is not None and resume and is_stateful_loader(loader):
+        reject_state(loader)
     tracker = _make_tracker(loader, sampler)
     registry = attempt_local(LoaderRegistry)
     tracked = registry.add(tracker, name, loader.dataset, is_recorded=resume)
@@ -208,18 +213,24 @@ def _make_tracker(
     """Return the most precise tracker for a loader: by samples, dataset state, or epochs."""
     if sampler is not None:
         # The batches of a subclass with its own `__iter__` may hold any number of items.
-        is_plain = type(loader).__iter__ is DataLoader.__iter__
-        return SamplerPositionTracker(sampler, (loader.batch_size or 1) if is_plain else 0)
+        items = (loader.batch_size or 1) if _iterates_as_usual(loader) else 0
+        return SamplerPositionTracker(sampler, items)
     dataset = loader.dataset
     # Worker processes have copies of the dataset, whose state cannot be read from here.
     is_readable = not loader.num_workers and isinstance(dataset, IterableDataset)
-    if is_huggingface_stream(dataset) and type(loader).__iter__ is DataLoader.__iter__:
+    if is_huggingface_stream(dataset) and _iterates_as_usual(loader):
         world_size = get_context().get_world_size()
         batch_size = (loader.batch_size or 1) * world_size
         return StreamTracker(dataset, batch_size, world_size, reads_state=is_readable)
+    if is_stateful_loader(loader):
+        return DatasetStateTracker(cast("StatefulDataset", loader))
     if is_readable and isinstance(dataset, StatefulDataset):
         return DatasetStateTracker(dataset)
     return EpochCounter()
+
+
+def _iterates_as_usual(loader: DataLoader[object]) -> bool:
+    return is_stateful_loader(loader) or type(loader).__iter__ is DataLoader.__iter__
 
 
 def _replace_generator(loader: DataLoader[object]) -> int:

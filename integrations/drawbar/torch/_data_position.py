@@ -116,7 +116,7 @@ class StatefulDataset(Protocol):
 
 
 class DatasetStateTracker:
-    """State of a dataset with `state_dict`, while it is iterated.
+    """State of a dataset or loader with `state_dict`, while it is iterated.
 
     Nothing is recorded between two iterations, because the next one begins from the start.
     """
@@ -124,7 +124,6 @@ class DatasetStateTracker:
     epoch_start = (0, 0)
 
     def __init__(self, dataset: StatefulDataset) -> None:
-        # A running iteration keeps the dataset alive.
         self._dataset = weakref.ref(dataset)
         self._is_running = False
         self._loaded: object = None
@@ -143,7 +142,10 @@ class DatasetStateTracker:
         """Begin an iteration; nothing has been read from the dataset yet."""
 
     def track(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches."""
+        """Yield the batches. The iteration keeps the dataset alive."""
+        return self._track(batches, self._dataset())
+
+    def _track(self, batches: Iterator[T], dataset: StatefulDataset | None) -> Iterator[T]:
         self._is_running, self._loaded = True, None
         try:
             yield from batches

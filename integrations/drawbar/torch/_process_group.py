@@ -117,8 +117,28 @@ def _init_process_group(
         rank=context.get_world_rank(),
         world_size=context.get_world_size(),
         timeout=timeout,
-        device_id=device if device.type == "cuda" and "nccl" in backend else None,
+        device_id=nccl_device(backend, device),
     )
+
+
+def nccl_device(backend: str, device: torch.device) -> torch.device | None:
+    """Return the device to which a process group is bound; None for backends without NCCL.
+
+    NCCL of torch 2.15 would take its device from LOCAL_RANK otherwise, and Ray may have assigned
+    another one.
+
+    Args:
+        backend: Backend of `torch.distributed`.
+        device: Device of this worker.
+
+    Returns:
+        The device or None.
+
+    Example:
+        >>> nccl_device("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
+        device(type='cuda', index=1)
+    """
+    return device if device.type == "cuda" and "nccl" in backend else None
 
 
 def _create_store(context: TrainContext, timeout: timedelta) -> TCPStore:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pyarrow.fs import FileSystem
 from ray import tune
+from ray.tune import result
 from ray.tune.experiment import Trial
 from ray.tune.logger import LoggerCallback
-from ray.tune.result import (  # type: ignore[attr-defined]  # not public
-    EXPR_PROGRESS_FILE,
-    EXPR_RESULT_FILE,
-)
-from ray.tune.trainable.function_trainable import (  # type: ignore[attr-defined]  # not public
-    _TrainingResult,
-)
+
+from drawbar.train.backend import import_private
+
+# Return type of `Trainable.save()`, which `FunctionTrainable` needs for checkpoints in place
+if TYPE_CHECKING:
+    from ray.tune.trainable.function_trainable import (  # type: ignore[attr-defined]  # not public
+        _TrainingResult as TrainingResult,
+    )
+else:
+    TrainingResult = import_private("ray.tune.trainable.function_trainable", "_TrainingResult")
 
 __all__ = ["PROGRESS_FILE", "RESULT_FILE", "TrainingResult"]
 
-PROGRESS_FILE: str = EXPR_PROGRESS_FILE
-RESULT_FILE: str = EXPR_RESULT_FILE
-TrainingResult = _TrainingResult
-"""Return type of `Trainable.save()`, which `FunctionTrainable` needs for checkpoints in place."""
+# The names are not public. They have not changed in any version of Ray.
+PROGRESS_FILE: str = getattr(result, "EXPR_PROGRESS_FILE", "progress.csv")
+RESULT_FILE: str = getattr(result, "EXPR_RESULT_FILE", "result.json")
 
 Restore = Callable[[str, Trial], None]
 

@@ -1,4 +1,4 @@
-"""Private APIs of XGBoost, read in XGBoost 3.1 to 3.2. No other file of this package uses them."""
+"""Private APIs of XGBoost, read in XGBoost 3.1 to 3.4. No other file of this package uses them."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from xgboost import Booster
-from xgboost.core import _LIB, _log_callback
-from xgboost.sklearn import _get_qid as split_qid
-from xgboost.sklearn import _objective_decorator as wrap_objective
+from xgboost import Booster, core
 
-__all__ = ["split_qid", "wrap_objective"]
+from drawbar.train.backend import import_private
+
+split_qid = import_private("xgboost.sklearn", "_get_qid")
+wrap_objective = import_private("xgboost.sklearn", "_objective_decorator")
 
 
 @contextlib.contextmanager
 def filter_log(is_wanted: Callable[[bytes], bool]) -> Iterator[None]:
     """Log only some of XGBoost's messages in this thread, in the usual way.
 
-    XGBoost's public setting is the verbosity of all messages.
+    XGBoost's public setting is the verbosity of all messages. Without the private API, all messages
+    are logged.
     """
+    library: Any = getattr(core, "_LIB", None)
+    log_as_usual = getattr(library, "callback", None)  # `import xgboost` registers it
+    if log_as_usual is None:
+        yield
+        return
 
     def log(message: bytes) -> None:
         if is_wanted(message):
-            _log_callback(message)
+            log_as_usual(message)
 
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(log)
-    _LIB.XGBRegisterLogCallback(callback)
+    library.XGBRegisterLogCallback(callback)
     try:
         yield
     finally:
-        _LIB.XGBRegisterLogCallback(_LIB.callback)  # the one that `import xgboost` registers
+        library.XGBRegisterLogCallback(log_as_usual)
 
 
 def configure_fit(

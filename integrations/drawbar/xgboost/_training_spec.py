@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,13 @@ class XGBoostTrainingSpec(TrainingSpec):
         custom_metric: Custom metric; see `xgboost.train`.
     """
 
-    parameter_aliases = PARAMETER_ALIASES
-
     obj: Callable[..., Any] | None = None
     custom_metric: Callable[..., tuple[str, float]] | None = None
+
+    @classmethod
+    def get_parameter_aliases(cls) -> Mapping[str, Sequence[str]]:
+        """Return names in `params` that stand for an argument: argument to names."""
+        return PARAMETER_ALIASES
 
     @property
     def runs_user_code(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -285,8 +286,15 @@ def compute_slice_workers(
 
     Raises:
         ValueError: The slice does not exist, or workers cannot divide it evenly.
+        ImportError: This version of Ray does not support slices.
     """
-    from ray.util.tpu import get_tpu_worker_resources
+    try:
+        from ray.util.tpu import get_tpu_worker_resources
+    except ImportError as error:
+        raise ImportError(
+            f"ScalingConfig(topology={topology!r}) needs a later version of Ray than "
+            f"{importlib.metadata.version('ray')}; run: pip install --upgrade ray"
+        ) from error
 
     try:
         num_workers, worker_resources = get_tpu_worker_resources(

@@ -64,9 +64,16 @@ class NodeProbe:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
 
         store = self._store if rank == 0 else TCPStore(address, port, 2)
-        distributed.init_process_group(backend, store=store, rank=rank, world_size=2)
+        device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+        distributed.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=2,
+            # Otherwise, NCCL of torch 2.15 would use the GPU whose index is the rank.
+            device_id=device if backend == "nccl" else None,
+        )
         try:
-            device = "cuda" if backend == "nccl" else "cpu"
             numbers = torch.ones(_BYTES // 4, device=device)
             distributed.all_reduce(numbers)
             start = time.perf_counter()
