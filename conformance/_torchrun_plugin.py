@@ -39,11 +39,11 @@ def launch(args: Sequence[str] | None = None) -> None:
         code = _run_command(["--storage-path", directory, *(args or sys.argv[1:])])
         for run in list_runs(directory):
             _record_end(run)
+        failure = ProcessFailure(0, 0, code, str(error_file))  # reads the file
     print(errors.getvalue(), end="", file=sys.stderr)
     if code == COMMAND_ERROR_CODE and COMMAND_ERROR in errors.getvalue():
         raise ValueError(errors.getvalue())
     if code:
-        failure = ProcessFailure(0, 0, code, str(error_file))
         raise ChildFailedError("drawbar launch", {0: failure})
 
 

@@ -49,6 +49,12 @@ def write_error_file(error: TrainingFailedError, exit_code: int) -> None:
 
     Raises:
         OSError: The file cannot be written.
+
+    Example:
+        ```python
+        except TrainingFailedError as error:
+            write_error_file(error, exit_code_for(error))
+        ```
     """
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:

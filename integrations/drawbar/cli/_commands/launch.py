@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.completion import get_completion_script
 from typer.core import TyperCommand
 
 from drawbar.cli._arguments import command_errors
@@ -48,8 +49,7 @@ class LaunchCommand(TyperCommand):
             torchrun = parse_torchrun_arguments(args, names, flags, os.environ)
         ctx.meta[TORCHRUN_ARGUMENTS] = torchrun
         if shell := torchrun.values.get("--print-completion"):
-            root = ctx.find_root()
-            root.command.main(["--show-completion", shell], prog_name=root.info_name)
+            _print_completion(shell)
         return super().parse_args(ctx, torchrun.remaining)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -61,6 +61,21 @@ class LaunchCommand(TyperCommand):
         return [*completions, *map(make_item, names)]
 
 
+def _print_completion(shell: str) -> NoReturn:
+    """Print the completion of `drawbar`, like `--show-completion`, for a shell by name.
+
+    Raises:
+        CommandError: There is no completion for the shell.
+    """
+    if shell not in COMPLETED_SHELLS:
+        raise CommandError(
+            f"--print-completion must be one of {', '.join(COMPLETED_SHELLS)}; found {shell!r}."
+        )
+    print(get_completion_script(prog_name="drawbar", complete_var="_DRAWBAR_COMPLETE", shell=shell))
+    raise typer.Exit
+
+
+COMPLETED_SHELLS = ("bash", "zsh", "fish", "pwsh")
 TORCHRUN_ARGUMENTS = "drawbar.torchrun_arguments"
 LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # arguments after the script belong to it
 
@@ -213,34 +228,48 @@ def launch(
     requested = RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
     restarts = max_failures if max_restarts is None else max_restarts
     with command_errors():
-        from drawbar.launch import ScriptTrainer
-
         run_config = _make_run_config(
             name, storage_path, restarts, hang_timeout, resume, progress, detach=detach
         )
         if no_fork_server:
             run_config = dataclasses.replace(run_config, forkserver_preload=())
-        make_trainer = partial(
-            ScriptTrainer,
-            script,
-            arguments or [],
-            is_module=is_module,
-            is_executable=torchrun.is_executable,
-            environment=variables,
-            torchrun_options=torchrun.make_process_options(),
-            run_config=run_config,
-        )
-    rendezvous = _find_rendezvous(
-        torchrun, requested, uses_other_ray=bool(address or standalone), detach=detach
-    )
+        make_trainer = _select_script(torchrun, script, arguments, variables, is_module=is_module)
+        make_trainer = partial(make_trainer, run_config=run_config)
+    rendezvous = _find_rendezvous(torchrun, requested, address, standalone, detach=detach)
     if rendezvous is None:
         _run(make_trainer, requested, address, standalone=standalone, detach=detach)
     else:
         _run_on_nodes(make_trainer, requested.for_this_node(), rendezvous)
 
 
+def _select_script(
+    torchrun: TorchrunArguments,
+    script: str,
+    arguments: list[str] | None,
+    variables: Mapping[str, str],
+    *,
+    is_module: bool,
+) -> partial[ScriptTrainer]:
+    from drawbar.launch import ScriptTrainer
+
+    return partial(
+        ScriptTrainer,
+        script,
+        arguments or [],
+        is_module=is_module,
+        is_executable=torchrun.is_executable,
+        environment=variables,
+        torchrun_options=torchrun.make_process_options(),
+    )
+
+
 def _find_rendezvous(
-    torchrun: TorchrunArguments, requested: RequestedWorkers, *, uses_other_ray: bool, detach: bool
+    torchrun: TorchrunArguments,
+    requested: RequestedWorkers,
+    address: str | None,
+    standalone: bool,
+    *,
+    detach: bool,
 ) -> Rendezvous | None:
     """Return the rendezvous of the nodes that form a Ray cluster for this run, if there is one.
 
@@ -249,9 +278,9 @@ def _find_rendezvous(
     Raises:
         CommandError: Options conflict.
     """
-    uses_other_ray = uses_other_ray or "RAY_ADDRESS" in os.environ or is_connected_to_ray()
+    uses_other_ray = address or standalone or detach or "RAY_ADDRESS" in os.environ
     rendezvous = Rendezvous.from_options(torchrun.values, requested.nodes)
-    if rendezvous is not None and (uses_other_ray or detach):
+    if rendezvous is not None and (uses_other_ray or is_connected_to_ray()):
         if rendezvous.node_rank:
             raise CommandError(
                 f"--node-rank {rendezvous.node_rank} would start the run again: a Ray cluster "
