@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed.run
 from torch.distributed.elastic import events
+from torch.distributed.elastic.events.api import Event, EventMetadataValue, EventSource
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from drawbar.cli import _torchrun, main
@@ -30,7 +31,8 @@ def launch(args: Sequence[str] | None = None) -> None:
         ValueError: The arguments are wrong.
     """
     # Both use the entry points that a test defines.
-    _torchrun.metadata = torch.distributed.run.metadata
+    entry_points = torch.distributed.run.metadata  # type: ignore[attr-defined]  # not public
+    _torchrun.metadata = entry_points  # type: ignore[attr-defined]  # not public
     with (
         tempfile.TemporaryDirectory() as directory,
         _error_file(Path(directory, "error.json")) as error_file,
@@ -54,6 +56,8 @@ def _run_command(arguments: Sequence[str]) -> int:
         main(["launch", *arguments])
     except SystemExit as end:
         return int(end.code or 0)
+    else:
+        raise AssertionError("the command always exits")
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -61,10 +65,8 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 def _record_end(run: RunRecord) -> None:
     """Record the end of a run as torchrun does: an event of the launcher."""
-    event = events.Event(
-        name="drawbar.launch", source=events.EventSource.AGENT, metadata={"state": run.status}
-    )
-    events.record(event)
+    metadata: dict[str, EventMetadataValue] = {"state": run.status}
+    events.record(Event(name="drawbar.launch", source=EventSource.AGENT, metadata=metadata))
 
 
 @contextlib.contextmanager

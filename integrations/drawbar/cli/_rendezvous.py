@@ -300,7 +300,7 @@ class Head:
             return len(self.peers) + 1
 
     def publish(self, address: str, auth_mode: str) -> None:
-        """Tell all nodes how to join the Ray cluster, also those that join later.
+        """Send the address of the Ray cluster to all nodes, also to nodes that join later.
 
         Args:
             address: Address of the cluster.

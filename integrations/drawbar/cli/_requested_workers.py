@@ -45,7 +45,7 @@ class RequestedWorkers:
         """Replace the kind of device in `--nproc-per-node` by the number of devices of this node.
 
         Raises:
-            CommandError: There is no such device.
+            CommandError: There is no device of this kind.
         """
         machine = ClusterSize.of_this_machine()
         return dataclasses.replace(self, nproc_per_node=str(self._count_per_node(machine)))

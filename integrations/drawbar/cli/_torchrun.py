@@ -1,7 +1,7 @@
 """Translate torchrun options.
 
-The options are those of `torch.distributed.run.get_args_parser` in torch 2.13, and those that newer
-versions add.
+They are the options of `torch.distributed.run.get_args_parser` in torch 2.13, and new options of
+later versions.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class TorchrunArguments:
 
     @property
     def is_executable(self) -> bool:
-        """Whether the script is executed without Python."""
+        """True if the script is executed without Python."""
         # As torchrun, whose --run-path takes precedence.
         return "--no-python" in self.values and "--run-path" not in self.values
 
@@ -278,7 +278,7 @@ def count_processes_per_node(
             the devices that are not from NVIDIA.
 
     Raises:
-        CommandError: The value has another form, or there is no such device.
+        CommandError: The value has another form, or there is no device of this kind.
     """
     if nproc_per_node == "cpu":
         return cpus
@@ -294,6 +294,6 @@ def count_processes_per_node(
         )
     if not devices and nproc_per_node != "auto":
         raise CommandError(
-            f"--nproc-per-node {nproc_per_node} found no such device. Use --nproc-per-node cpu."
+            f"--nproc-per-node {nproc_per_node} found no device. Use --nproc-per-node cpu."
         )
     return devices or cpus

@@ -28,7 +28,7 @@ class TorchrunOptions:
         log_dir: Directory for `<id>/attempt_<n>/<rank>/`, with `error.json` and the streams in
             `redirects` and `tee`.
         redirects: Streams that are not printed: 0 (none), 1 (standard output), 2 (standard error),
-            3 (both), or such a number per local rank, such as `0:1,1:3`.
+            3 (both), or a number for each local rank, such as `0:1,1:3`.
         tee: Streams of all ranks that are printed with a prefix, in the same form.
         local_ranks_filter: Local ranks whose output is printed. Default: rank 0, and those in
             `tee`.
@@ -62,7 +62,7 @@ class TorchrunOptions:
             if not _STREAMS_PATTERN.fullmatch(text):
                 raise ValueError(
                     f"{name} must be 0 (none), 1 (standard output), 2 (standard error), 3 (both), "
-                    f"or such a number per local rank, such as 0:1,1:3; found {text!r}."
+                    f"or a number for each local rank, such as 0:1,1:3; found {text!r}."
                 )
         if self.numa_binding and self.numa_binding not in MODES:
             raise ValueError(

@@ -86,7 +86,7 @@ def run_program(
         is_python: Whether Python runs the script. If not, it is another program.
         output: Destinations of the output in addition to the log. By default, the driver prints the
             standard output and standard error of rank 0, byte for byte.
-        cpus: CPUs to which the process is bound. Default: those of this process.
+        cpus: CPUs to which the process is bound. Default: the CPUs of this process.
 
     Raises:
         ProgramFailedError: The program failed.

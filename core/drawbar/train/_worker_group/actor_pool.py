@@ -157,7 +157,7 @@ class ActorPool:
         while not self._has_enough(is_settled=False):
             # Above the minimum, the start waits a little for each further worker. Otherwise an
             # elastic run would start small and restart at its first checkpoint. It waits longer if
-            # processes start slowly: those of a node that has just joined come later.
+            # processes start slowly: a node that has just joined starts its processes later.
             waiting = [slot.info for slot in self.slots.values() if not slot.info.done()]
             timeout = START_NOTICE_S
             if self._has_enough(is_settled=True):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.completion import get_completion_script
 from typer.core import TyperCommand
 
 from drawbar.cli._arguments import command_errors
@@ -71,7 +71,10 @@ def _print_completion(shell: str) -> NoReturn:
         raise CommandError(
             f"--print-completion must be one of {', '.join(COMPLETED_SHELLS)}; found {shell!r}."
         )
-    print(get_completion_script(prog_name="drawbar", complete_var="_DRAWBAR_COMPLETE", shell=shell))
+    # Typer's --show-completion detects the shell, and this variable names it.
+    command = [sys.executable, "-m", "drawbar.cli"]
+    environment = {**os.environ, "_DRAWBAR_COMPLETE": f"source_{shell}"}
+    print(subprocess.check_output(command, env=environment, text=True), end="")
     raise typer.Exit
 
 
