@@ -4,6 +4,7 @@
 # `make test-lowest test-latest` tests each extra with its oldest and its newest versions;
 # PYTHONS="python3.11 python3.13", EXTRAS="xgboost tune", and PINS="torch==2.13.0" select them.
 # `make check` runs the linters and the type checker, `make bench` the benchmarks, `make docs` builds the site.
+# `make conformance` runs the launcher tests of PyTorch and Accelerate with `drawbar launch`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
@@ -13,7 +14,7 @@ TESTS_AT_A_TIME ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all test-lowest test-latest check bench docs clean
+.PHONY: demo test test-all test-lowest test-latest check bench conformance docs clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
@@ -58,6 +59,9 @@ check: $(VENV)/dev
 bench: $(VENV)/bench
 	$(BIN)/python -m benchmarks
 
+conformance: $(VENV)/conformance
+	$(BIN)/python -m conformance $(if $(PYTORCH),--pytorch $(PYTORCH))
+
 docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict
 
@@ -81,6 +85,10 @@ $(VENV)/dev: pyproject.toml constraints.txt
 
 $(VENV)/bench: $(VENV)/dev
 	$(PIP) --editable '.[bench]'
+	touch $@
+
+$(VENV)/conformance: $(VENV)/dev
+	$(PIP) --editable '.[conformance]'
 	touch $@
 
 $(VENV)/docs: $(VENV)/dev

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,14 @@ from tests.cli.conftest import Command
     ("arguments", "expected"),
     [
         (["nowhere.py"], "No script nowhere.py in"),
-        (["--node_rank", "1", "a.py"], "Run the command once"),
+        (
+            ["--address", "a", "--nnodes", "2", "--node_rank", "1", "{script}"],
+            "--node-rank 1 would start the run again",
+        ),
+        (["--module", "--no-python", "json.tool"], "is_executable=True does not support"),
+        (["--no-python", "nothing"], "No program nothing in"),
+        (["--nproc-per-node", "unknown", "{script}"], "must be N, cpu, auto, or a device type"),
+        (["--print-completion", "tcsh"], "must be one of bash, zsh, fish, pwsh; found 'tcsh'"),
         (["--num-workers", "2", "--nnodes", "2", "a.py"], "--num-workers cannot be combined with"),
         (["--address", "a", "--standalone", "-m", "no.such"], "No module no.such in"),
         (["--address", "a", "--standalone", "-m", "json.nosuch"], "No module json.nosuch in"),
@@ -46,3 +56,19 @@ def test_launch_with_invalid_arguments_prints_one_line(
     assert (output.code, output.out) == (2, "")
     assert expected in output.err
     assert output.err.count("\n") == 1
+
+
+def test_launch_print_completion_completes_options_of_torchrun(cli: Command) -> None:
+    printed = cli("launch", "--print-completion", "bash")
+    assert printed.code == 0
+    assert "complete -o default -F _drawbar_completion drawbar" in printed.out
+    assert "#compdef drawbar" in cli("launch", "--print-completion=zsh").out
+    # As the printed function runs the command.
+    variables = {"COMP_WORDS": "drawbar launch --log-", "COMP_CWORD": "2"}
+    completed = subprocess.run(
+        [sys.executable, "-c", "from drawbar.cli import main; main()"],
+        env={**os.environ, "_DRAWBAR_COMPLETE": "complete_bash", **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert completed.stdout.split() == ["--log-dir", "--log-line-prefix-template"]

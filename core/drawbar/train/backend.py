@@ -42,6 +42,7 @@ from drawbar.train._worker.integration_api import (
     start_training,
     sync_report_index,
 )
+from drawbar.train._worker.program_output import ProgramOutput
 from drawbar.train._worker.program_process import run_program
 from drawbar.train._worker.worker_env import get_visible_gpu_ids
 
@@ -51,6 +52,7 @@ __all__ = [
     "BackendWorkerGroup",
     "DriverContext",
     "LauncherStore",
+    "ProgramOutput",
     "TrainFunction",
     "add_final_notice",
     "at_least",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,7 @@ from drawbar.train._worker_group.placement import Placement, remove_orphaned_gro
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
 SETTLE_SECONDS = 2.0
+MAX_SETTLE_SECONDS = 10.0
 START_NOTICE_S = 5.0
 FORK_SERVER_DELAY_S = 2.0
 """Time after the first report until the fork servers start, so that short runs do not need them."""
@@ -151,11 +153,16 @@ class ActorPool:
         for slot in range(self._scaling.max_workers):
             if slot not in self.slots:
                 self._create_actor(slot)
+        started_at = time.monotonic()
         while not self._has_enough(is_settled=False):
             # Above the minimum, the start waits a little for each further worker. Otherwise an
-            # elastic run would start small and restart at its first checkpoint.
+            # elastic run would start small and restart at its first checkpoint. It waits longer if
+            # processes start slowly: a node that has just joined starts its processes later.
             waiting = [slot.info for slot in self.slots.values() if not slot.info.done()]
-            timeout = SETTLE_SECONDS if self._has_enough(is_settled=True) else START_NOTICE_S
+            timeout = START_NOTICE_S
+            if self._has_enough(is_settled=True):
+                elapsed = time.monotonic() - started_at
+                timeout = min(max(SETTLE_SECONDS, elapsed), MAX_SETTLE_SECONDS)
             ready, _ = await asyncio.wait(
                 waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )

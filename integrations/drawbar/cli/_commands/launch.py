@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -21,28 +23,63 @@ from drawbar.cli._ray_connection import (
     connect_ray,
     disconnect_ray,
     is_connected_to_ray,
-    num_local_cpus,
 )
-from drawbar.cli._torchrun import IGNORED, parse_range, remove_torchrun_options, resolve_num_workers
+from drawbar.cli._ray_nodes import run_node, start_head
+from drawbar.cli._rendezvous import Head, Rendezvous
+from drawbar.cli._requested_workers import RequestedWorkers
+from drawbar.cli._torchrun import ONLY_TORCHRUN, TorchrunArguments, parse_torchrun_arguments
 
 if TYPE_CHECKING:
     from drawbar.launch import ScriptTrainer
-    from drawbar.train import RunConfig, ScalingConfig
+    from drawbar.train import RunConfig
 
 
 class LaunchCommand(TyperCommand):
     """Typer command that also accepts torchrun's other options before the script name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remove torchrun options without effect and print a warning for each."""
-        options = [option for option in self.params if getattr(option, "is_flag", False)]
-        flags = {name for option in options for name in (*option.opts, *option.secondary_opts)}
-        remaining, ignored = remove_torchrun_options(args, flags)
-        for name in ignored:
-            print(f"drawbar: warning: Ignoring {name}: {IGNORED[name]}", file=sys.stderr)
-        return super().parse_args(ctx, remaining)
+        """Store the options that only torchrun has in `ctx.meta[TORCHRUN_ARGUMENTS]`."""
+        names, flags = (
+            {name for option in options for name in (*option.opts, *option.secondary_opts)}
+            for options in (self.params, [o for o in self.params if getattr(o, "is_flag", False)])
+        )
+        torchrun = TorchrunArguments(args)
+        # Completion passes incomplete command lines.
+        with contextlib.suppress(*[CommandError] * ctx.resilient_parsing):
+            torchrun = parse_torchrun_arguments(args, names, flags, os.environ)
+        ctx.meta[TORCHRUN_ARGUMENTS] = torchrun
+        if shell := torchrun.values.get("--print-completion"):
+            _print_completion(shell)
+        return super().parse_args(ctx, torchrun.remaining)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the completions of a word, among them options that only torchrun has."""
+        completions = super().shell_complete(ctx, incomplete)
+        # Typer has its own copy of Click.
+        make_item = type(super().shell_complete(ctx, "--")[0])
+        names = [name for name in ONLY_TORCHRUN if incomplete and name.startswith(incomplete)]
+        return [*completions, *map(make_item, names)]
 
 
+def _print_completion(shell: str) -> NoReturn:
+    """Print the completion of `drawbar`, like `--show-completion`, for a shell by name.
+
+    Raises:
+        CommandError: There is no completion for the shell.
+    """
+    if shell not in COMPLETED_SHELLS:
+        raise CommandError(
+            f"--print-completion must be one of {', '.join(COMPLETED_SHELLS)}; found {shell!r}."
+        )
+    # Typer's --show-completion detects the shell, and this variable names it.
+    command = [sys.executable, "-m", "drawbar.cli"]
+    environment = {**os.environ, "_DRAWBAR_COMPLETE": f"source_{shell}"}
+    print(subprocess.check_output(command, env=environment, text=True), end="")
+    raise typer.Exit
+
+
+COMPLETED_SHELLS = ("bash", "zsh", "fish", "pwsh")
+TORCHRUN_ARGUMENTS = "drawbar.torchrun_arguments"
 LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # arguments after the script belong to it
 
 
@@ -54,7 +91,7 @@ ScriptArguments = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
 ]
 IsModule = Annotated[
-    bool, typer.Option("-m", help="Treat SCRIPT as a module name, like python -m.")
+    bool, typer.Option("-m", "--module", help="Treat SCRIPT as a module name, like python -m.")
 ]
 Env = Annotated[
     list[str] | None,
@@ -85,7 +122,8 @@ CpusPerWorker = Annotated[
     float | None, typer.Option(metavar="N", help="CPUs reserved for each process.")
 ]
 NprocPerNode = Annotated[
-    str | None, typer.Option(metavar="N|gpu|cpu|auto", help="Processes per node, as in torchrun.")
+    str | None,
+    typer.Option(metavar="N|gpu|xpu|cpu|auto", help="Processes per node, as in torchrun."),
 ]
 Nnodes = Annotated[
     str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes, as in torchrun.")
@@ -154,6 +192,7 @@ Standalone = Annotated[
 
 
 def launch(
+    context: typer.Context,
     script: Script,
     arguments: ScriptArguments = None,
     num_workers: NumWorkers = None,
@@ -181,6 +220,7 @@ def launch(
     Accepts torchrun's options, and warns about those without effect. Exits with the script's exit
     code. Prints the output of rank 0; the run's logs contain the output of every rank.
     """
+    torchrun: TorchrunArguments = context.meta[TORCHRUN_ARGUMENTS]
     if num_workers is not None and (nproc_per_node or nnodes):
         raise CommandError(
             "--num-workers cannot be combined with --nproc-per-node or --nnodes. Remove one."
@@ -188,25 +228,71 @@ def launch(
     processes, accelerate_env = _read_accelerate_config(accelerate_config)
     variables = accelerate_env | _parse_env(env or [])
     num_workers = num_workers or (None if nproc_per_node or nnodes else processes)
-    requested = _RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
+    requested = RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
     restarts = max_failures if max_restarts is None else max_restarts
     with command_errors():
-        from drawbar.launch import ScriptTrainer
-
         run_config = _make_run_config(
             name, storage_path, restarts, hang_timeout, resume, progress, detach=detach
         )
         if no_fork_server:
             run_config = dataclasses.replace(run_config, forkserver_preload=())
-        make_trainer = partial(
-            ScriptTrainer,
-            script,
-            arguments or [],
-            is_module=is_module,
-            environment=variables,
-            run_config=run_config,
-        )
-    _run(make_trainer, requested, address, standalone=standalone, detach=detach)
+        make_trainer = _select_script(torchrun, script, arguments, variables, is_module=is_module)
+        make_trainer = partial(make_trainer, run_config=run_config)
+    rendezvous = _find_rendezvous(torchrun, requested, address, standalone, detach=detach)
+    if rendezvous is None:
+        _run(make_trainer, requested, address, standalone=standalone, detach=detach)
+    else:
+        _run_on_nodes(make_trainer, requested.for_this_node(), rendezvous)
+
+
+def _select_script(
+    torchrun: TorchrunArguments,
+    script: str,
+    arguments: list[str] | None,
+    variables: Mapping[str, str],
+    *,
+    is_module: bool,
+) -> partial[ScriptTrainer]:
+    from drawbar.launch import ScriptTrainer
+
+    return partial(
+        ScriptTrainer,
+        script,
+        arguments or [],
+        is_module=is_module,
+        is_executable=torchrun.is_executable,
+        environment=variables,
+        torchrun_options=torchrun.make_process_options(),
+    )
+
+
+def _find_rendezvous(
+    torchrun: TorchrunArguments,
+    requested: RequestedWorkers,
+    address: str | None,
+    standalone: bool,
+    *,
+    detach: bool,
+) -> Rendezvous | None:
+    """Return the rendezvous of the nodes that form a Ray cluster for this run, if there is one.
+
+    Warns about options without effect.
+
+    Raises:
+        CommandError: Options conflict.
+    """
+    uses_other_ray = address or standalone or detach or "RAY_ADDRESS" in os.environ
+    rendezvous = Rendezvous.from_options(torchrun.values, requested.nodes)
+    if rendezvous is not None and (uses_other_ray or is_connected_to_ray()):
+        if rendezvous.node_rank:
+            raise CommandError(
+                f"--node-rank {rendezvous.node_rank} would start the run again: a Ray cluster "
+                "starts the processes on all of its nodes. Run the command on one node."
+            )
+        rendezvous = None
+    for name, reason in torchrun.list_ignored(has_rendezvous=rendezvous is not None).items():
+        print(f"drawbar: warning: Ignoring {name}: {reason}", file=sys.stderr)
+    return rendezvous
 
 
 def _make_run_config(
@@ -235,7 +321,7 @@ def _make_run_config(
 
 def _run(
     make_trainer: Callable[..., ScriptTrainer],
-    requested: _RequestedWorkers,
+    requested: RequestedWorkers,
     address: str | None,
     *,
     standalone: bool,
@@ -259,6 +345,27 @@ def _run(
     code = wait_for_exit_code(handle, signals)
     if has_connected:
         disconnect_ray()
+    raise typer.Exit(code)
+
+
+def _run_on_nodes(
+    make_trainer: Callable[..., ScriptTrainer], requested: RequestedWorkers, rendezvous: Rendezvous
+) -> None:
+    """Run the script on the nodes on which this command was started, and exit like `_run`."""
+    with command_errors():
+        make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
+        listener = rendezvous.listen()
+        if listener is None:
+            code = run_node(rendezvous, requested.cpus_of_node)
+        else:
+            head = Head(rendezvous, listener)
+            node_ids = start_head(head, requested.cpus_of_node)
+            config = requested.to_scaling_config(ClusterSize.current(), node_ids)
+            signals = StopSignals()
+            handle = make_trainer(scaling_config=config).start()
+            code = wait_for_exit_code(handle, signals)
+            head.close(code)
+            disconnect_ray()
     raise typer.Exit(code)
 
 
@@ -287,55 +394,3 @@ def _parse_env(assignments: Sequence[str]) -> dict[str, str]:
             )
         variables[name] = value
     return variables
-
-
-@dataclass(frozen=True)
-class _RequestedWorkers:
-    """Number of workers that the options request, which may depend on the cluster."""
-
-    num_workers: str | None
-    nproc_per_node: str | None
-    nnodes: str | None
-    use_gpu: bool | None
-    cpus_per_worker: float | None
-
-    @property
-    def cpus(self) -> int:
-        """Minimum CPUs of a new Ray instance. Like torchrun, allow more processes than cores.
-
-        0 if the options do not name a number of processes per node.
-        """
-        text = self.nproc_per_node or ""
-        return int(text) if text.isdecimal() else 0
-
-    def to_scaling_config(self, cluster: ClusterSize) -> ScalingConfig:
-        """Return the scaling config for a cluster of this size."""
-        from drawbar.train import ScalingConfig
-
-        workers: int | tuple[int, int]
-        if self.nproc_per_node is None and self.nnodes is None:
-            low, high = parse_range("--num-workers", self.num_workers or "1")
-            workers, is_single_node = (low if low == high else (low, high)), False
-        else:
-            workers, is_single_node = resolve_num_workers(
-                self.nproc_per_node or "1",
-                self.nnodes or "1",
-                gpus=cluster.max_gpus_per_node,
-                cpus=cluster.max_cpus_per_node,
-            )
-        max_workers = workers if isinstance(workers, int) else workers[1]
-        cpus = self.cpus_per_worker
-        if cpus is None and not cluster.uses_ray:
-            cpus = _share_cpus(cluster.max_cpus_per_node, num_local_cpus(self.cpus))
-        return ScalingConfig(
-            num_workers=workers,
-            use_gpu=cluster.gpus >= max_workers if self.use_gpu is None else self.use_gpu,
-            resources_per_worker=None if cpus is None else {"CPU": cpus},
-            placement_strategy="STRICT_PACK" if is_single_node else "PACK",
-        )
-
-
-def _share_cpus(cores: int, num_processes: int) -> float | None:
-    """Return the CPUs of each process if there are more processes than cores, else None."""
-    # In ten-thousandths, in which CPUs are counted, and rounded down so that all processes fit.
-    return 10_000 * cores // num_processes / 10_000 if num_processes > cores else None
