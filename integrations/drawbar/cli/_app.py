@@ -17,6 +17,7 @@ import typer
 
 from drawbar.cli._commands.clean import clean
 from drawbar.cli._commands.compare import compare
+from drawbar.cli._commands.delete import delete
 from drawbar.cli._commands.export import export
 from drawbar.cli._commands.launch import LAUNCH_CONTEXT, LaunchCommand, launch
 from drawbar.cli._commands.logs import logs
@@ -89,6 +90,7 @@ COMMANDS = (
     track,
     verify,
     clean,
+    delete,
     doctor,
     migrate,
 )
