@@ -65,6 +65,32 @@ def test_completion_suggests_commands() -> None:
     assert result.split() == ["show"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["migrate", "--wirte", "x.py"], "No such option: --wirte"),
+        (["migrate"], "Missing argument 'PATH'"),
+        (["shwo"], "No such command 'shwo'"),
+        (["plot", "run", "--attempt", "x"], "No such option: --attempt"),
+        (["clean", "--older-than", "-1"], "Invalid value for '--older-than'"),
+        (["launch"], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_invalid_arguments_print_one_line_and_exit_with_2(
+    cli: Command, arguments: list[str], message: str
+) -> None:
+    result = cli(*arguments)
+    assert (result.code, result.out) == (2, "")
+    command = "drawbar" if arguments[0] == "shwo" else f"drawbar {arguments[0]}"
+    assert result.err.startswith(f"drawbar: error: {message}")
+    assert result.err.endswith(f" For the arguments, run: {command} --help\n")
+    assert result.err.count("\n") == 1
+
+
+def test_command_without_arguments_prints_help(cli: Command) -> None:
+    assert "Commands:" in cli().out
+
+
 @pytest.mark.parametrize("command", ["show", "logs", "verify", "export", "plot"])
 def test_unknown_run_prints_one_line_and_exits_with_2(cli: Command, command: str) -> None:
     result = cli(command, "/nowhere/at_all")

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.train
 
 from tests.cli.conftest import Command
 
 Rewrite = Callable[[str], tuple[str, list[dict[str, Any]]]]
 
 IDIOMS = sorted((Path(__file__).parents[1] / "migration" / "idioms").glob("*.py"))
+INTERNAL_DIRECTORIES = {"_internal", "tests", "benchmarks", "examples"}
+WITHOUT_COUNTERPART = {
+    "BaseTrainer",
+    "DistributedTrainContext",
+    "HorovodConfig",
+    "HorovodTrainer",
+    "LighthouseServerActor",
+    "LocalTrainContext",
+    "NCCLHangError",
+    "RayReportCallback",
+    "RayTorchIterableDataset",
+    "RayTrainCallback",
+    "SessionMisuseError",
+    "SyncConfig",
+    "TorchConfigContextManager",
+    "TorchWorkerProfiler",
+    "TorchftConfig",
+    "TrainingIterator",
+    "format_datasets_for_repr",
+    "import_lightning",
+}
+"""Names of Ray Train, each of which Drawbar replaces with another one."""
 
 
 @pytest.fixture
@@ -37,8 +61,50 @@ def test_rewrite_of_ray_train_idioms_is_complete(rewrite: Rewrite, script: Path)
     original = re.sub(r"\bdrawbar\.train\b", "ray.train", expected)
     original = re.sub(r"\bfrom drawbar import train\b", "from ray import train", original)
     text, notes = rewrite(original)
-    assert text == expected
+    assert text == re.sub(r"\bdrawbar\.train\.v2\.api\.\w+", "drawbar.train", expected)
     assert [note for note in notes if "string contains 'ray.train'" not in note["text"]] == []
+
+
+def list_ray_names() -> Iterator[tuple[str, str]]:
+    """Yield the classes and functions in the public modules of the installed Ray Train."""
+    (root,) = map(Path, ray.train.__path__)
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        if not INTERNAL_DIRECTORIES & set(parts):
+            module = ".".join(("ray.train", *parts)).removesuffix(".__init__")
+            for node in ast.parse(file.read_text()).body:
+                match node:
+                    case ast.ClassDef(name=name) | ast.FunctionDef(name=name) if name[0] != "_":
+                        yield module, name
+                    case ast.Assign(targets=[ast.Name(id="__all__")], value=names):
+                        yield from ((module, name) for name in ast.literal_eval(names))
+                    case _:
+                        pass
+
+
+@pytest.mark.filterwarnings("ignore")  # of the frameworks, when they are imported
+def test_names_of_installed_ray_are_rewritten_or_have_replacements(rewrite: Rewrite) -> None:
+    names = list(list_ray_names())
+    script = "".join(f"from {module} import {name}\n" for module, name in names)
+    text, notes = rewrite(script)
+    note_by_line = {note["line"]: note["text"] for note in notes}
+    with_sed = script.replace("ray.train", "drawbar.train").splitlines()
+    for number, (statement, alias) in enumerate(
+        zip(text.splitlines(), with_sed, strict=True), start=1
+    ):
+        if number in note_by_line:
+            _, _, replacement = note_by_line[number].partition(": ")
+            assert replacement
+            for line in (statement, alias):
+                with pytest.raises(ImportError, match=re.escape(replacement)):
+                    exec(line)
+        else:
+            found, aliased = dict[str, Any](), dict[str, Any]()
+            exec(statement, found)
+            exec(alias, aliased)
+            assert found[names[number - 1][1]] is aliased[names[number - 1][1]]
+    assert len(names) > 100
+    assert {names[number - 1][1] for number in note_by_line} == WITHOUT_COUNTERPART
 
 
 @pytest.mark.parametrize(
@@ -48,6 +114,10 @@ def test_rewrite_of_ray_train_idioms_is_complete(rewrite: Rewrite, script: Path)
         "from ray.train.tensorflow.keras import ReportCheckpointCallback",
         "from ray.train.huggingface.transformers import prepare_trainer",
         "from ray.train import torch",
+        "from ray.train.torch import config, xla\nconfig.TorchConfig(); xla.TorchXLAConfig()",
+        "from ray.train._internal.storage import StorageContext",
+        "from ray import train\ndef train(): train.SyncConfig",
+        "RunConfig(name=None); ScalingConfig(num_workers=2)",
         "tune.RunConfig(verbose=0)",
         "from ray.tune import RunConfig\nRunConfig(verbose=0)",
     ],
@@ -69,6 +139,19 @@ def test_rewrite_of_existing_names_has_no_notes(rewrite: Rewrite, script: str) -
         ("import ray, ray.train, ray.tune\nray.init()\n",
          "import ray, drawbar.train, ray.tune\nray.init()\n"),
         ("from ray.air import RunConfig\n", "from drawbar.train import RunConfig\n"),
+        ("from ray.air import session, Checkpoint\n",
+         "from drawbar.train import session, Checkpoint\n"),
+        ("from ray.air.integrations.keras import ReportCheckpointCallback\n",
+         "from drawbar.train.tensorflow.keras import ReportCheckpointCallback\n"),
+        ("from ray.train.torch.config import TorchConfig\n",
+         "from drawbar.train.torch import TorchConfig\n"),
+        ("import ray.train.torch.config as c\n", "import drawbar.train.torch as c\n"),
+        ("import ray.train.torch.xla\nray.train.torch.xla.config.TorchXLAConfig()\n",
+         "import drawbar.train.torch\ndrawbar.train.torch.TorchXLAConfig()\n"),
+        ("from ray import train as t\nt.context.get_context(); t.torch.config.TorchConfig()\n",
+         "from drawbar import train as t\nt.get_context(); t.torch.TorchConfig()\n"),
+        ("from ray.train._internal.storage import StorageContext\n",
+         "from drawbar.train import StorageContext\n"),
         ("from ray.tune.integration.ray_train import TuneReportCallback\n",
          "from drawbar.tune import TuneReportCallback\n"),
         ('x = "ü", 1; import ray.train  # é\r\n', 'x = "ü", 1; import drawbar.train  # é\r\n'),
@@ -83,21 +166,32 @@ def test_rewrite_replaces_names_in_place(rewrite: Rewrite, before: str, after: s
     [
         ("from ray.train import SyncConfig", "leave it out"),
         ("from ray.train.torch import Nothing", "drawbar.train.torch has no Nothing"),
-        (
-            "from ray.train.torch.config import TorchConfig",
-            "module drawbar.train.torch.config does",
-        ),
-        ("from ray.air import session", "such as drawbar.train.report"),
-        ("RunConfig(verbose=0)", "RunConfig has no argument 'verbose'"),
+        ("import ray.train.horovod", "use drawbar.train.torch.TorchTrainer"),
+        ("from ray.train.v2.torch.torchft_config import TorchftConfig", "failed workers"),
+        ("from ray.train.constants import X", "has no constants: Drawbar does not read RAY_TRAIN"),
+        ("from ray.train._internal.x import Y", "has no _internal: it is internal"),
+        ("from ray.train.nothing import X", "module drawbar.train.nothing does not exist"),
+        ("from ray import train; train.SyncConfig()", "has no SyncConfig: leave it out"),
+        ("import ray.train as t; t.v2.api.SyncConfig()", "has no SyncConfig: leave it out"),
+        ("import ray.train; ray.train.torch.Nothing", "drawbar.train.torch has no Nothing"),
+        ("from ray.train import session; session.get_world_rank()",
+         "call drawbar.train.get_context().get_world_rank()"),
+        ("from ray.air import ResourceRequest", "drawbar.train has no ResourceRequest"),
+        ("from ray.air.integrations.wandb import setup_wandb", "drawbar.trackers.WandB"),
+        ("from ray import air", "its names are in drawbar.train"),
+        ("import ray; ray.air.RunConfig()", "its names are in drawbar.train"),
+        ("RunConfig(verbose=0)", "RunConfig takes no verbose=: logging_config="),
+        ("FailureConfig(max_failure=0)", "did you mean 'max_failures'?"),
         ("tune.Tuner(trainer)", "trainer.as_trainable()"),
-        ("x = 'RAY_TRAIN_V2_ENABLED'", "does not read RAY_TRAIN_"),
+        ("x = 'RAY_TRAIN_V2_ENABLED'", "does not read RAY_TRAIN_V2_ENABLED; remove it"),
+        ("x = 'RAY_TRAIN_CALLBACKS'", "use RunConfig(callbacks=)"),
         ("import_module('ray.train')", "string contains 'ray.train'"),
         ("def f(ray): ray.train.report()", "'ray' may be reassigned"),
         ("import fish as ray; ray.train.report()", "'ray' may be reassigned"),
         ("from sea import ray; ray.train.report()", "'ray' may be reassigned"),
         ("ray.train.report(); from sea import fish as ray", "'ray' may be reassigned"),
     ],
-)
+)  # fmt: skip
 def test_rewrite_notes_ambiguous_code(rewrite: Rewrite, script: str, expected: str) -> None:
     (note,) = rewrite(f"\n{script}\n")[1]
     assert note["line"] == 2
@@ -211,7 +305,7 @@ def test_migrate_rewrites_notebook_cells(
     )
     path.write_text(json.dumps(before, **layout) + "\n")
     result = cli("migrate", path, "--write")
-    assert f"{path}:cell 5:3: RunConfig has no argument 'verbose'" in result.out
+    assert f"{path}:cell 5:3: RunConfig takes no verbose=: logging_config=" in result.out
     assert f"{path}:cell 6:1: invalid Python: " in result.out
     assert path.read_text() == json.dumps(after, **layout) + "\n"
 

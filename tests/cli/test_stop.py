@@ -100,3 +100,13 @@ def test_stop_of_unknown_name_suggests_nearest_name(cli: Command, storage: Path)
         result = cli(command, storage / "shart")
         assert (result.code, result.err.count("\n")) == (2, 1)
         assert result.err.endswith("Similar names: short.\n")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_attach_finds_run_in_default_storage_path(
+    shared_storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAWBAR_STORAGE", str(shared_storage))
+    assert train.attach("short").path == str(shared_storage / "short")
+    with pytest.raises(LookupError, match=r"contains no ended run \(similar names: short\)"):
+        train.attach("shrot")

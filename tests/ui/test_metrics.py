@@ -12,10 +12,10 @@ def test_metrics_of_runs_in_all_states(client: Client) -> None:
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain")
     states = {
-        sample.labels["run"]: sample.labels["state"]
+        sample.labels["run"]: sample.labels["status"]
         for family in text_string_to_metric_families(data.decode())
         for sample in family.samples
-        if sample.name == "drawbar_run_state" and sample.value == 1
+        if sample.name == "drawbar_run_status" and sample.value == 1
     }
     assert states["finished"] == "finished"
     assert states["failed"] == "failed"

@@ -172,7 +172,7 @@ def test_run_with_implausible_numbers_in_its_journal_is_shown(tmp_path: Path) ->
 def test_run_finished_has_checkpoints_and_segments_without_gaps(client: Client) -> None:
     page = get_run(client, "finished")
     assert page["failure"] is page["resume"] is None
-    assert [item["state"] for item in page["checkpoints"]] == ["stored"] * 3
+    assert [item["status"] for item in page["checkpoints"]] == ["stored"] * 3
     assert page["checkpoints"][0]["files"] == [{"path": "model", "size": 7}]
     (attempt,) = page["attempts"]
     assert (attempt["status"], attempt["lost"], attempt["unsaved"]) == ("finished", 0, 0)

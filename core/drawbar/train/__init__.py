@@ -59,6 +59,9 @@ from drawbar.train._errors import (
     UserAbort,
     WorkerGroupError,
 )
+from drawbar.train._import_paths import ALIASES as _ALIASES
+from drawbar.train._import_paths import explain_missing_name as _explain_missing_name
+from drawbar.train._import_paths import install_aliases as _install_aliases
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train._worker.context import (
@@ -86,7 +89,6 @@ if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar.train import lightning as lightning
     from drawbar.train import tensorflow as tensorflow
     from drawbar.train import torch as torch
-    from drawbar.train import v2 as v2
     from drawbar.train import xgboost as xgboost
     from drawbar.train._handle.run_handle import RunHandle, attach
     from drawbar.train._history.goodput import Goodput
@@ -170,7 +172,6 @@ _INTEGRATIONS = (
     "lightning",
     "tensorflow",
     "torch",
-    "v2",
     "xgboost",
 )
 _HISTORY_NAMES = {
@@ -190,13 +191,6 @@ _DRIVER_NAMES = {
 }
 """Names imported on first use, because commands that only read runs do not need them."""
 
-_REPLACEMENTS = {
-    "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
-    "SyncConfig": "leave it out: Drawbar uploads checkpoints, the journal, and logs",
-    "horovod": "use drawbar.train.torch.TorchTrainer and torch.distributed",
-}
-"""Names of Ray Train without a counterpart, each with the replacement to suggest."""
-
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
@@ -207,15 +201,10 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
             return _import_names(_DRIVER_NAMES)[name]
         if name in _HISTORY_NAMES:
             return _import_names(_HISTORY_NAMES)[name]
-        if name in _INTEGRATIONS:
+        if name in _INTEGRATIONS or name in _ALIASES:
             return importlib.import_module(f"{__name__}.{name}")
-        if name in _REPLACEMENTS:
-            message = f"drawbar.train has no {name}: {_REPLACEMENTS[name]}"
-            # `from drawbar.train import` hides the text of an AttributeError, but `hasattr` needs
-            # an AttributeError.
-            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-                raise ImportError(message, name=__name__)
-            raise AttributeError(message, name=name, obj=sys.modules[__name__])
+        if reason := _explain_missing_name(__name__, name):
+            raise AttributeError(reason, name=name, obj=sys.modules[__name__])
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
@@ -233,4 +222,5 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_INTEGRATIONS})
 
 
+_install_aliases()
 backend.set_public_module(globals())

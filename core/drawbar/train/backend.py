@@ -25,6 +25,7 @@ from drawbar.train._config.packages import (
 )
 from drawbar.train._config.train_function import TrainFunction
 from drawbar.train._driver_env import DriverContext, set_tune_trial
+from drawbar.train._import_paths import explain_missing_name, find_public_module
 from drawbar.train._worker.context import get_node_address, get_worker_address
 from drawbar.train._worker.instrumentation import get_forward_callback, measure_data_wait
 from drawbar.train._worker.integration_api import (
@@ -59,6 +60,8 @@ __all__ = [
     "attempt_local",
     "count_collectives",
     "discard_checkpoint",
+    "explain_missing_name",
+    "find_public_module",
     "get_agreed_checkpoint",
     "get_forward_callback",
     "get_node_address",

@@ -13,4 +13,6 @@ from drawbar.train._worker.context import all_gather, barrier, broadcast_from_ra
 
 __all__ = ["all_gather", "barrier", "broadcast_from_rank_zero"]
 
+__path__: list[str] = []  # Python looks for aliases below this module; see _import_paths.py
+
 set_public_module(globals())

@@ -1,3 +1,5 @@
 """`drawbar.lightgbm`, under the path that it has in Ray Train."""
 
 from drawbar.lightgbm import *
+
+__path__: list[str] = []  # Python looks for aliases below this module; see _import_paths.py

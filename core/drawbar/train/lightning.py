@@ -1,3 +1,5 @@
 """`drawbar.lightning`, under the path that it has in Ray Train."""
 
 from drawbar.lightning import *
+
+__path__: list[str] = []  # Python looks for aliases below this module; see _import_paths.py

@@ -12,6 +12,7 @@ The `drawbar` command-line tool shows the same information.
 """
 
 from drawbar.train._api import set_public_module
+from drawbar.train._config.default_storage import get_default_storage_path
 from drawbar.train._history.cleanup import UnusedFile, find_unused_local_files
 from drawbar.train._history.find_runs import RunCatalog, find_run, list_runs
 from drawbar.train._history.metrics_exporter import MetricsExporter
@@ -40,6 +41,7 @@ __all__ = [
     "UnusedFile",
     "find_run",
     "find_unused_local_files",
+    "get_default_storage_path",
     "list_runs",
 ]
 

@@ -11,12 +11,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from drawbar.cli._commands.clean import clean
 from drawbar.cli._commands.compare import compare
+from drawbar.cli._commands.delete import delete
 from drawbar.cli._commands.export import export
 from drawbar.cli._commands.launch import LAUNCH_CONTEXT, LaunchCommand, launch
 from drawbar.cli._commands.logs import logs
@@ -39,7 +40,7 @@ from drawbar.cli._output import (
 
 app = typer.Typer(
     name="drawbar",
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,  # plain text works in every terminal, and importing Rich is slow
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,8 +55,13 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
+_UsageError: Any = typer.BadParameter.__base__
+"""Base class of Typer's errors in arguments, for which Typer has no public name."""
+
+
 @app.callback()
 def _root_command(
+    context: typer.Context,
     _: Annotated[
         bool,
         typer.Option(
@@ -64,6 +70,9 @@ def _root_command(
     ] = False,
 ) -> None:
     """Run training scripts on Ray and inspect training runs."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT)(launch)
@@ -81,6 +90,7 @@ COMMANDS = (
     track,
     verify,
     clean,
+    delete,
     doctor,
     migrate,
 )
@@ -111,13 +121,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _configure_streams()
     try:
         try:
-            app(arguments, prog_name="drawbar")
+            # Not Typer's standalone mode, which prints errors in arguments in several lines.
+            code = app(arguments, prog_name="drawbar", standalone_mode=False)
         finally:
             sys.stdout.flush()  # raises here if the disk is full, instead of at interpreter exit
+        sys.exit(code)
     except CommandError as error:
         if os.environ.get("DRAWBAR_FULL_TRACEBACK") == "1":
             traceback.print_exception(error)
         _exit_with_error(" ".join(str(error).split()))
+    except _UsageError as error:
+        _exit_with_error(_describe_usage_error(error))
+    except typer.Abort:  # Ctrl-C, or no answer to a question
+        print("Aborted.", file=sys.stderr)
+        sys.exit(1)
     except BrokenPipeError:  # `drawbar runs | head`
         discard_stdout()
         sys.exit(1)
@@ -142,6 +159,13 @@ def _configure_streams() -> None:
                 stream = io.TextIOWrapper(buffered, stream.encoding, line_buffering=True)
                 sys.stdout = stream
             stream.reconfigure(errors="backslashreplace")
+
+
+def _describe_usage_error(error: Any) -> str:
+    command = "drawbar" if error.ctx is None else error.ctx.command_path
+    message = " ".join(error.format_message().split()).rstrip(".")
+    end = "" if message.endswith(("?", ")")) else "."
+    return f"{message}{end} For the arguments, run: {command} --help"
 
 
 def _exit_with_error(line: str) -> NoReturn:

@@ -14,9 +14,17 @@ from drawbar.train.runs import RunRecord, find_run
 if TYPE_CHECKING:
     from drawbar.train import RunHandle
 
+DEFAULT_STORAGE_HELP = "Default: $DRAWBAR_STORAGE, or ~/drawbar_results."
+
+Storage = Annotated[
+    str | None,
+    typer.Argument(metavar="STORAGE", help=f"Storage directory or URI. {DEFAULT_STORAGE_HELP}"),
+]
 RunName = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Run name in ~/drawbar_results, run directory, or URI."),
+    typer.Argument(
+        metavar="RUN", help="Run name in the default storage path, run directory, or URI."
+    ),
 ]
 RunNames = Annotated[
     list[str],

@@ -52,7 +52,7 @@ def _describe(run: IndexedRun, spans: Sequence[AttemptSpan]) -> dict[str, Any]:
     record = run.record
     starts = [event for event in run.events if event["event"] == "run_started"]
     checkpoints = _list_checkpoints(run, spans)
-    stored = [checkpoint for checkpoint in checkpoints if checkpoint["state"] == "stored"]
+    stored = [checkpoint for checkpoint in checkpoints if checkpoint["status"] == "stored"]
     last_start = starts[-1] if starts else {}
     versions = {"drawbar": record.drawbar_version} if record.drawbar_version else {}
     stalled = list_stalled(run) if run.is_active else []
@@ -89,12 +89,12 @@ def _list_checkpoints(run: IndexedRun, spans: Sequence[AttemptSpan]) -> list[dic
         found.setdefault(name, _describe_commit(event))
     for name, reason in unreadable.items():
         found.setdefault(name, _describe_commit({"name": name}))
-        found[name] |= {"state": "unreadable", "reason": reason}
+        found[name] |= {"status": "unreadable", "reason": reason}
     for event in run.events:
         if event["event"] == "checkpoint_deleted" and event["name"] in found:
             item = found[event["name"]]
-            if item["state"] != "stored":
-                item |= {"state": "deleted", "reason": ""}
+            if item["status"] != "stored":
+                item |= {"status": "deleted", "reason": ""}
     for name, item in found.items():
         item["commit_seconds"] = commits.get(name, {}).get("seconds")
         item["is_resume"] = name in resumed
@@ -115,8 +115,7 @@ def _describe_manifest(manifest: Manifest) -> dict[str, Any]:
             "metrics": flatten_settings(validation.metrics),
             "error": validation.error,
         },
-        "status": manifest.status.value,
-        "state": "stored",
+        "status": "stored",
     }
 
 
@@ -132,8 +131,7 @@ def _describe_commit(event: Mapping[str, Any]) -> dict[str, Any]:
         "files": [],
         "metrics": flatten_settings(event.get("metrics", {})),
         "validation": None,
-        "status": "COMMITTED",
-        "state": "deleted",
+        "status": "deleted",
         "reason": "",
     }
 
@@ -212,7 +210,7 @@ def _list_workers(
             "node_id": info["node_id"],
             "pid": info["pid"],
             "gpus": list(info["gpu_ids"]),
-            "state": "ended"
+            "status": "ended"
             if not run.is_active
             else "stalled"
             if ranks["world_rank"] in stalled

@@ -137,8 +137,8 @@ def test_metrics_of_run_with_restart(
     status, text = scrape(read_port(capfd))
     run.finish()
     assert status == 200
-    assert parse(text, "drawbar_run_state")[("running",)] == 1
-    assert sum(parse(text, "drawbar_run_state").values()) == 1
+    assert parse(text, "drawbar_run_status")[("running",)] == 1
+    assert sum(parse(text, "drawbar_run_status").values()) == 1
     assert parse(text, "drawbar_attempts_total") == {(): 2}
     restarts = parse(text, "drawbar_restarts_total")
     assert restarts[("worker",)] == 1

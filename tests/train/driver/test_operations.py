@@ -86,7 +86,7 @@ def test_operations_files_use_only_existing_labels_and_values(
 ) -> None:
     labels = {label for values in exported.values() for label in values}
     allowed = {
-        "state": exported["drawbar_run_state"]["state"],
+        "status": exported["drawbar_run_status"]["status"],
         "cause": exported["drawbar_restarts_total"]["cause"],
     }
     for text in iter_expressions():

@@ -34,7 +34,7 @@ def test_exporter_of_finished_run_matches_its_record(tmp_path: Path) -> None:
     fit(report_twice, tmp_path)
     record = runs.find_run(tmp_path / "run")
     values = collect(runs.MetricsExporter().format([record]))
-    assert values["drawbar_run_state", "finished"] == 1
+    assert values["drawbar_run_status", "finished"] == 1
     assert values["drawbar_reports_total", ""] == 2
     assert values["drawbar_attempts_total", ""] == 1
     assert values["drawbar_live_ranks", ""] == 0
@@ -69,7 +69,7 @@ def test_exporter_of_damaged_and_copied_runs_has_each_once(tmp_path: Path) -> No
     records = [*runs.list_runs(tmp_path / "a"), *runs.list_runs(tmp_path / "b")]
     text = runs.MetricsExporter().format(records)
     assert text.count(b"\ndrawbar_reports_total{") == 2
-    assert b'drawbar_run_state{run="lost",run_id="",state="unknown"} 1.0' in text
+    assert b'drawbar_run_status{run="lost",run_id="",status="unknown"} 1.0' in text
 
 
 def test_stalled_ranks_of_killed_driver_are_cleared_on_resume(tmp_path: Path) -> None:

@@ -191,9 +191,6 @@ class UserCallback:
 ResumeMode = Literal["auto", "never", "must"]
 ScoreOrder = Literal["max", "min"]
 
-# The home directory survives a reboot, and the nodes of a cluster often share it.
-DEFAULT_STORAGE_PATH = "~/drawbar_results"
-
 _MAX_NAME_BYTES = 255  # bytes, in all usual file systems
 
 _SAVING_ADVICE = (
@@ -315,7 +312,8 @@ class RunConfig(fields.ConfigRepr):
         name: Name of the run directory below the storage path; may contain directories, such as
             "mnist/first". Default: date, time, and six random hexadecimal digits.
         storage_path: Directory or URI in which runs are stored: a local or shared path, or a URI
-            that pyarrow or fsspec supports, such as `s3://bucket/path`. Default:
+            that pyarrow or fsspec supports, such as `s3://bucket/path`. Default: the environment
+            variable DRAWBAR_STORAGE, `storage_path` in `~/.config/drawbar/config.toml`, or
             `~/drawbar_results`.
         storage_filesystem: A `pyarrow.fs.FileSystem` or fsspec filesystem for `storage_path`, which
             then needs no scheme.

@@ -130,7 +130,7 @@ class TerminalDisplay:
 
 
 class NotebookDisplay(PlainDisplay):
-    """Card with state, metrics, curves, and checkpoints in the cell's output, above plain lines.
+    """Card with status, metrics, curves, and checkpoints in the cell's output, above plain lines.
 
     Args:
         streams: Output streams.

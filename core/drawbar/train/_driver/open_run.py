@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH, RunConfig
+from drawbar.train._config.default_storage import get_default_storage_path
+from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.secrets import redact_arguments
 from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._controller.run import OpenRun, RunSpec
@@ -63,35 +64,40 @@ _GIT_TIMEOUT_S = 2.0  # on a slow network filesystem
 
 
 def get_run_directory(config: RunConfig) -> RunDirectory:
-    """Return the directory of a run whose config has a name.
+    """Return the directory of a run whose config has a name and a storage path.
 
     Raises:
         ImportError: The package for the filesystem is not installed.
         ValueError: `storage_path` or `storage_filesystem` is invalid.
         TypeError: `storage_path` or `storage_filesystem` has a wrong type.
     """
-    storage = resolve_path(config.storage_path or DEFAULT_STORAGE_PATH, config.storage_filesystem)
-    assert config.name is not None  # see `add_default_name`
+    assert config.name is not None  # see `add_defaults`
+    assert config.storage_path is not None
+    storage = resolve_path(config.storage_path, config.storage_filesystem)
     return make_run_directory(storage / config.name)
 
 
-def add_default_name(config: RunConfig) -> RunConfig:
-    """Set a default name, or move the directories in a name to the storage path.
+def add_defaults(config: RunConfig) -> RunConfig:
+    """Set the default storage path and name; move the directories in a name to the storage path.
+
+    This process sets the defaults, also if another process opens the run.
 
     Raises:
         ImportError: The package for the filesystem is not installed.
-        ValueError: `storage_path` or `storage_filesystem` is invalid.
+        ValueError: `storage_path`, `storage_filesystem`, or the default storage path is invalid.
         TypeError: `storage_path` or `storage_filesystem` has a wrong type.
+        OSError: The configuration file cannot be read.
     """
+    storage_path = config.storage_path or get_default_storage_path()
+    config = dataclasses.replace(config, storage_path=storage_path)
     if config.name is None:
         name = f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
         return dataclasses.replace(config, name=name)
     *directories, name = PurePath(config.name).parts
     if not directories:
         return config
-    storage = resolve_path(config.storage_path or DEFAULT_STORAGE_PATH, config.storage_filesystem)
-    storage_path = str(storage / "/".join(directories))
-    return dataclasses.replace(config, name=name, storage_path=storage_path)
+    storage = resolve_path(storage_path, config.storage_filesystem) / "/".join(directories)
+    return dataclasses.replace(config, name=name, storage_path=str(storage))
 
 
 def open_run(spec: RunSpec) -> OpenRun:

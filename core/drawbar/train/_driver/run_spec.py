@@ -18,7 +18,7 @@ from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver import preflight
-from drawbar.train._driver.open_run import add_default_name
+from drawbar.train._driver.open_run import add_defaults
 from drawbar.train._driver_env import DriverEnvironment, select_forwarded
 from drawbar.train._errors import DamagedRunError
 from drawbar.train._protocol.assignment import WorkerSpec
@@ -89,7 +89,7 @@ def make_run_spec(
             payload, function, scaling_config, run_config, validation_config
         ),
         scaling_config=scaling_config,
-        run_config=add_default_name(run_config),
+        run_config=add_defaults(run_config),
         backend_config=payload.backend_config,
         dataset_config=dataset_config,
         datasets=datasets,

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from drawbar.train._config.fields import parse_duration
-from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._errors import UserAbort
 from drawbar.train._frames import without_internal_frames
 from drawbar.train._handle.run_view import EndedRun, LiveGoodput, RunView, SameHostRun
 from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.result import Result
 from drawbar.train._history.run_history import RunHistory
+from drawbar.train._history.run_locations import RunLocation, locate_run
 from drawbar.train._history.run_progress import RunProgress
 from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import Metrics
 from drawbar.train._storage.filesystem import AnyFileSystem
 from drawbar.train._storage.journal_file import is_locked
-from drawbar.train._storage.run_directory import RunDirectory, describe_resume, open_run_directory
+from drawbar.train._storage.run_directory import RunDirectory, describe_resume, make_run_directory
 from drawbar.train._worker_group.cluster import try_connect_to_ray
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
@@ -309,8 +309,7 @@ def attach(
     if not target:
         raise ValueError("attach() needs the name, directory, or URI of a run, found ''")
     is_name = "/" not in target and storage_filesystem is None
-    path_or_uri = os.path.join(DEFAULT_STORAGE_PATH, target) if is_name else target
-    directory = open_run_directory(path_or_uri, storage_filesystem)
+    directory = make_run_directory(locate_run(target, storage_filesystem).path)
     return RunHandle(_find_run(directory, is_name=is_name))
 
 
@@ -360,7 +359,9 @@ def _can_be_detached(directory: RunDirectory) -> bool:
 def _describe_directory(directory: RunDirectory) -> str:
     name, uri = directory.name, directory.uri
     if directory.run_files.read_journal() is None:
-        return f"no detached run {name!r} is in progress, and {uri} contains no ended run"
+        similar = ", ".join(RunLocation(directory.root.parent, name).find_similar_names())
+        hint = f" (similar names: {similar})" if similar else ""
+        return f"no detached run {name!r} is in progress, and {uri} contains no ended run{hint}"
     if is_locked(directory.journal_path) and _can_be_detached(directory):
         return (
             f"run {name!r} in {uri} is in progress, detached, on a cluster that this process is "

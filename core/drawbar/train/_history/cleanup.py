@@ -27,8 +27,9 @@ from drawbar.train._history.report_ranges import list_committed_names
 from drawbar.train._storage.contents import is_external, list_parents
 from drawbar.train._storage.download_cache import get_user_temp_directory, remove_if_unused
 from drawbar.train._storage.files import compute_tree_size, has_open_files, remove_tree
-from drawbar.train._storage.journal_file import is_locked
+from drawbar.train._storage.journal_file import JOURNAL_FILE, JournalFile, is_locked
 from drawbar.train._storage.manifest import Manifest, read_manifest
+from drawbar.train._storage.remote_path import RemotePath
 from drawbar.train._storage.remote_store import RemoteCheckpointStore
 from drawbar.train._storage.run_directory import RunDirectory, list_work_directories
 from drawbar.train._storage.run_files import RUN_FILE_NAMES
@@ -181,6 +182,45 @@ def _delete_checkpoint(directory: RunDirectory, manifest: Manifest) -> None:
         directory.staging.path.mkdir(parents=True, exist_ok=True)
         journal.append(CheckpointDeleted(time=time.time(), name=name))
         directory.checkpoints.delete(name)
+
+
+def delete_run(directory: RunDirectory) -> None:
+    """Delete the directory of a run that is not in progress; see `RunRecord.delete`."""
+    root = directory.root
+    if isinstance(root, Path) and root.is_symlink():
+        raise ValueError(f"{root} is a symbolic link. Delete the directory to which it refers.")
+    if nested := _find_nested_run(root):
+        raise ValueError(f"{root} also contains the run {nested!r}. Delete that run first.")
+    journal = JournalFile(directory.journal_path)  # so that no other process resumes the run
+    try:
+        # The journal is deleted last. After an interruption, the run can be deleted again.
+        if isinstance(root, Path):
+            for path in root.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    _remove_completely(path)
+                elif path.name != JOURNAL_FILE:
+                    path.unlink()
+            directory.journal_path.unlink()
+            with contextlib.suppress(OSError):  # another process starts a run of this name
+                root.rmdir()
+        else:
+            for name in root.list_directories():
+                (root / name).delete_tree()
+            root.delete_tree()
+            _remove_completely(directory.local_path)
+    finally:
+        journal.close()
+
+
+def _find_nested_run(root: Path | RemotePath) -> str | None:
+    """Return the name of a run whose directory is in the directory of another run, or None."""
+    if isinstance(root, Path):
+        walk = (path for path, _, files in os.walk(root) if JOURNAL_FILE in files)
+        nested = [os.path.relpath(path, root) for path in walk if Path(path) != root]
+    else:
+        names = [file.path for file in root.list_files() if file.path.endswith(f"/{JOURNAL_FILE}")]
+        nested = [name.removesuffix(f"/{JOURNAL_FILE}") for name in names]
+    return f"{root.name}/{min(nested)}" if nested else None
 
 
 def find_unused_local_files(min_age_s: float) -> Iterator[UnusedFile]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import threading
 import time
@@ -11,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
+from drawbar.train._config.default_storage import get_default_storage_path
 from drawbar.train._errors import CheckpointError
 from drawbar.train._history.run_history import RunHistory
+from drawbar.train._history.run_locations import MAX_DEPTH, can_be_run_name, locate_run
 from drawbar.train._history.run_record import RunRecord
 from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar.train._storage.journal_file import JOURNAL_FILE
@@ -22,8 +22,6 @@ from drawbar.train._storage.report_files import REPORTS_DIRECTORY
 from drawbar.train._storage.run_directory import make_run_directory
 from drawbar.train._storage.storage_path import list_directories
 
-_MAX_SUGGESTIONS = 3
-_MAX_DEPTH = 4  # of directories to search for runs, because a storage may also contain datasets
 _REMOTE_SECONDS = 10.0
 """Time for which a run in remote storage is not read again."""
 _MAX_LOAD = 0.2
@@ -41,7 +39,7 @@ def find_run(
 
     Args:
         path_or_name: The run's directory, its URI, or its name in the default storage path, such as
-            `run` or `experiment/run`.
+            `run` or `experiment/run`. See `get_default_storage_path`.
         storage_filesystem: Filesystem of the path, as for `RunConfig`.
 
     Returns:
@@ -58,20 +56,11 @@ def find_run(
             run = runs.find_run("/shared/runs/experiment")
             print(run.status, run.damage)
     """
-    text = os.fspath(path_or_name)
-    is_name = "/" not in text and storage_filesystem is None and text not in ("", ".", "..")
-    default = Path(DEFAULT_STORAGE_PATH).expanduser()
-    if is_name and not (default / text).exists() and (Path(text) / JOURNAL_FILE).exists():
-        is_name = False  # a directory in the working directory
-    if "/" in text and storage_filesystem is None:
-        # The name of a run can have parent directories. An existing relative path takes precedence.
-        is_name = not os.path.exists(text) and (default / text / JOURNAL_FILE).exists()
-    path = default / text if is_name else resolve_path(text, storage_filesystem)
+    location = locate_run(path_or_name, storage_filesystem)
     try:
-        return read_record(path)
+        return read_record(location.path)
     except FileNotFoundError:
-        storage = default if is_name else path.parent
-        raise LookupError(_describe_missing_run(path, storage)) from None
+        raise LookupError(location.describe_missing_run()) from None
 
 
 def read_record(path: Path | RemotePath, name: str = "") -> RunRecord:
@@ -86,19 +75,8 @@ def read_record(path: Path | RemotePath, name: str = "") -> RunRecord:
     return RunRecord(directory, history, damage, name)
 
 
-def _describe_missing_run(path: Path | RemotePath, storage: Path | RemotePath) -> str:
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = [name for name in list_directories(storage) if name != path.name]
-    similar = difflib.get_close_matches(path.name, names, n=_MAX_SUGGESTIONS, cutoff=0.5)
-    if similar:
-        return f"There is no run {path.name!r} in {storage}. Similar names: {', '.join(similar)}."
-    others = f"has {len(names)} other directories" if names else "is empty or does not exist"
-    return f"There is no run {path.name!r} in {storage}. This storage path {others}."
-
-
 def list_runs(
-    storage_path: str | os.PathLike[str] = DEFAULT_STORAGE_PATH,
+    storage_path: str | os.PathLike[str] | None = None,
     storage_filesystem: AnyFileSystem | None = None,
 ) -> Iterator[RunRecord]:
     """Read all runs of a storage path, in the order of their names.
@@ -107,7 +85,8 @@ def list_runs(
     Directories behind symbolic links are not searched for them.
 
     Args:
-        storage_path: Path or URI, as for `RunConfig.storage_path`.
+        storage_path: Path or URI, as for `RunConfig.storage_path`. Default: the default storage
+            path, which has no runs if it does not exist.
         storage_filesystem: Filesystem of the storage path, as for `RunConfig`.
 
     Yields:
@@ -125,8 +104,11 @@ def list_runs(
                 if run.status == "failed":
                     print(run.name, run.error)
     """
-    storage = resolve_path(storage_path, storage_filesystem)
+    is_default = storage_path is None
+    storage = resolve_path(storage_path or get_default_storage_path(), storage_filesystem)
     if not storage.exists():
+        if is_default:
+            return
         raise FileNotFoundError(f"Storage path {storage} does not exist.")
     yield from iter_run_records(storage, read_record)
 
@@ -150,7 +132,7 @@ def iter_run_records(
         run = _read_run(path, prefix + name, read)
         if run is not None:
             yield run
-        elif depth < _MAX_DEPTH and not (isinstance(path, Path) and path.is_symlink()):
+        elif depth < MAX_DEPTH and not (isinstance(path, Path) and path.is_symlink()):
             # A directory that is unreadable or was just deleted must not hide the others.
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 yield from iter_run_records(path, read, f"{prefix}{name}/", depth + 1)
@@ -210,7 +192,7 @@ class RunCatalog:
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]] = ()) -> None:
-        self.paths = [os.fspath(path) for path in paths] or [DEFAULT_STORAGE_PATH]
+        self.paths = [os.fspath(path) for path in paths] or [get_default_storage_path()]
         self.errors: list[str] = []
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._lock = threading.Lock()
@@ -262,7 +244,7 @@ class RunCatalog:
             yield self._read(root, "")
         elif root.exists():
             yield from iter_run_records(root, self._read)
-        elif "/" not in path:
+        elif can_be_run_name(path):
             yield find_run(path)
         else:
             raise FileNotFoundError(f"Storage path {root} does not exist.")

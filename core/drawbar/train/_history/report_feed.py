@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drawbar.train._config.run_config import DEFAULT_STORAGE_PATH
 from drawbar.train._history.events import JournaledEvent, RunEnded, RunStarted
 from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.report_blocks import ReportBlock, decode_block
 from drawbar.train._history.report_ranges import AttemptReports, apply_to_attempts
+from drawbar.train._history.run_locations import locate_run
 from drawbar.train._history.stored_reports import SegmentReader
 from drawbar.train._metrics import Metrics
-from drawbar.train._storage.filesystem import AnyFileSystem, resolve_path
-from drawbar.train._storage.journal_file import JOURNAL_FILE, is_locked, strip_torn_line
+from drawbar.train._storage.filesystem import AnyFileSystem
+from drawbar.train._storage.journal_file import is_locked, strip_torn_line
 from drawbar.train._storage.manifest import DECODE_ERRORS
 from drawbar.train._storage.run_directory import make_run_directory
 from drawbar.train._storage.run_files import TRACKERS_DIRECTORY
@@ -130,7 +130,7 @@ class ReportFeed:
         position: FeedPosition | None = None,
     ) -> None:
         start = position or FeedPosition()
-        self._directory = make_run_directory(_resolve(path, storage_filesystem))
+        self._directory = make_run_directory(locate_run(path, storage_filesystem).path)
         # While a process of this machine controls the run, all its files are on this machine.
         self._is_local = self._directory.remote_path is None or is_locked(
             self._directory.journal_path
@@ -374,11 +374,3 @@ def _sort_reports(
         ]
         for index, block, row in sorted(reports, key=lambda report: report[0]):
             yield rank, index, block, row
-
-
-def _resolve(path: str | os.PathLike[str], filesystem: AnyFileSystem | None) -> Any:
-    text = os.fspath(path)
-    default = Path(DEFAULT_STORAGE_PATH).expanduser() / text
-    if filesystem is None and "://" not in text and (default / JOURNAL_FILE).exists():
-        return default
-    return resolve_path(text, filesystem)

@@ -31,7 +31,7 @@ _RAY_RUN = ("ray_train_run_name", "ray_train_run_id")
 _NODE = (*_RUN, "node", "node_rank")
 
 METRICS = {
-    "drawbar_run_state": MetricInfo("gauge", "1 for the state of the run.", (*_RUN, "state")),
+    "drawbar_run_status": MetricInfo("gauge", "1 for the status of the run.", (*_RUN, "status")),
     "drawbar_attempts_total": MetricInfo("counter", "Started attempts.", _RUN),
     "drawbar_restarts_total": MetricInfo("counter", "Restarts by cause.", (*_RUN, "cause")),
     "drawbar_goodput_seconds": MetricInfo(
@@ -85,7 +85,7 @@ METRICS = {
 }
 """All metrics by name. Those that begin with `ray_train_` have the names of Ray Train."""
 
-STATES = ("starting", "running", "restarting", *FINAL_STATUSES, "interrupted", "unknown")
+STATUSES = ("starting", "running", "restarting", *FINAL_STATUSES, "interrupted", "unknown")
 RAY_STATES = {
     "starting": "SCHEDULING",
     "running": "RUNNING",
@@ -245,8 +245,8 @@ class RunMetrics:
         self, now: float, status: str, num_reports: int | None
     ) -> Iterator[MetricValue]:
         is_active = status in ("starting", "running", "restarting")
-        for state in STATES:
-            yield MetricValue("drawbar_run_state", (state,), float(state == status))
+        for name in STATUSES:
+            yield MetricValue("drawbar_run_status", (name,), float(name == status))
         yield MetricValue("drawbar_attempts_total", (), len(self._attempts))
         for cause, count in self._restarts.items():
             yield MetricValue("drawbar_restarts_total", (cause,), count)

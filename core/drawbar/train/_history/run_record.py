@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from drawbar.train._errors import CheckpointError
-from drawbar.train._history.cleanup import UnusedFile, find_unused_files
+from drawbar.train._errors import CheckpointError, RunInProgressError
+from drawbar.train._history.cleanup import UnusedFile, delete_run, find_unused_files
 from drawbar.train._history.events import RunStarted, StragglerFound
 from drawbar.train._history.goodput import Goodput
 from drawbar.train._history.html import extract_curves
@@ -368,3 +368,28 @@ class RunRecord(RunEvents):
         """
         if self.status != UNKNOWN:
             yield from find_unused_files(self._directory, self._history.events, num_to_keep)
+
+    def delete(self, *, force: bool = False) -> None:
+        """Delete the run: its directory with checkpoints, reports, logs, and files of the user.
+
+        Checkpoints in other directories, which were committed with NO_UPLOAD, are not deleted.
+
+        Args:
+            force: Whether to delete a run in an object store that has not ended according to its
+                journal. Drawbar cannot check whether another machine is still running it.
+
+        Raises:
+            RunInProgressError: The run is in progress, or may be.
+            ValueError: The directory contains other runs, or is a symbolic link.
+            OSError: The storage cannot be written.
+        """
+        status = self.status
+        if status not in (*FINAL_STATUSES, INTERRUPTED, UNKNOWN):
+            stop = f"Stop it first, for example with: drawbar stop {self.path}"
+            raise RunInProgressError(f"Run {self.name!r} is {status}. {stop}")
+        if status == UNKNOWN and self._history.events and not force:
+            raise RunInProgressError(
+                f"Run {self.name!r} in {self.storage_path} has not ended, and another machine may "
+                "be running it. Stop it there, or use force=True (drawbar delete --force)."
+            )
+        delete_run(self._directory)

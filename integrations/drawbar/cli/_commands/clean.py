@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from drawbar.cli._arguments import AsJson, command_errors
+from drawbar.cli._arguments import DEFAULT_STORAGE_HELP, AsJson, command_errors
 from drawbar.cli._output import CommandError, format_os_error, write_json, write_table
 from drawbar.train import DamagedRunError, RunInProgressError
 from drawbar.train.runs import RunRecord, UnusedFile, find_run, find_unused_local_files, list_runs
@@ -19,8 +19,12 @@ _DAY = 86_400
 
 def clean(
     storage: Annotated[
-        str, typer.Argument(metavar="STORAGE", help="Storage directory or URI, or one run in it.")
-    ] = "~/drawbar_results",
+        str | None,
+        typer.Argument(
+            metavar="STORAGE",
+            help=f"Storage directory or URI, or one run in it. {DEFAULT_STORAGE_HELP}",
+        ),
+    ] = None,
     keep: Annotated[
         int | None,
         typer.Option(
@@ -64,14 +68,16 @@ def clean(
         raise CommandError(f"Could not delete {reasons}")
 
 
-def _find_runs(storage: str) -> Iterator[RunRecord]:
+def _find_runs(storage: str | None) -> Iterator[RunRecord]:
     """Yield the named run, or all runs in a storage directory except symbolic links."""
-    if "/" in storage:
+    if storage is not None and ("/" in storage or not os.path.isdir(storage)):
         try:
             yield find_run(storage)
             return
         except LookupError:
-            pass
+            is_path = storage.startswith(("/", "~", ".")) or ":/" in storage
+            if not is_path and not os.path.isdir(storage):
+                raise
     yield from (run for run in list_runs(storage) if not os.path.islink(run.path))
 
 

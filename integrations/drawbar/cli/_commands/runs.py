@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.filesize import decimal
 
-from drawbar.cli._arguments import AsJson, command_errors
+from drawbar.cli._arguments import AsJson, Storage, command_errors
 from drawbar.cli._output import format_age, format_metrics, plausible_time, write_json, write_table
-from drawbar.train.runs import RunRecord, list_runs
+from drawbar.train.runs import RunRecord, get_default_storage_path, list_runs
 
 
 def runs(
-    storage: Annotated[
-        str, typer.Argument(metavar="STORAGE", help="Storage directory or URI.")
-    ] = "~/drawbar_results",
+    storage: Storage = None,
     as_json: AsJson = False,
 ) -> None:
     """List training runs, newest first."""
@@ -28,7 +25,7 @@ def runs(
         head = ("NAME", "STATUS", "STARTED", "ATTEMPTS", "WORKERS", "SIZE", "LATEST METRICS")
         write_table([head, *map(_format_row, rows)])
     else:
-        print(f"No runs in {storage}.")
+        print(f"No runs in {storage or get_default_storage_path()}.")
 
 
 def _start_time(run: RunRecord) -> float:

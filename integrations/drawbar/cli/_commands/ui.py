@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from drawbar.cli._arguments import command_errors
+from drawbar.cli._arguments import DEFAULT_STORAGE_HELP, command_errors
 from drawbar.cli._output import escape_control_chars
 
 
@@ -18,7 +18,7 @@ def ui(
         list[str] | None,
         typer.Argument(
             metavar="STORAGE|RUN",
-            help="Storage paths, run directories, URIs, or run names. Default: ~/drawbar_results.",
+            help=f"Storage paths, run directories, URIs, or run names. {DEFAULT_STORAGE_HELP}",
         ),
     ] = None,
     host: Annotated[
@@ -41,7 +41,7 @@ def ui(
         ),
     ] = None,
 ) -> None:
-    """Show runs in a browser: state, failures, curves, goodput, and logs."""
+    """Show runs in a browser: status, failures, curves, goodput, and logs."""
     from drawbar.ui import export_html, start_server  # other commands do not need it
 
     with command_errors():

@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 
 from drawbar.cli._arguments import AsJson
+from drawbar.cli._migrate.checks import MigrationNote
 from drawbar.cli._migrate.notebook import rewrite_notebook
-from drawbar.cli._migrate.rewriter import MigrationNote, RewriteResult, rewrite
+from drawbar.cli._migrate.rewriter import RewriteResult, rewrite
 from drawbar.cli._output import CommandError, escape_control_chars, format_os_error, write_json
 
 _SKIPPED_DIRECTORIES = ("__pycache__", "node_modules", "site-packages")

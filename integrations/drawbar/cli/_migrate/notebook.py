@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.cli._migrate.rewriter import MigrationNote, RewriteResult, parse_source, rewrite_lines
+from drawbar.cli._migrate.checks import MigrationNote
+from drawbar.cli._migrate.rewriter import RewriteResult, parse_source, rewrite_lines
 
 _MAGIC = re.compile(r"\s*(?:[%!?]|[\w.]+\?{1,2}\s*$|[\w., ]+=\s*[%!])")
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")

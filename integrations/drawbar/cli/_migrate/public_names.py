@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from drawbar import train
-from drawbar.train import v2
 
 
+@functools.cache
 def public_names(module: str) -> set[str] | None:
     """Return the public names of `drawbar.train` or a submodule; None if it does not exist."""
     if module == train.__name__:
         return {*dir(train), "train"}
-    path = module.removeprefix(f"{v2.__name__}.")
-    if path in v2.ALIASES:
-        return public_names(f"{train.__name__}.{v2.ALIASES[path]}".rstrip("."))
     file = _find_file(module)
     if file is None or any(part.startswith("_") for part in module.split(".")):
         return None

@@ -8,46 +8,26 @@ else in the source changes.
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from drawbar import train
-from drawbar.cli._migrate.public_names import public_names
-
-_BYTE_ORDER_MARK = "\ufeff"
-_OLD, _NEW, _TUNE = "ray.train", "drawbar.train", "ray.tune"
-_AIR = ("ray.air", "ray.air.config")
-_TUNE_CALLBACK = "ray.tune.integration.ray_train"
-_CONFIGS = ("CheckpointConfig", "DataConfig", "FailureConfig", "RunConfig", "ScalingConfig")
-_STRING_NOTES = (
-    (
-        re.compile(r"\bray\.train\b"),
-        "string contains 'ray.train'; replace it if it is a module name",
-    ),
-    (re.compile(r"\bRAY_TRAIN_\w+"), "Drawbar does not read RAY_TRAIN_* variables"),
-    (
-        re.compile(r"ray_results"),
-        "Drawbar stores runs in ~/drawbar_results, or in RunConfig(storage_path=...)",
-    ),
+from drawbar.cli._migrate.checks import MigrationNote, check_config_calls, check_strings
+from drawbar.cli._migrate.ray_names import (
+    AIR,
+    NEW,
+    OLD,
+    explain_air_import,
+    explain_missing_names,
+    is_submodule,
+    is_train_module,
+    rename_module,
+    rename_other_module,
 )
 
-
-@dataclass(frozen=True)
-class MigrationNote:
-    """A line that the user must check or change.
-
-    Attributes:
-        line: Line in the original script, or in the cell of a notebook, counted from 1.
-        text: What to check or change.
-        cell: Cell of the notebook, counted from 1; None in a script.
-    """
-
-    line: int
-    text: str
-    cell: int | None = None
+_BYTE_ORDER_MARK = "\ufeff"
+_IN_AIR = f"its names are in {NEW}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +52,10 @@ class _Edit:
 class _Changes:
     edits: list[_Edit] = field(default_factory=list)
     notes: list[MigrationNote] = field(default_factory=list)
+
+    def add_notes(self, node: ast.stmt | ast.expr | ast.alias, texts: Iterable[str]) -> None:
+        """Add notes on the line of a node."""
+        self.notes += [MigrationNote(node.lineno, text) for text in texts]
 
 
 def rewrite(text: str) -> RewriteResult:
@@ -99,8 +83,7 @@ def rewrite_lines(text: str) -> tuple[list[str], list[MigrationNote]]:
             _from_import(node, lines, changes)
     attributes = _replace_attributes(tree, changes)
     _missing_imports(tree, imports, attributes, lines, changes)
-    _check_config_calls(tree, changes)
-    _check_strings(tree, changes)
+    changes.notes += [*check_config_calls(tree), *check_strings(tree)]
     notes = sorted(set(changes.notes), key=lambda note: (note.line, note.text))
     return _apply_edits(lines, changes.edits), notes
 
@@ -119,46 +102,34 @@ def parse_source(text: str) -> ast.Module:
 
 def _plain_import(node: ast.Import, changes: _Changes) -> None:
     for alias in node.names:
-        if _is_submodule(alias.name, _OLD):
-            new = _NEW + alias.name.removeprefix(_OLD)
-            changes.edits.append(
-                _Edit(alias.lineno, alias.col_offset, alias.col_offset + len(alias.name), new)
-            )
-            changes.notes += _missing_names(node.lineno, new, ())
-        elif _is_submodule(alias.name, "ray.air"):
-            changes.notes.append(
-                MigrationNote(node.lineno, f"{alias.name}: its names are in drawbar.train")
-            )
+        if is_submodule(alias.name, OLD):
+            new = rename_module(alias.name)
+            end = alias.col_offset + len(alias.name)
+            changes.edits.append(_Edit(alias.lineno, alias.col_offset, end, new))
+            changes.add_notes(node, explain_missing_names(new, ()))
+        elif is_submodule(alias.name, AIR):
+            changes.add_notes(node, [f"{alias.name}: {_IN_AIR}"])
 
 
 def _from_import(node: ast.ImportFrom, lines: list[bytes], changes: _Changes) -> None:
     module, names = node.module or "", [alias.name for alias in node.names]
     if node.level:
         return
-    if _is_submodule(module, _OLD):
-        new = _NEW + module.removeprefix(_OLD)
+    if is_submodule(module, OLD):
+        new = rename_module(module, names)
         _rename_module(node, module, new, lines, changes)
-        changes.notes += _missing_names(node.lineno, new, names)
-    elif module in _AIR:
-        unknown = [name for name in names if name not in train.__all__]
-        if unknown:
-            text = (
-                f"drawbar.train has no {', '.join(unknown)} of {module}; call functions such as "
-                "drawbar.train.report"
-            )
-            changes.notes.append(MigrationNote(node.lineno, text))
-        else:
-            _rename_module(node, module, _NEW, lines, changes)
-    elif module == _TUNE_CALLBACK:
-        _rename_module(node, module, "drawbar.tune", lines, changes)
+        changes.add_notes(node, explain_missing_names(new, names))
+    elif other := rename_other_module(module, names):
+        _rename_module(node, module, other, lines, changes)
+    elif is_submodule(module, AIR):
+        changes.add_notes(node, [explain_air_import(module, names)])
     elif module == "ray" and names == ["train"]:
         _rename_module(node, module, "drawbar", lines, changes)
-    elif module == "ray" and "train" in names:
-        _split_import(node, lines, changes)
-
-
-def _is_submodule(module: str, parent: str) -> bool:
-    return f"{module}.".startswith(f"{parent}.")
+    elif module == "ray":
+        if "train" in names:
+            _split_import(node, lines, changes)
+        if "air" in names:
+            changes.add_notes(node, [f"{AIR}: {_IN_AIR}"])
 
 
 def _rename_module(
@@ -167,7 +138,7 @@ def _rename_module(
     written = re.compile(rb"from\s+(" + re.escape(old.encode()) + rb")(?=\s)")
     match = written.match(lines[node.lineno - 1], node.col_offset)
     if match is None:
-        changes.notes.append(MigrationNote(node.lineno, f"import from {new} instead of {old}"))
+        changes.add_notes(node, [f"import from {new} instead of {old}"])
     else:
         changes.edits.append(_Edit(node.lineno, *match.span(1), new))
 
@@ -177,8 +148,7 @@ def _split_import(node: ast.ImportFrom, lines: list[bytes], changes: _Changes) -
     others = [alias for alias in node.names if alias.name != "train"]
     (moved,) = [alias for alias in node.names if alias.name == "train"]
     if node.end_lineno != node.lineno:
-        text = "move 'from drawbar import train' to a separate line"
-        changes.notes.append(MigrationNote(moved.lineno, text))
+        changes.add_notes(moved, ["move 'from drawbar import train' to a separate line"])
         return
     both = f"from drawbar import {ast.unparse(moved)}", f"from ray import {_format_aliases(others)}"
     indent = lines[node.lineno - 1][: node.col_offset].decode()
@@ -191,49 +161,106 @@ def _format_aliases(names: Iterable[ast.alias]) -> str:
     return ", ".join(map(ast.unparse, names))
 
 
-def _rebinds_ray(node: ast.AST) -> bool:
-    """Return whether a node gives the name `ray` another meaning than the module."""
+def _rebinds(node: ast.AST, name: str) -> bool:
+    """Return whether a node gives a name of a module another meaning, apart from imports."""
     match node:
-        case ast.arg(arg="ray") | ast.Name(id="ray", ctx=ast.Store()):
-            return True
-        case ast.FunctionDef(name="ray") | ast.AsyncFunctionDef(name="ray"):
-            return True
-        case ast.ClassDef(name="ray"):
-            return True
-        case ast.Import(names) | ast.ImportFrom(names=names):
-            return any(alias.asname == "ray" for alias in names) or (
-                isinstance(node, ast.ImportFrom) and any(alias.name == "ray" for alias in names)
-            )
+        case ast.arg(arg=other) | ast.Name(id=other, ctx=ast.Store()):
+            return other == name
+        case ast.FunctionDef(name=other) | ast.AsyncFunctionDef(name=other):
+            return other == name
+        case ast.ClassDef(name=other):
+            return other == name
         case _:
             return False
 
 
-def _replace_attributes(tree: ast.AST, changes: _Changes) -> list[ast.Attribute]:
-    """Replace `ray.train` in expressions. Returns the replaced nodes."""
-    replaced = []
-    is_shadowed = any(map(_rebinds_ray, ast.walk(tree)))
+def _imports_as_ray(node: ast.AST) -> bool:
+    """Return whether a node imports another object under the name `ray`."""
+    match node:
+        case ast.Import(names):
+            return any(alias.asname == "ray" for alias in names)
+        case ast.ImportFrom(names=names):
+            return any("ray" in (alias.name, alias.asname) for alias in names)
+        case _:
+            return False
+
+
+def _train_modules_by_name(tree: ast.AST) -> dict[str, str]:
+    """Return the names that the script gives to Ray Train's modules, for example `train`."""
+    modules = dict[str, str]()
     for node in ast.walk(tree):
         match node:
+            case ast.Import(names):
+                modules |= {alias.asname: alias.name for alias in names if alias.asname}
+            case ast.ImportFrom(module=str(parent), names=names, level=0):
+                modules |= {alias.asname or alias.name: f"{parent}.{alias.name}" for alias in names}
+            case _:
+                pass
+    return {
+        name: module
+        for name, module in modules.items()
+        if is_train_module(module) and not any(_rebinds(node, name) for node in ast.walk(tree))
+    }
+
+
+def _replace_attributes(tree: ast.AST, changes: _Changes) -> list[ast.expr]:
+    """Replace modules of Ray Train in expressions. Returns the replaced `ray.train` nodes."""
+    replaced = list[ast.expr]()
+    modules = _train_modules_by_name(tree)
+    is_shadowed = any(_rebinds(node, "ray") or _imports_as_ray(node) for node in ast.walk(tree))
+    parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="ray"), attr="air") if not is_shadowed:
+                changes.add_notes(node, [f"{AIR}: {_IN_AIR}"])
             case ast.Attribute(value=ast.Name(id="ray"), attr="train"):
-                assert node.end_col_offset is not None  # it comes from a parser
                 if is_shadowed or node.lineno != node.end_lineno:
                     text = (
                         "check manually: 'ray.train' is not replaced, because 'ray' may be "
                         "reassigned or the expression has several lines"
                     )
-                    changes.notes.append(MigrationNote(node.lineno, text))
+                    changes.add_notes(node, [text])
                     continue
-                changes.edits.append(_Edit(node.lineno, node.col_offset, node.end_col_offset, _NEW))
+                _replace_module(node, OLD, NEW, parents, changes)
                 replaced.append(node)
+            case ast.Name(id=name) if name in modules:
+                _replace_module(node, modules[name], name, parents, changes)
             case _:
                 pass
     return replaced
 
 
+def _replace_module(
+    node: ast.expr, module: str, text: str, parents: dict[int, ast.Attribute], changes: _Changes
+) -> None:
+    """Replace an expression for a module of Ray Train, and check the name that it is used for.
+
+    Args:
+        node: Expression for `module`. The submodules that follow it are replaced too.
+        module: Module of Ray Train.
+        text: Expression for the same module of Drawbar.
+        parents: Attributes by the identity of their values.
+        changes: Receives the edit and the notes.
+    """
+    end, path = node, module
+    while (parent := parents.get(id(end))) and is_train_module(f"{path}.{parent.attr}"):
+        end, path = parent, f"{path}.{parent.attr}"
+    new, old_text = rename_module(path), ast.unparse(end)
+    new_text = text + new.removeprefix(rename_module(module))
+    if new_text != old_text:
+        if end.lineno != end.end_lineno or not is_submodule(new, rename_module(module)):
+            changes.add_notes(node, [f"check manually: {old_text} is {new}"])
+        else:
+            assert end.end_col_offset is not None  # it comes from a parser
+            changes.edits.append(_Edit(end.lineno, end.col_offset, end.end_col_offset, new_text))
+    if parent is not None:
+        changes.add_notes(parent, explain_missing_names(new, [parent.attr]))
+
+
 def _missing_imports(
     tree: ast.AST,
     imports: list[ast.Import | ast.ImportFrom],
-    attributes: list[ast.Attribute],
+    attributes: list[ast.expr],
     lines: list[bytes],
     changes: _Changes,
 ) -> None:
@@ -245,20 +272,20 @@ def _missing_imports(
         for alias in node.names
         if alias.asname is None
     ]
-    moved = [node for node, alias in plain if _is_submodule(alias.name, _OLD)]
+    moved = [node for node, alias in plain if is_submodule(alias.name, OLD)]
     unchanged = [
         node
         for node, alias in plain
-        if _is_submodule(alias.name, "ray") and not _is_submodule(alias.name, _OLD)
+        if is_submodule(alias.name, "ray") and not is_submodule(alias.name, OLD)
     ]
-    replaced = {id(node.value) for node in attributes}
+    replaced = {id(node.value) for node in attributes if isinstance(node, ast.Attribute)}
     uses = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and node.id == "ray" and id(node) not in replaced
     ]
     if attributes and not moved and unchanged:
-        _insert(unchanged[0], f"import {_NEW}", lines, changes)
+        _insert(unchanged[0], f"import {NEW}", lines, changes)
     if uses and moved and not unchanged:
         _insert(moved[0], "import ray", lines, changes)
 
@@ -267,78 +294,6 @@ def _insert(node: ast.stmt, statement: str, lines: list[bytes], changes: _Change
     indent = lines[node.lineno - 1][: node.col_offset].decode()
     text = f"{statement}\n{indent}" if not indent.strip() else f"{statement}; "
     changes.edits.append(_Edit(node.lineno, node.col_offset, node.col_offset, text))
-
-
-def _missing_names(line: int, module: str, names: Iterable[str]) -> Iterator[MigrationNote]:
-    existing = public_names(module)
-    if existing is None:
-        text = f"module {module} does not exist; import from drawbar.train"
-        yield MigrationNote(line, text)
-        return
-    for name in names:
-        if name not in existing and name != "*":
-            yield MigrationNote(line, _missing_name_reason(name, module))
-
-
-def _missing_name_reason(name: str, module: str) -> str:
-    if module == _NEW:
-        try:
-            getattr(train, name)
-        except AttributeError as error:
-            if f"no {name}: " in str(error):  # the message names the replacement
-                return str(error)
-    return f"{module} has no {name}"
-
-
-def _check_config_calls(tree: ast.AST, changes: _Changes) -> None:
-    """Note config arguments that Drawbar does not have."""
-    tune_names = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and _is_submodule(node.module or "", _TUNE)
-        for alias in node.names
-    }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name == "Tuner":
-            changes.notes += _check_tuner_call(node, tune_names)
-        if name not in _CONFIGS or _is_from_tune(node.func, tune_names):
-            continue
-        parameters = inspect.signature(getattr(train, name)).parameters
-        for keyword in node.keywords:
-            if keyword.arg is not None and keyword.arg not in parameters:
-                text = (
-                    f"{name} has no argument {keyword.arg!r}; run the script to see the replacement"
-                )
-                changes.notes.append(MigrationNote(keyword.value.lineno, text))
-
-
-def _check_tuner_call(call: ast.Call, tune_names: set[str]) -> Iterator[MigrationNote]:
-    yield MigrationNote(
-        call.lineno, "if Tuner receives a trainer, pass trainer.as_trainable() instead"
-    )
-    for keyword in call.keywords:
-        value = keyword.value
-        is_tune_config = isinstance(value, ast.Call) and _is_from_tune(value.func, tune_names)
-        if keyword.arg == "run_config" and not is_tune_config:
-            text = "Tuner needs RunConfig and CheckpointConfig of ray.tune, not of drawbar.train"
-            yield MigrationNote(value.lineno, text)
-
-
-def _is_from_tune(function: ast.expr, tune_names: set[str]) -> bool:
-    """Return whether a config class comes from Ray Tune, which has classes of the same names."""
-    if isinstance(function, ast.Attribute):
-        return ast.unparse(function.value).split(".")[-1] == "tune"
-    return isinstance(function, ast.Name) and function.id in tune_names
-
-
-def _check_strings(tree: ast.AST, changes: _Changes) -> None:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            texts = [text for pattern, text in _STRING_NOTES if pattern.search(node.value)]
-            changes.notes += [MigrationNote(node.lineno, text) for text in texts]
 
 
 def _apply_edits(lines: list[bytes], edits: list[_Edit]) -> list[str]:

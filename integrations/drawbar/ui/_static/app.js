@@ -5,7 +5,7 @@ import {ago, dateTime} from "./format.js";
 import {RunList} from "./list.js";
 import {RunPage} from "./run.js";
 import {Compare} from "./compare.js";
-import {State} from "./states.js";
+import {Status} from "./status.js";
 
 function useRoute() {
   const read = () => location.hash.replace(/^#\/?/, "").split("/");
@@ -67,7 +67,7 @@ function Frame({title, live, run, children}) {
     <header>
       <a class="logo" href="#/">Drawbar</a>
       <nav class="path" aria-label="Path">${list}</nav>
-      ${run && html`<${State} run=${run} />`}
+      ${run && html`<${Status} run=${run} />`}
       <span class="spacer"></span>
       <${AsOf} data=${data} run=${run} />
       <${Theme} />

@@ -5,7 +5,7 @@ import {duration, number, percent, plural} from "./format.js";
 import {COLORS, Chart, DASHES, LineSample, smooth} from "./chart.js";
 import {CurveLoader} from "./curves.js";
 import {Controls} from "./metrics.js";
-import {State} from "./states.js";
+import {Status} from "./status.js";
 
 export function Compare({ids}) {
   // A file contains one comparison of all of its runs.
@@ -35,10 +35,10 @@ export function Compare({ids}) {
 
 function Runs({runs}) {
   return html`<section aria-label="Runs"><h2>${plural(runs.length, "run")}</h2><div class="scroll wide" tabindex="0" role="region" aria-label="Table of runs"><table>
-    <thead><tr><th scope="col">Run</th><th scope="col">State</th><th scope="col" class="n">Duration</th><th scope="col" class="n">Attempts</th>
+    <thead><tr><th scope="col">Run</th><th scope="col">Status</th><th scope="col" class="n">Duration</th><th scope="col" class="n">Attempts</th>
       <th scope="col" class="n">Workers</th><th scope="col" class="n">Goodput</th></tr></thead>
     <tbody>${runs.map((run, index) => html`<tr><th scope="row" class="name"><${LineSample} color=${COLORS[index]} dash=${DASHES[index]} /><a href=${`#/run/${encodeURIComponent(run.id)}`}>${run.name}</a></th>
-      <td><${State} run=${run} /></td><td class="n">${duration(run.duration)}</td><td class="n">${number(run.attempts)}</td>
+      <td><${Status} run=${run} /></td><td class="n">${duration(run.duration)}</td><td class="n">${number(run.attempts)}</td>
       <td class="n">${number(run.world_size)}</td><td class="n">${percent(run.goodput)}</td></tr>`)}</tbody></table></div></section>`;
 }
 

@@ -38,19 +38,19 @@ export function Checkpoints({data, select}) {
   return html`<section aria-label="Checkpoints"><h2>Checkpoints <small>${plural(data.num_checkpoints ?? all.length, "checkpoint")}</small></h2>
     <div class="scroll wide" tabindex="0" role="region" aria-label="Table of checkpoints"><table><thead><tr><th scope="col">Name</th><th scope="col">Time</th>
       <th scope="col" class="n">Attempt</th><th scope="col" class="n">Size</th><th scope="col" class="n">Files</th><th scope="col" class="n">Commit</th>
-      <th scope="col">State</th><th scope="col">Metrics</th></tr></thead>
+      <th scope="col">Status</th><th scope="col">Metrics</th></tr></thead>
       <tbody>${all.slice(0, limit).map((each) => html`<tr><th scope="row" class="nowrap"><button class="link" onClick=${() => open(each.name)}>${each.name}</button></th>
         <td class="nowrap" data-label="Time">${dateTime(each.time)}</td><td class="n" data-label="Attempt">${number(each.attempt)}</td>
         <td class="n" data-label="Size">${bytes(each.bytes)}</td><td class="n" data-label="Files">${number(each.num_files)}</td>
         <td class="n" data-label="Commit">${duration(each.commit_seconds)}</td>
-        <td data-label="State">${stateText(each)}</td><td class="small" data-label="Metrics">${Object.entries(each.metrics || {}).slice(0, 3).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</td></tr>`)}
+        <td data-label="Status">${statusText(each)}</td><td class="small" data-label="Metrics">${Object.entries(each.metrics || {}).slice(0, 3).map(([name, value]) => `${name} ${number(value)}`).join(" · ")}</td></tr>`)}
       </tbody></table></div>
     ${all.length > limit && html`<p><button onClick=${() => setLimit(limit * 5)}>Show more</button></p>`}</section>`;
 }
 
-function stateText(checkpoint) {
+function statusText(checkpoint) {
   const validation = checkpoint.validation ? `, ${checkpoint.validation.status.toLowerCase().replaceAll("_", " ")}` : "";
-  return `${checkpoint.state || checkpoint.status || ""}${validation}${checkpoint.is_resume ? ", resumed from" : ""}${checkpoint.reason ? `: ${checkpoint.reason}` : ""}`;
+  return `${checkpoint.status || ""}${validation}${checkpoint.is_resume ? ", resumed from" : ""}${checkpoint.reason ? `: ${checkpoint.reason}` : ""}`;
 }
 
 export function CheckpointDetail({id, checkpoint, close}) {
@@ -95,9 +95,9 @@ export function Workers({id, data}) {
       ${!exported && html`<button class="no-print" onClick=${load}>${data.run.is_active ? "Request stacks" : "Stacks of the last hang"}</button>`}</h2>
     ${stacks && html`<div class="detail" role="status"><div>${stacks.summary || (Object.keys(stacks.stacks || {}).length ? "" : "No stacks were saved.")}</div>
       ${Object.entries(stacks.stacks || {}).map(([rank, text]) => html`<h3>Rank ${rank}</h3><pre class="code tall" tabindex="0">${text}</pre>`)}</div>`}
-    <div class="scroll wide" tabindex="0" role="region" aria-label="Table of workers"><table class="workers"><thead><tr><th scope="col">Rank</th><th scope="col">State</th><th scope="col">Node</th>
+    <div class="scroll wide" tabindex="0" role="region" aria-label="Table of workers"><table class="workers"><thead><tr><th scope="col">Rank</th><th scope="col">Status</th><th scope="col">Node</th>
       <th scope="col">Local rank</th><th scope="col">Process</th><th scope="col">GPUs</th></tr></thead>
-      <tbody>${workers.slice(0, limit).map((each) => html`<tr><th scope="row">${each.rank}</th><td data-label="State">${each.state}</td><td data-label="Node">${each.node ?? "–"}</td>
+      <tbody>${workers.slice(0, limit).map((each) => html`<tr><th scope="row">${each.rank}</th><td data-label="Status">${each.status}</td><td data-label="Node">${each.node ?? "–"}</td>
         <td data-label="Local rank">${each.local_rank ?? "–"}</td><td data-label="Process">${each.pid ?? "–"}</td><td data-label="GPUs">${(each.gpus || []).join(", ") || "–"}</td></tr>`)}</tbody></table></div>
     ${workers.length > limit && html`<p><button onClick=${() => setLimit(limit * 4)}>Show more of ${plural(workers.length, "worker")}</button></p>`}</section>`;
 }

@@ -7,7 +7,7 @@ export function Lead({data, actions}) {
   const isFinal = failure && failure.is_final !== false && !run.is_active;
   if (isFinal) return html`<${RootCause} data=${data} />`;
   if (run.status === "interrupted") return html`<${Interrupted} data=${data} />`;
-  return html`<section aria-label="State of the run" class=${run.is_stalled ? "notice" : ""}>
+  return html`<section aria-label="Status of the run" class=${run.is_stalled ? "notice" : ""}>
     ${run.is_active ? html`<${Progress} data=${data} />` : html`<${Ended} data=${data} />`}
     <${Stalled} stalled=${data.stalled} />
     ${failure && html`<details><summary>Last failure, attempt ${number(failure.attempt)}: ${failure.headline}</summary>
@@ -101,7 +101,7 @@ function headline(run) {
 function Ended({data}) {
   const {run} = data;
   const texts = {finished: "The run has finished.", stopped: "The run was stopped.", failed: "The run has failed."};
-  return html`<h1>${texts[run.status] || "The state of this run is not known."}</h1>
+  return html`<h1>${texts[run.status] || "The status of this run is not known."}</h1>
     <div class="muted">${run.end_time ? `Ended at ${dateTime(run.end_time)} after ${duration(run.duration)}.`
       : `Last event at ${dateTime(run.last_time)}.`} ${run.error || ""}</div>`;
 }

@@ -2,11 +2,11 @@
 import {html, useMemo, useState} from "./lib.js";
 import {exported} from "./api.js";
 import {dateTime, duration, isNumber, number, percent, plural} from "./format.js";
-import {STATES} from "./states.js";
+import {STATUSES} from "./status.js";
 
 const COLUMNS = [
   {name: "name", label: "Run", value: (run) => run.name},
-  {name: "status", label: "State", value: (run) => run.status},
+  {name: "status", label: "Status", value: (run) => run.status},
   {name: "start", label: "Start", value: (run) => run.start_time},
   {name: "duration", label: "Duration", value: (run) => run.duration, isNumber: true},
   {name: "attempts", label: "Attempts", value: (run) => run.attempts, isNumber: true},
@@ -28,15 +28,15 @@ export function RunList({data, info}) {
   const errors = (data.errors || []).map((text) => html`
     <section class="notice bad" role="alert">${text}</section>`);
   if (!data.runs.length) return html`${errors}<${Empty} info=${info} />`;
-  const states = [...new Set(data.runs.map((run) => run.status))].sort();
+  const statuses = [...new Set(data.runs.map((run) => run.status))].sort();
   return html`${errors}
     <section aria-label="Runs">
       <div class="bar no-print">
         <input type="search" placeholder="Name, error, or metric" aria-label="Filter runs"
           value=${filter} onInput=${(event) => setFilter(event.target.value)} />
-        <select aria-label="State" value=${status} onChange=${(event) => setStatus(event.target.value)}>
-          <option value="">All states</option>
-          ${states.map((name) => html`<option value=${name}>${name}</option>`)}
+        <select aria-label="Status" value=${status} onChange=${(event) => setStatus(event.target.value)}>
+          <option value="">All statuses</option>
+          ${statuses.map((name) => html`<option value=${name}>${name}</option>`)}
         </select>
         <span class="muted small" role="status">${runs.length === data.runs.length
           ? plural(runs.length, "run") : `${number(runs.length)} of ${plural(data.runs.length, "run")}`}</span>
@@ -92,7 +92,7 @@ function Heading({column, sort, setSort}) {
 }
 
 function Row({run, isSelected, toggle, isFull}) {
-  const [kind, sign] = STATES[run.status] || STATES.unknown;
+  const [kind, sign] = STATUSES[run.status] || STATUSES.unknown;
   const error = run.damage || run.error;
   return html`<tr class=${isSelected ? "selected" : ""}>
     <td><input type="checkbox" aria-label=${`Select ${run.name} to compare`} checked=${isSelected}

@@ -38,7 +38,7 @@ export function RunPage({id, data, info}) {
 
 function Figures({data}) {
   const {run, goodput, checkpoints, workers} = data;
-  const newest = (checkpoints || []).filter((each) => each.state !== "deleted").at(-1);
+  const newest = (checkpoints || []).filter((each) => each.status !== "deleted").at(-1);
   const nodes = new Set((workers || []).map((worker) => worker.node_id || worker.node)).size;
   const gpus = (workers || []).reduce((sum, worker) => sum + (worker.gpus || []).length, 0);
   const [name, value] = Object.entries(run.metrics || {})[0] || [];
@@ -76,7 +76,7 @@ function Stop({id, run, info}) {
     setStep("sent");
     try {
       const answer = await post(`api/runs/${encodeURIComponent(id)}/stop`, {save});
-      setMessage(`Requested. State: ${answer.status}.`);
+      setMessage(`Requested. Status: ${answer.status}.`);
     } catch (error) { setMessage(error.message); setStep(""); }
   };
   return html`<div class="bar no-print stop">

@@ -118,7 +118,7 @@ function Ticks({checkpoints, plot, y, chosen}) {
   }
   return [...columns].map(([x, each]) => html`<g class="checkpoint">
     <line x1=${x} x2=${x} y1=${y} y2=${y + 12} stroke=${each.name === chosen ? "var(--accent)" : "var(--text)"}
-      stroke-width=${each.name === chosen ? 3 : 1} stroke-dasharray=${each.state === "stored" || !each.state ? "none" : "2 2"} />
+      stroke-width=${each.name === chosen ? 3 : 1} stroke-dasharray=${each.status === "stored" || !each.status ? "none" : "2 2"} />
     ${each.is_resume && html`<path d=${`M${x - 3.5} ${y - 5}h7l-3.5 5z`} fill="var(--text)" />`}
     <title>${each.name}, ${dateTime(each.time)}${each.is_resume ? ", an attempt resumed from it" : ""}</title></g>`);
 }
