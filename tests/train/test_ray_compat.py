@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from types import SimpleNamespace
@@ -41,6 +42,11 @@ def test_actor_is_described_and_its_death_is_known() -> None:
     # The function returns False if Ray lacks the API, so this checks that it does not.
     assert _ray_compat.is_worker_process_dead(ray.WorkerID.from_random().hex()) is False
     assert callable(state.state._connect_and_get_accessor().get_worker_info)
+
+
+def test_modules_of_a_fork_server_exist() -> None:
+    for name in _ray_compat.WORKER_MODULES:
+        importlib.import_module(name)
 
 
 def test_nodes_have_available_resources_and_no_autoscaler() -> None:

@@ -15,6 +15,17 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 if TYPE_CHECKING:
     from ray.data import DataContext, Dataset
 
+WORKER_MODULES = (
+    "ray",
+    "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
+    "ray._private.arrow_serialization",
+)
+"""Modules that each actor of Drawbar imports, for a fork server.
+
+Public modules import only some of them. A worker imports those that are missing here.
+"""
+
 _STARTUP_MESSAGES = (
     "Token authentication is ",
     "SIGTERM handler is not set because current thread",

@@ -76,7 +76,7 @@ def _fork_worker(spec: dict[str, Any], arguments: list[str]) -> tuple[socket.soc
     """Return a connection to the server, and the worker's process ID and pidfd."""
     if not hasattr(os, "pidfd_open"):
         raise ForkServerError("forking needs Linux 5.3 or later")
-    server = {"modules": spec["modules"], "sys_path": spec["sys_path"]}
+    server = {name: spec[name] for name in ("modules", "worker_modules", "sys_path")}
     environment = _select_server_environment(spec)
     path = _get_socket_path({"server": server, "environment": environment})
     request = {

@@ -20,15 +20,6 @@ UNSAFE_MODULES = {
     "grpc": "it starts threads",
 }
 
-# Every worker imports them. Some are private modules of Ray, which another version may lack.
-_WORKER_MODULES = (
-    "ray",
-    "ray._common.pydantic_compat",
-    "ray._common.usage.usage_lib",
-    "ray._private.arrow_serialization",
-    "drawbar.train._worker.actor",
-)
-
 SERVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Variables for the imports only, not for workers.
 
@@ -65,14 +56,14 @@ def prepare_imports() -> None:
     os.environ.update(SERVER_VARIABLES)
 
 
-def import_modules(modules: Iterable[str]) -> str:
-    """Import the modules of a worker and others.
+def import_modules(modules: Iterable[str], optional_modules: Iterable[str]) -> str:
+    """Import modules, and those of the optional modules that exist.
 
     Returns:
         Why this process must not fork workers, "" if it may.
     """
     prepare_imports()
-    for name in _WORKER_MODULES:
+    for name in optional_modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for name in modules:

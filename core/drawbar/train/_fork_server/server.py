@@ -288,14 +288,14 @@ class ForkServer:
         self._selector.close()
 
 
-def main(path: str, modules: list[str], sys_path: list[str]) -> None:
+def main(path: str, modules: list[str], worker_modules: list[str], sys_path: list[str]) -> None:
     """Import modules, and fork workers from then on."""
     if not sys.flags.safe_path:
         del sys.path[0]  # the directory of this file
     original_path = list(sys.path)
     sys.path[:] = [*sys_path, *(entry for entry in original_path if entry not in sys_path)]
     original = {**os.environ, **forkable.SERVER_VARIABLES}
-    error = forkable.import_modules(modules)
+    error = forkable.import_modules(modules, worker_modules)
     changed = os.environ.items() - original.items()
     request = serve_until_forked(_LISTENER, path, error)
     request.environment.update(changed)

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from drawbar.train import _ray_compat
 from drawbar.train._config.secrets import REDACTED, redact_settings
 from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._fork_server import client
@@ -98,6 +99,7 @@ class ForkServerSpec:
         spec = {
             "command": uuid.uuid4().hex,
             "modules": self.modules,
+            "worker_modules": [*_ray_compat.WORKER_MODULES, "drawbar.train._worker.actor"],
             "sys_path": self.sys_path,
             "environment": self.environment,
             "owner": [read_node_id(), os.getpid(), read_start_time(os.getpid())],
