@@ -79,3 +79,9 @@ def test_example_of_contributing_guide_is_in_the_code() -> None:
         code = (REPO / path).read_text().splitlines()
         missing = [line[1:] for line in added.splitlines() if line[1:] not in code]
         assert missing == [], f"lines of the example that {path} does not have"
+
+
+def test_table_cells_of_contributing_guide_are_short() -> None:
+    lines = (REPO / "CONTRIBUTING.md").read_text().splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
+    assert [cell for cell in cells if len(cell.split()) >= 30] == []

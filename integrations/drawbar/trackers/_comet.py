@@ -75,14 +75,16 @@ class Comet(FileTracker):
         self.workspace = workspace
         self.archive_period = parse_duration("archive_period", archive_period)
 
-    def _get_options(self) -> dict[str, str | None]:
+    def get_options(self) -> dict[str, str | None]:
+        """Return the destination."""
         return {
             "project": self.project,
             "workspace": self.workspace,
-            **super()._get_options(),
+            **super().get_options(),
         }
 
-    def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+    def connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+        """Connect to the run of the tracker."""
         archives = _Archives(self._get_directory(run), run.run_id, self.ranks)
         settings = {"project_name": self.project, "workspace": self.workspace}
         return _CometRun(settings, archives, run, cursor, self.archive_period)

@@ -21,6 +21,11 @@ class TrackedRun:
         path: Path or URI of the run directory.
         local_path: Run directory on this machine; None if the run is in remote storage.
         config: Configuration as JSON values.
+
+    Example:
+        The name of a run for a tracker without directories in names:
+
+            run.name.replace("/", "-")
     """
 
     run_id: str
@@ -31,10 +36,30 @@ class TrackedRun:
 
 
 class Connection(ABC):
-    """Open tracker run. All methods are called on one thread, and may raise any exception.
+    """Open run of a tracker: receives the points of one run of Drawbar.
+
+    All methods are called on one thread, and may raise any exception. Drawbar then logs the
+    error and connects again, without a call of `close`. Returned by `Tracker.connect`.
+
+    Args:
+        cursor: Position from which the connection receives points.
 
     Attributes:
-        cursor: Position up to which the tracker has points.
+        cursor: Position up to which the connection has received points. Drawbar updates it.
+
+    Example:
+        A connection that prints the points:
+
+            class PrinterConnection(Connection):
+                def write(self, points):
+                    for point in points:
+                        print(point.index, point.values)
+
+                def flush(self):
+                    return True
+
+                def close(self, outcome):
+                    print(outcome)
     """
 
     def __init__(self, cursor: Cursor) -> None:
@@ -42,17 +67,33 @@ class Connection(ABC):
 
     @abstractmethod
     def write(self, points: Sequence[Point]) -> None:
-        """Send points in the order of their numbers."""
+        """Send points. They are in order for each rank.
+
+        After a failure, the same points can be sent again. A tracker that should not show them
+        twice must recognize them by attempt, key, and index.
+
+        Args:
+            points: New points.
+        """
 
     def rewind(self, first_index: int) -> None:  # noqa: B027  # optional
-        """Handle that a new attempt replaces the points from `first_index` on.
+        """Handle that a new attempt replaces the points from a number on.
 
-        Trackers that cannot delete points show both, the later ones with a later time.
+        The default does nothing. Trackers that cannot delete points show both, the later ones with
+        a later time.
+
+        Args:
+            first_index: Number of the first report of the new attempt.
         """
 
     @abstractmethod
     def flush(self) -> bool:
-        """Make the points durable. Return whether the cursor may be stored."""
+        """Make the points durable. Called after new points.
+
+        Returns:
+            Whether the points are durable, so that the position may be stored. If it is False,
+            Drawbar sends them again after a crash.
+        """
 
     @abstractmethod
     def close(self, outcome: str) -> None:

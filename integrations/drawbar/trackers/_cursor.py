@@ -12,7 +12,9 @@ from drawbar.train.runs import AttemptRow, FeedPosition
 
 @dataclass(frozen=True)
 class Cursor:
-    """Points that a tracker has stored.
+    """Position of a tracker in the reports of a run: the points that it has stored.
+
+    `Cursor()` is the start of the run.
 
     Attributes:
         attempt: Number of the attempt; -1 before the first one.
@@ -20,6 +22,11 @@ class Cursor:
         num_keys: Number of keys that the attempt has: ranks, or 1.
         next_index: For each key, the number of its next report in the attempt.
         end: All stored points have lower numbers than this one.
+
+    Example:
+        Start again if the tracker has lost the run:
+
+            super().__init__(cursor if has_run else Cursor())
     """
 
     attempt: int = -1

@@ -42,7 +42,8 @@ class FileTracker(Tracker, ABC):
         # Absolute: the controller of a detached run has another working directory.
         self.log_dir = None if log_dir is None else Path(log_dir).expanduser().absolute()
 
-    def _get_options(self) -> dict[str, str | None]:
+    def get_options(self) -> dict[str, str | None]:
+        """Return the destination."""
         return {"log_dir": None if self.log_dir is None else str(self.log_dir)}
 
     def check_run_config(self, run_config: RunConfig) -> None:

@@ -73,10 +73,12 @@ class MLflow(Tracker):
         self.tracking_uri = _make_absolute(uri)
         self.experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
 
-    def _get_options(self) -> dict[str, str | None]:
+    def get_options(self) -> dict[str, str | None]:
+        """Return the destination."""
         return {"tracking_uri": self.tracking_uri, "experiment": self.experiment}
 
-    def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+    def connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+        """Connect to the run of the tracker."""
         return _MLflowRun(self.tracking_uri, self.experiment, run, cursor)
 
 

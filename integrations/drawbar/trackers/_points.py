@@ -25,10 +25,15 @@ class Point:
 
     Attributes:
         attempt: Number of the attempt.
-        key: Rank, or `REDUCTION_KEY` for a reduction.
+        key: Rank, or 0 for a reduction over all ranks.
         index: Number of the report.
         time: Time of the report, or of the last report of a round, in seconds since the epoch.
         values: Numbers by metric name; {} if the report has none.
+
+    Example:
+        An identifier that is the same if a point is sent again:
+
+            f"{point.attempt}-{point.key}-{point.index}"
     """
 
     attempt: int

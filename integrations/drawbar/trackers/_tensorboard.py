@@ -62,7 +62,8 @@ class TensorBoard(FileTracker):
     ) -> None:
         super().__init__(log_dir, ranks=ranks, finish_timeout=finish_timeout)
 
-    def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+    def connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+        """Connect to the run of the tracker."""
         directory = self._get_directory(run)
         if self.log_dir is not None:
             _reserve_directory(directory, run)

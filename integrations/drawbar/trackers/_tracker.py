@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import re
 import shlex
@@ -46,19 +47,38 @@ class Tracker(UserCallback, ABC):
         TypeError: An argument has the wrong type.
         ValueError: An argument is invalid.
 
-    Example:
-        List the trackers of a run config:
+    Subclasses set the class attribute `kind`, and implement `get_options` and `connect`.
 
-            [c for c in run_config.callbacks if isinstance(c, Tracker)]
+    Attributes:
+        kind: Name of the tracker in the run directory, such as "aim".
+        package: Module that must be installed; "" if there is none.
+
+    Example:
+        A tracker that prints the reports. The guide has a complete one:
+
+            class Printer(Tracker):
+                kind = "printer"
+
+                def get_options(self):
+                    return {}
+
+                def connect(self, run, cursor):
+                    return PrinterConnection(cursor)    # a subclass of Connection
     """
 
     kind: ClassVar[str]
-    """Name of the tracker for `drawbar track --to`, and name of the extra of Drawbar."""
-    package: ClassVar[str]
-    """Module of the tracker's package."""
+    package: ClassVar[str] = ""
 
     def __init__(self, *, ranks: Ranks = 0, finish_timeout: float | timedelta = 30) -> None:
-        require_package(self.package, extra=self.kind)
+        if not hasattr(self, "kind"):
+            raise TypeError(f'{type(self).__name__} needs a class attribute, such as kind = "aim"')
+        if self._is_built_in():
+            require_package(self.package, extra=self.kind)
+        elif self.package and importlib.util.find_spec(self.package) is None:
+            raise ModuleNotFoundError(
+                f"{type(self).__name__} needs the package {self.package!r}, which is not installed",
+                name=self.package,
+            )
         self.ranks: Ranks = _check_ranks(ranks)
         self.finish_timeout = parse_duration("finish_timeout", finish_timeout)
         self._threads: dict[str, SenderThread] = {}  # by the id of the run
@@ -73,31 +93,47 @@ class Tracker(UserCallback, ABC):
         return f"{type(self).__name__}({arguments})"
 
     @abstractmethod
-    def _get_options(self) -> dict[str, str | None]:
-        """Return the options that determine where the tracker stores points."""
+    def get_options(self) -> dict[str, str | None]:
+        """Return the options that determine where the tracker stores points.
+
+        Trackers with the same options have the same destination, which is an error in one run, and
+        continue at the same position. The names are the arguments of the constructor.
+
+        Returns:
+            Values by name of the option; None for options that are not set.
+        """
 
     @abstractmethod
-    def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+    def connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
         """Connect to the tracker, and continue its run if it exists.
 
+        Called on the thread of the tracker, again after each failure.
+
         Args:
-            run: Run whose reports are sent.
-            cursor: Stored position. The connection may have another one, which it has read from
-                the tracker's data.
+            run: Run whose reports are sent. The tracker finds its own run by `run.run_id`.
+            cursor: Stored position.
+
+        Returns:
+            The connection. It starts at `cursor`, or at `Cursor()` if the tracker has no points of
+            the run, for example because its data was deleted.
         """
+
+    def _is_built_in(self) -> bool:
+        """Return whether Drawbar has this tracker, so that `drawbar track` accepts it."""
+        return type(self).__module__.partition(".")[0] == "drawbar"
 
     def _make_sender(self, open_feed: Callable[..., ReportFeed]) -> Sender:
         # One cursor for each destination: another one has none of the reports.
-        values = [f"{name}={value}" for name, value in self._get_options().items() if value]
+        values = [f"{name}={value}" for name, value in self.get_options().items() if value]
         digest = hashlib.sha256("\n".join(values).encode()).hexdigest()[:_DIGEST_DIGITS]
         name = f"{self.kind}-{digest}" if values else self.kind
-        return Sender(open_feed, self._connect, name, self.ranks)
+        return Sender(open_feed, self.connect, name, self.ranks)
 
     def _get_shown_options(self) -> dict[str, str | None]:
         """Return the options without passwords in URLs."""
         return {
             name: value and re.sub("//[^/@]*@", "//***@", value)
-            for name, value in self._get_options().items()
+            for name, value in self.get_options().items()
         }
 
     # -- during a run
@@ -113,12 +149,12 @@ class Tracker(UserCallback, ABC):
         """
         trackers = [other for other in run_config.callbacks if isinstance(other, Tracker)]
         same = [other for other in trackers if other.kind == self.kind]
-        same = [other for other in same if other._get_options() == self._get_options()]
+        same = [other for other in same if other.get_options() == self.get_options()]
         if len(same) > 1:  # also if it is one object twice
             raise ValueError(
                 f"RunConfig(callbacks=...) has two trackers with the same destination: "
                 f"{same[0]!r} and {same[1]!r}. Remove one of them, or set another "
-                f"{', '.join(self._get_options())}."
+                f"{', '.join(self.get_options())}."
             )
 
     def on_run_start(self, run_context: RunContext) -> None:
@@ -149,13 +185,15 @@ class Tracker(UserCallback, ABC):
             "After the run, send missing reports with: %s",
             type(self).__name__,
             reason,
-            self.make_command(path),
+            self.make_command(path) if self._is_built_in() else f"{self!r}.send({path!r})",
         )
 
     # -- after a run
 
     def make_command(self, path: str) -> str:
         """Return the command that sends the missing reports of a run.
+
+        Trackers that are not part of Drawbar have no command. Call `send` instead.
 
         Args:
             path: Path or URI of the run directory.

@@ -50,10 +50,12 @@ class Trackio(Tracker):
         super().__init__(ranks=ranks, finish_timeout=finish_timeout)
         self.project = project
 
-    def _get_options(self) -> dict[str, str | None]:
+    def get_options(self) -> dict[str, str | None]:
+        """Return the destination."""
         return {"project": self.project}
 
-    def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+    def connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+        """Connect to the run of the tracker."""
         return _TrackioRun(self.project, run, cursor)
 
 

@@ -84,15 +84,17 @@ class WandB(FileTracker):
                 "in the environment variable WANDB_MODE."
             )
 
-    def _get_options(self) -> dict[str, str | None]:
+    def get_options(self) -> dict[str, str | None]:
+        """Return the destination."""
         return {
             "project": self.project,
             "entity": self.entity,
             "mode": self.mode,
-            **super()._get_options(),
+            **super().get_options(),
         }
 
-    def _connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+    def connect(self, run: TrackedRun, cursor: Cursor) -> Connection:
+        """Connect to the run of the tracker."""
         directory = self.log_dir or self._get_directory(run).parent
         options = {"project": self.project, "entity": self.entity, "mode": self.mode}
         return _WandbRun(options, directory, run, cursor, self.ranks, self.finish_timeout)
