@@ -72,4 +72,4 @@ $(VENV)/docs: $(VENV)/dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) site dist
+	rm -rf $(VENV) site dist .cache
