@@ -96,4 +96,4 @@ $(VENV)/docs: $(VENV)/dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-uv $(VENV)-versions site dist
+	rm -rf $(VENV) $(VENV)-uv $(VENV)-versions site dist .cache

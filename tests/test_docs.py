@@ -63,6 +63,7 @@ GIVEN = {
             def save_state(self, path): open(f"{path}/state", "w").close()
         accelerator = Kept()
         """,
+    "docs/coming-from/xgboost-ray.md": CLICKS,
     "docs/checkpoints.md": """
         def make_model():
             import torch
@@ -143,6 +144,7 @@ GIVEN = {
 
 FEW_ROUNDS = {"num_boost_round=500": "num_boost_round=3", "num_workers=2": "num_workers=1"}
 SMALLER = {
+    "docs/coming-from/xgboost-ray.md": FEW_ROUNDS,
     "docs/jax.md": {"num_workers=4": "num_workers=0", '"steps": 1000': '"steps": 200'},
     "docs/keras.md": {
         "num_workers=4": "num_workers=0",
@@ -159,7 +161,11 @@ SMALLER = {
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
     "docs/launch.md": "tests/launch",
+    "docs/operations/exit-codes.md": "tests/launch/test_exit.py",
+    "docs/operations/kubernetes.md": "tests/operations/test_kubernetes.py",
     "docs/operations/monitoring.md": "tests/train/history/test_measurements.py",
+    "docs/operations/slurm.md": "tests/operations/test_slurm.py",
+    "docs/operations/storage.md": "tests/operations/test_storage.py",
     "docs/quickstart.md": "tests/test_examples.py",
     "docs/trackers.md": "tests/trackers",
     "docs/tune.md": "tests/tune",

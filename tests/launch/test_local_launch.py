@@ -201,7 +201,11 @@ def test_launch_with_gpus_shows_every_rank_the_gpus_of_the_run(launch: Launch) -
     assert done.out == b"[(('3',), '3,5'), (('5',), '3,5')]\n", done.err
 
 
-def test_launch_uses_running_ray_and_ignores_dead_one(launch: Launch, ray_cluster: None) -> None:
+def test_launch_uses_running_ray_and_ignores_dead_one(
+    launch: Launch, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The cluster requires the token in the home directory. Ray has set this variable here.
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     source = """
         import os
         print(open(f"/proc/{os.getppid()}/cmdline").read().startswith("ray::"))

@@ -62,7 +62,8 @@ def connect_ray(
     if not standalone and (started := find_local_address()):
         with contextlib.suppress(ConnectionError):  # the cluster may have ended
             check_reachable(started)
-            _init_ray(started, **_QUIET)
+            # Ray uses its token, if there is one, only if it finds the cluster by itself.
+            _init_ray("auto", **_QUIET)
             return True
     if must_outlive_process:
         raise CommandError(

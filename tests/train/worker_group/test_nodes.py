@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -13,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
 DriversFixture = Callable[..., Any]
 SHOWN = "shown: "
+RAYJOB = Path(__file__).parents[3] / "docs" / "operations" / "rayjob.yaml"
 
 
 def run_on_cluster(drivers: DriversFixture, main: Callable[[], Any]) -> dict[str, Any]:
@@ -226,11 +230,16 @@ def read_journal(result: Any, event: str) -> list[dict[str, Any]]:
 
 
 def drain(node_id: str) -> None:
-    """Start a drain of the node with a deadline in ten minutes."""
+    """Start a drain of the node with the command in the manifest for Kubernetes."""
     import ray
 
-    ray_command = Path(sys.executable).with_name("ray")
-    address = ray.get_runtime_context().gcs_address
-    options = f"--address {address} --node-id {node_id} --reason DRAIN_NODE_REASON_PREEMPTION "
-    options += "--reason-message test --deadline-remaining-seconds 600"
-    subprocess.run([ray_command, "drain-node", *options.split()], check=True, capture_output=True)
+    pod = yaml.safe_load(RAYJOB.read_text())["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    (container,) = pod["template"]["spec"]["containers"]
+    hook = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    program, *options = shlex.split(hook.partition("||")[0].replace("\\\n", " "))
+    ray_command = Path(sys.executable).with_name(program)
+    place = ["--address", ray.get_runtime_context().gcs_address, "--node-id", node_id]
+    subprocess.run([ray_command, *options, *place], check=True, capture_output=True)
+    (worker,) = re.findall("grep -qs '(.*?)'", hook)  # the hook waits until there is none
+    commands = [path.read_bytes().decode() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert any(re.search(worker, command) for command in commands)
