@@ -2,6 +2,7 @@
 #   make demo    train a small network on two workers and show the result
 #   make test    run the tests; `make test-all` also repeats them with other frameworks and settings
 # `make check` runs the linters and the type checker, `make bench` the benchmarks, `make docs` builds the site.
+# `make conformance` runs the launcher tests of PyTorch and Accelerate with `drawbar launch`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
@@ -11,7 +12,7 @@ TESTS_AT_A_TIME ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all check bench docs clean
+.PHONY: demo test test-all check bench conformance docs clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
@@ -42,6 +43,9 @@ check: $(VENV)/dev
 bench: $(VENV)/bench
 	$(BIN)/python -m benchmarks
 
+conformance: $(VENV)/conformance
+	$(BIN)/python -m conformance $(if $(PYTORCH),--pytorch $(PYTORCH))
+
 docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict
 
@@ -65,6 +69,10 @@ $(VENV)/dev: pyproject.toml constraints.txt
 
 $(VENV)/bench: $(VENV)/dev
 	$(PIP) --editable '.[bench]'
+	touch $@
+
+$(VENV)/conformance: $(VENV)/dev
+	$(PIP) --editable '.[conformance]'
 	touch $@
 
 $(VENV)/docs: $(VENV)/dev
