@@ -51,8 +51,11 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
 """Options that are rejected, with the replacement that is printed."""
 
 _SHORT = {"-r": "--redirects", "-t": "--tee"}
-_FLAGS = frozenset({"--run-path", "--no-python", "--virtual-local-rank"})
+FLAGS = frozenset({"--run-path", "--no-python", "--virtual-local-rank"})
 """Options of torchrun that take no value."""
+
+NAMES = frozenset({*IGNORED, *UNSUPPORTED, *_SHORT})
+"""Options of torchrun that Drawbar does not have."""
 
 
 def remove_torchrun_options(
@@ -75,7 +78,7 @@ def remove_torchrun_options(
     while remaining and remaining[0].startswith("-") and remaining[0] not in ("-", "--"):
         option, equals, value = remaining.pop(0).partition("=")
         name = _SHORT.get(option, option.replace("_", "-"))
-        values = [] if equals or name in flags or name in _FLAGS else remaining[:1]
+        values = [] if equals or name in flags or name in FLAGS else remaining[:1]
         del remaining[: len(values)]
         if name in UNSUPPORTED:
             raise CommandError(f"{name} is not supported. {UNSUPPORTED[name]}")

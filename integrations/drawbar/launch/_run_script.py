@@ -24,8 +24,8 @@ def run_script(config: dict[str, Any]) -> None:
 
     Args:
         config: Options of the script: `arguments` of `python`, additional variables
-            (`environment`), `niceness` of the driver's shell, `max_restarts`, and the interval
-            between heartbeats (`activity_check_seconds`).
+            (`environment`), in which None removes a variable, `niceness` of the driver's shell,
+            `max_restarts`, and the interval between heartbeats (`activity_check_seconds`).
 
     Raises:
         FileNotFoundError: This node does not have the script.
@@ -43,14 +43,19 @@ def run_script(config: dict[str, Any]) -> None:
     with contextlib.suppress(PermissionError):  # lowering it needs a privilege
         os.setpriority(os.PRIO_PROCESS, 0, config["niceness"])
     with rendezvous_address() as (address, port):
-        environment = script_env(get_worker_environment(), config["environment"])
-        environment |= torchelastic_env(config["max_restarts"])
-        environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        rank_env = get_worker_environment() | torchelastic_env(config["max_restarts"])
+        rank_env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        environment = script_env(rank_env, config["environment"])
         run_program(arguments, environment, activity_check_seconds=config["activity_check_seconds"])
 
 
-def script_env(worker_env: Mapping[str, str], extra_env: Mapping[str, str]) -> dict[str, str]:
-    """Return the script's environment: the worker's without Ray's variables, and extra ones."""
+def script_env(
+    worker_env: Mapping[str, str], extra_env: Mapping[str, str | None]
+) -> dict[str, str]:
+    """Return the script's environment: the worker's without Ray's variables, and extra ones.
+
+    Extra variables that are None are removed.
+    """
     is_ray_worker = RAY_WORKER_VARIABLE in worker_env
     inherited = {
         name: value
@@ -59,7 +64,8 @@ def script_env(worker_env: Mapping[str, str], extra_env: Mapping[str, str]) -> d
     }
     if inherited.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del inherited["PYTHONBREAKPOINT"]  # Ray's debugger only works in Ray workers
-    return {**inherited, **extra_env}
+    merged = {**inherited, **extra_env}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def torchelastic_env(max_restarts: int) -> dict[str, str]:

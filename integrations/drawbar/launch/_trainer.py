@@ -52,6 +52,7 @@ class ScriptTrainer(DataParallelTrainer):
         is_module: Whether `script` is a module name, as in `python -m`.
         use_ray: Whether Ray starts the processes. With False, all ranks are on this machine.
         environment: Environment variables for the script, in addition to those of this process.
+            None removes a variable, also one of torchrun's, such as RANK.
         scaling_config: Number of workers and their resources. `num_workers=0` is not supported.
         run_config: Run configuration: storage, restarts, callbacks. All environment variables of
             the driver are forwarded.
@@ -81,7 +82,7 @@ class ScriptTrainer(DataParallelTrainer):
         *,
         is_module: bool = False,
         use_ray: bool = True,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         metadata: Mapping[str, object] | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from drawbar.cli._accelerate import OPTION as ACCELERATE_OPTION
+from drawbar.cli._accelerate import (
+    make_script_env,
+    mark_accelerate_options,
+    read_accelerate_options,
+)
 from drawbar.cli._arguments import command_errors
 from drawbar.cli._exit_handling import StopSignals, wait_for_exit_code
 from drawbar.cli._output import CommandError
@@ -23,7 +29,9 @@ from drawbar.cli._ray_connection import (
     is_connected_to_ray,
     num_local_cpus,
 )
+from drawbar.cli._torchrun import FLAGS as TORCHRUN_FLAGS
 from drawbar.cli._torchrun import IGNORED, parse_range, remove_torchrun_options, resolve_num_workers
+from drawbar.cli._torchrun import NAMES as TORCHRUN_NAMES
 
 if TYPE_CHECKING:
     from drawbar.launch import ScriptTrainer
@@ -31,16 +39,22 @@ if TYPE_CHECKING:
 
 
 class LaunchCommand(TyperCommand):
-    """Typer command that also accepts torchrun's other options before the script name."""
+    """Typer command that also accepts options of torchrun and Accelerate before the script name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remove torchrun options without effect and print a warning for each."""
-        options = [option for option in self.params if getattr(option, "is_flag", False)]
-        flags = {name for option in options for name in (*option.opts, *option.secondary_opts)}
-        remaining, ignored = remove_torchrun_options(args, flags)
+        """Remove torchrun options without effect, and mark options of Accelerate."""
+        options = [option for option in self.params if option.param_type_name == "option"]
+        flags = {"-h", "--help"} | _names(o for o in options if getattr(o, "is_flag", False))
+        names = _names(options) | flags | TORCHRUN_NAMES
+        marked = mark_accelerate_options(args, names, flags | TORCHRUN_FLAGS)
+        remaining, ignored = remove_torchrun_options(marked, flags)
         for name in ignored:
             print(f"drawbar: warning: Ignoring {name}: {IGNORED[name]}", file=sys.stderr)
         return super().parse_args(ctx, remaining)
+
+
+def _names(options: Iterable[Any]) -> set[str]:
+    return {name for option in options for name in (*option.opts, *option.secondary_opts)}
 
 
 LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # arguments after the script belong to it
@@ -62,9 +76,15 @@ Env = Annotated[
         metavar="NAME=VALUE", help="Environment variable for the script. Can be repeated."
     ),
 ]
-AccelerateConfig = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Use a file written by 'accelerate config'.")
+Accelerate = Annotated[
+    bool,
+    typer.Option(
+        "--accelerate",
+        help="Use the default file of 'accelerate config'. Options that only 'accelerate launch' "
+        "has imply it.",
+    ),
 ]
+AccelerateOptions = Annotated[list[str] | None, typer.Option(ACCELERATE_OPTION, hidden=True)]
 
 # Its processes
 NumWorkers = Annotated[
@@ -169,7 +189,8 @@ def launch(
     detach: Detach = False,
     env: Env = None,
     progress: Progress = None,
-    accelerate_config: AccelerateConfig = None,
+    accelerate: Accelerate = False,
+    accelerate_options: AccelerateOptions = None,
     address: Address = None,
     standalone: Standalone = False,
     nproc_per_node: NprocPerNode = None,
@@ -178,16 +199,30 @@ def launch(
 ) -> None:
     """Run a training script on several processes, like torchrun.
 
-    Accepts torchrun's options, and warns about those without effect. Exits with the script's exit
-    code. Prints the output of rank 0; the run's logs contain the output of every rank.
+    Accepts the options of torchrun and of 'accelerate launch', and warns about those without
+    effect. Exits with the script's exit code. Prints the output of rank 0; the run's logs contain
+    the output of every rank.
     """
     if num_workers is not None and (nproc_per_node or nnodes):
         raise CommandError(
             "--num-workers cannot be combined with --nproc-per-node or --nnodes. Remove one."
         )
-    processes, accelerate_env = _read_accelerate_config(accelerate_config)
-    variables = accelerate_env | _parse_env(env or [])
-    num_workers = num_workers or (None if nproc_per_node or nnodes else processes)
+    has_num_workers = bool(num_workers or nproc_per_node or nnodes)
+    accelerate_config = None
+    if accelerate or accelerate_options:
+        accelerate_config = read_accelerate_options(
+            accelerate_options or [], has_num_workers=has_num_workers
+        )
+        if not has_num_workers:
+            nproc_per_node, nnodes = accelerate_config.to_torchrun()
+        if accelerate_config.use_cpu:
+            use_gpu = bool(use_gpu)
+    make_env = partial(
+        make_script_env,
+        accelerate_config,
+        _parse_env(env or []),
+        has_num_workers=has_num_workers,
+    )
     requested = _RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
     restarts = max_failures if max_restarts is None else max_restarts
     with command_errors():
@@ -203,10 +238,9 @@ def launch(
             script,
             arguments or [],
             is_module=is_module,
-            environment=variables,
             run_config=run_config,
         )
-    _run(make_trainer, requested, address, standalone=standalone, detach=detach)
+    _run(make_trainer, make_env, requested, address, standalone=standalone, detach=detach)
 
 
 def _make_run_config(
@@ -235,6 +269,7 @@ def _make_run_config(
 
 def _run(
     make_trainer: Callable[..., ScriptTrainer],
+    make_env: Callable[..., dict[str, str | None]],
     requested: _RequestedWorkers,
     address: str | None,
     *,
@@ -250,7 +285,10 @@ def _run(
         )
         size = ClusterSize.current() if is_connected_to_ray() else ClusterSize.of_this_machine()
         config = requested.to_scaling_config(size)
-        trainer = make_trainer(scaling_config=config, use_ray=size.uses_ray)
+        environment = make_env(config, uses_ray=size.uses_ray)
+        trainer = make_trainer(
+            scaling_config=config, use_ray=size.uses_ray, environment=environment
+        )
         if detach:
             print(trainer.start().name)
             return
@@ -260,20 +298,6 @@ def _run(
     if has_connected:
         disconnect_ray()
     raise typer.Exit(code)
-
-
-def _read_accelerate_config(path: str | None) -> tuple[str | None, dict[str, str]]:
-    """Return the number of processes and the environment variables of an Accelerate config file.
-
-    None and no variables without a file.
-    """
-    if path is None:
-        return None, {}
-    with command_errors():
-        from drawbar.launch import AccelerateLaunchConfig
-
-        settings = AccelerateLaunchConfig.from_file(path)
-    return str(settings.num_processes), settings.env
 
 
 def _parse_env(assignments: Sequence[str]) -> dict[str, str]:
