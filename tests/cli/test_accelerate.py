@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drawbar.cli._accelerate import make_script_env, mark_accelerate_options
+from drawbar.cli._accelerate import make_accelerate_env, mark_accelerate_options
 from drawbar.cli._output import CommandError
 from drawbar.launch import AccelerateLaunchConfig
 from drawbar.train import ScalingConfig
@@ -68,7 +68,7 @@ def test_mark_accelerate_options_with_mistyped_own_option_keeps_it() -> None:
         ),
     ],
 )
-def test_make_script_env_adds_variables_and_warns(
+def test_make_accelerate_env_adds_variables_and_warns(
     config: AccelerateLaunchConfig,
     scaling: ScalingConfig,
     uses_ray: bool,
@@ -76,25 +76,34 @@ def test_make_script_env_adds_variables_and_warns(
     warning: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    env = make_script_env(config, {"B": "2"}, scaling, has_num_workers=False, uses_ray=uses_ray)
+    env = make_accelerate_env(config, {"B": "2"}, scaling, uses_ray=uses_ray, starts_ray=False)
     assert env == expected
     err = capsys.readouterr().err
     assert warning in err
     assert bool(warning) == bool(err)
 
 
-def test_make_script_env_of_single_process_removes_ranks() -> None:
+def test_config_of_several_machines_becomes_torchruns_rendezvous() -> None:
+    settings = {"main_process_ip": "10.0.0.1", "main_process_port": 29511, "machine_rank": 1}
+    config = AccelerateLaunchConfig(4, {}, num_machines=2, settings=settings)
+    assert config.to_torchrun() == ("2", "2")
+    expected = {"--rdzv-endpoint": "10.0.0.1:29511", "--node-rank": "1"}
+    assert config.to_torchrun_rendezvous() == expected
+    assert AccelerateLaunchConfig(4, {}, settings=settings).to_torchrun_rendezvous() == {}
+
+
+def test_make_accelerate_env_of_single_process_removes_ranks() -> None:
     config = AccelerateLaunchConfig(1, {"A": "1"}, is_distributed=False)
-    env = make_script_env(
-        config, {}, ScalingConfig(num_workers=1), has_num_workers=False, uses_ray=False
+    env = make_accelerate_env(
+        config, {}, ScalingConfig(num_workers=1), uses_ray=False, starts_ray=False
     )
     assert env["A"] == "1"
     assert env["RANK"] is env["TORCHELASTIC_RUN_ID"] is None
 
 
-def test_make_script_env_of_machines_without_ray_raises() -> None:
+def test_make_accelerate_env_of_machines_without_ray_raises() -> None:
     config = AccelerateLaunchConfig(4, {}, num_machines=2)
-    with pytest.raises(CommandError, match="num_machines=2 needs a Ray cluster"):
-        make_script_env(
-            config, {}, ScalingConfig(num_workers=4), has_num_workers=False, uses_ray=False
+    with pytest.raises(CommandError, match="num_machines=2 needs --main_process_ip"):
+        make_accelerate_env(
+            config, {}, ScalingConfig(num_workers=4), uses_ray=False, starts_ray=False
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 
 from drawbar.cli import _ray_connection
 from drawbar.cli._doctor import checks
@@ -24,59 +25,114 @@ from drawbar.cli._doctor.machine import MachineInfo
 from drawbar.cli._exit_handling import StopSignals
 from drawbar.cli._output import CommandError
 from drawbar.cli._ray_connection import check_reachable, find_local_address, num_local_cpus
-from drawbar.cli._torchrun import IGNORED, UNSUPPORTED, remove_torchrun_options, resolve_num_workers
+from drawbar.cli._torchrun import (
+    ONLY_TORCHRUN,
+    SHARED,
+    TorchrunArguments,
+    count_processes_per_node,
+    parse_torchrun_arguments,
+    resolve_num_workers,
+)
 from tests._ray_compat import get_ray_address_file
 from tests.cli.conftest import Command
 
 # -- drawbar launch
 
 
-def test_remove_torchrun_options_keeps_script_arguments() -> None:
-    options = [
-        "--rdzv_backend",
-        "c10d",
-        "--nproc_per_node",
-        "2",
-        "-t=3",
-        "--detach",
-        "--master-port=1",
-    ]
-    remaining, ignored = remove_torchrun_options([*options, "a.py", "--tee", "1"], {"--detach"})
-    assert remaining == ["--nproc-per-node", "2", "--detach", "a.py", "--tee", "1"]
-    assert ignored == ["--rdzv-backend", "--tee", "--master-port"]
+def parse_torchrun(arguments: list[str], **environment: str) -> TorchrunArguments:
+    names = ("--nnodes", "--nproc-per-node", "--num-workers", "--detach", "-m", "--module")
+    return parse_torchrun_arguments(arguments, names, {"--detach", "-m", "--module"}, environment)
+
+
+def test_parse_torchrun_arguments_keeps_script_arguments() -> None:
+    options = ["--rdzv_backend", "c10d", "--nproc_per_node", "2", "-t=3", "-r1", "--detach"]
+    parsed = parse_torchrun([*options, "--master-port=1", "--no-py", "a.py", "--tee", "1"])
+    assert parsed.remaining == ["--nproc-per-node", "2", "--detach", "a.py", "--tee", "1"]
+    assert parsed.values == {
+        "--rdzv-backend": "c10d",
+        "--tee": "3",
+        "--redirects": "1",
+        "--master-port": "1",
+        "--no-python": "",
+    }
+    assert parsed.is_executable
+    ignored = ["--rdzv-backend", "--master-port"]
+    assert list(parsed.list_ignored(has_rendezvous=False)) == ignored
+
+
+def test_parse_torchrun_arguments_reads_variables_of_other_options() -> None:
+    variables = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "4",
+        "PET_MODULE": "0",
+        "PET_NO_PYTHON": "1",
+        "PET_ROLE": "trainer",
+        "PET_LOG_DIR": "logs",
+    }
+    parsed = parse_torchrun(["--log-dir", "others", "--nnodes=1", "a.sh"], **variables)
+    assert parsed.remaining == ["--nproc-per-node=4", "--nnodes=1", "a.sh"]
+    assert parsed.values == {"--log-dir": "others", "--no-python": "", "--role": "trainer"}
+    options = parsed.make_process_options()
+    assert (options.role, options.log_dir) == ("trainer", os.path.abspath("others"))
+    assert parse_torchrun(["--num-workers", "3", "a.sh"], **variables).remaining[0] != "--nnodes=2"
+    with pytest.raises(CommandError, match="PET_MODULE must be 0 or 1, found 'yes'"):
+        parse_torchrun(["a.py"], PET_MODULE="yes")
+    with pytest.raises(CommandError, match="--tee needs a value"):
+        parse_torchrun(["--tee"])
 
 
 @pytest.mark.parametrize(
-    ("per_node", "nodes", "workers"),
+    ("arguments", "message"),
     [
-        ("4", "1", (4, True)),
-        ("2", "3", (6, False)),
-        ("2", "1:4", ((2, 8), False)),
-        ("gpu", "2", (16, False)),
-        ("auto", "1", (8, True)),
-        ("cpu", "1", (64, True)),
+        (["--tee", "4"], "tee must be 0 .none., 1 .standard output., .* found '4'"),
+        (["--redirects", "0:x"], "redirects must be 0 .none."),
+        (["--numa-binding", "core"], "numa_binding must be one of node, socket, .* found 'core'"),
+        (["--local-ranks-filter", "0,b"], "must be local ranks such as 0,1; found '0,b'"),
+        (["--log-dir", "/dev/null"], "log_dir='/dev/null' is not a directory"),
     ],
 )
-def test_resolve_num_workers_of_torchrun_options(
-    per_node: str, nodes: str, workers: object
+def test_torchrun_options_of_processes_with_invalid_values_raise(
+    arguments: list[str], message: str
 ) -> None:
-    assert resolve_num_workers(per_node, nodes, gpus=8, cpus=64) == workers
+    with pytest.raises((CommandError, ValueError), match=message):
+        parse_torchrun([*arguments, "a.py"]).make_process_options()
 
 
-@pytest.mark.parametrize(
-    ("per_node", "nodes", "message"),
-    [
-        ("0", "1", "--nproc-per-node must be N, gpu, cpu, or auto, found '0'"),
-        ("two", "1", "--nproc-per-node must be N, gpu, cpu, or auto, found 'two'"),
-        ("2", "3:1", "--nnodes must be N or MIN:MAX, found '3:1'"),
-        ("2", "x", "--nnodes must be N or MIN:MAX, found 'x'"),
-    ],
-)
-def test_resolve_num_workers_of_invalid_values_raises(
-    per_node: str, nodes: str, message: str
-) -> None:
-    with pytest.raises(CommandError, match=message):
-        resolve_num_workers(per_node, nodes, gpus=0, cpus=1)
+def test_logs_specs_without_entry_point_is_rejected() -> None:
+    with pytest.raises(CommandError, match="no installed package has it"):
+        parse_torchrun(["--logs-specs", "other", "a.py"]).list_ignored(has_rendezvous=False)
+
+
+def count(nproc_per_node: str, gpus: int = 0, *, is_this_machine: bool = False) -> int:
+    return count_processes_per_node(
+        nproc_per_node, gpus=gpus, cpus=64, is_this_machine=is_this_machine
+    )
+
+
+def test_count_processes_per_node_of_torchrun_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [count(kind, gpus=8) for kind in ("4", "gpu", "auto", "xpu", "cpu")]
+    assert counts == [4, 8, 8, 8, 64]
+    assert count("auto", gpus=8, is_this_machine=True) == 8
+    assert count("auto") == 64
+    for kind in ("0", "two", "hpu"):
+        with pytest.raises(CommandError, match=f"must be N, cpu, auto, or .*, found '{kind}'"):
+            count(kind, gpus=8)
+    with pytest.raises(CommandError, match="found no such device"):
+        count("gpu")
+    with pytest.raises(CommandError, match="or a device type such as gpu and xpu, found 'two'"):
+        count("two", is_this_machine=True)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 3)
+    assert count("xpu", gpus=8, is_this_machine=True) == 3
+
+
+def test_resolve_num_workers_of_torchrun_options() -> None:
+    assert resolve_num_workers(4, "1") == (4, True)
+    assert resolve_num_workers(2, "3") == (6, False)
+    assert resolve_num_workers(2, "1:4") == ((2, 8), False)
+    for nodes in ("3:1", "x"):
+        with pytest.raises(CommandError, match=f"--nnodes must be N or MIN:MAX, found '{nodes}'"):
+            resolve_num_workers(2, nodes)
 
 
 def test_num_local_cpus_above_pid_max_raises() -> None:
@@ -89,10 +145,9 @@ def test_num_local_cpus_above_pid_max_raises() -> None:
 def test_torchrun_options_are_all_known() -> None:
     from torch.distributed.run import get_args_parser
 
-    known = {"--nnodes", "--nproc-per-node", "--max-restarts", "--standalone", "--module", "--help"}
     named = re.findall(r"(?m)(?:^  |, )(--[\w-]+)", get_args_parser().format_help())
     options = {option for option in named if "_" not in option}
-    assert options - known - IGNORED.keys() - UNSUPPORTED.keys() == set()
+    assert options - {*SHARED, *ONLY_TORCHRUN, "--help"} == set()
 
 
 @pytest.fixture

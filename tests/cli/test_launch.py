@@ -13,7 +13,6 @@ from tests.cli.conftest import Command
     ("arguments", "expected"),
     [
         (["nowhere.py"], "No script nowhere.py in"),
-        (["--node_rank", "1", "a.py"], "Run the command once"),
         (["--num-workers", "2", "--nnodes", "2", "a.py"], "--num-workers cannot be combined with"),
         (["--address", "a", "--standalone", "-m", "no.such"], "No module no.such in"),
         (["--address", "a", "--standalone", "-m", "json.nosuch"], "No module json.nosuch in"),

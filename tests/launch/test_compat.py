@@ -53,10 +53,14 @@ def test_flags_are_options_without_value() -> None:
 
 
 def test_names_are_not_similar_to_other_options() -> None:
-    own = sorted(_torchrun.NAMES | {"--use-gpu", "--address", "--no-progress", "--max-failures"})
-    names = make_options().keys() - set(own)
+    own = {"--use-gpu", "--address", "--no-progress", "--max-failures", "--cpus-per-worker"}
+    own |= {*_torchrun.ONLY_TORCHRUN, *_torchrun.SHARED}
+    names = make_options().keys() - own
     cutoff = _accelerate._IS_TYPO
     assert [name for name in names if difflib.get_close_matches(name, own, cutoff=cutoff)] == []
+    assert [
+        name for name in names - _accelerate.FLAGS if any(option.startswith(name) for option in own)
+    ] == []
 
 
 def test_ignored_options_exist() -> None:

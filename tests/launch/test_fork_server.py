@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from drawbar.train._worker.program_launch import ERROR_VARIABLE
-from tests.launch.conftest import Launch, Launched, Pipe
+from tests.launch.conftest import CORES, Launch, Launched, Pipe
 
 # Prints the ID of the fork server, 0 in a new interpreter. pandas is the fastest import.
 SCRIPT = """
@@ -30,7 +30,8 @@ import faulthandler, gc, json, multiprocessing, resource, signal, sys, tempfile,
 
 SAME = {"RANK": os.environ["RANK"]}
 for name in sorted(os.environ):
-    if not name.startswith(("MASTER_PORT", "TORCHELASTIC_RUN_ID", "DRAWBAR_")):
+    changing = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "DRAWBAR_")
+    if not name.startswith(changing):
         SAME[name] = os.environ[name]
 streams = (sys.stdin, sys.stdout, sys.stderr)
 state = {
@@ -39,7 +40,7 @@ state = {
     "same": {
         "environ": SAME,
         "marker": os.environ["DRAWBAR_PROGRAM"] in open("/proc/self/environ").read(),
-        "names": sorted(name for name in globals() if name not in ("SAME", "name")),
+        "names": sorted(name for name in globals() if name not in ("SAME", "name", "changing")),
         "spec": repr(__spec__ and __spec__.name),
         "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals()],
         "argv": sys.argv,
@@ -63,6 +64,7 @@ state = {
         "gc": [gc.isenabled(), gc.get_threshold()],
         "limits": [resource.getrlimit(limit) for limit in range(16)],
         "temporary": tempfile.gettempdir(),
+        "cpus": sorted(os.sched_getaffinity(0)),
     },
 }
 print(json.dumps(state))
@@ -83,9 +85,10 @@ def test_forked_rank_has_the_state_of_a_new_interpreter(
     package.mkdir()
     (package / "__init__.py").write_text("import pandas\n")
     (package / "module.py").write_text(source)
+    binding = ["--numa-binding", "exclusive" if CORES > 1 else "node"]
     variables = {"PYTHONWARNINGS": "error::UserWarning", "PYTHONPROFILEIMPORTTIME": "1"}
     forked, fresh = (
-        launch(source, f"--name={name}", *options, script=script, **variables)
+        launch(source, f"--name={name}", *options, *binding, script=script, **variables)
         for name, options in (("forked", []), ("fresh", ["--no-fork-server"]))
     )
     forked_states, fresh_states = (
@@ -95,6 +98,8 @@ def test_forked_rank_has_the_state_of_a_new_interpreter(
     assert [state["forked"] for state in forked_states + fresh_states] == [True, True, False, False]
     for forked_state, fresh_state in zip(forked_states, fresh_states, strict=True):
         assert forked_state["same"] == fresh_state["same"]
+    all_cpus = [cpu for state in forked_states for cpu in state["same"]["cpus"]]
+    assert CORES == 1 or len(all_cpus) == len(set(all_cpus))
     first, second = (state["random"] for state in forked_states)
     assert first[0] != second[0]
     assert first[1] != second[1]

@@ -37,6 +37,7 @@ from drawbar.train._worker.integration_api import (
     start_training,
     sync_report_index,
 )
+from drawbar.train._worker.program_output import ProgramOutput
 from drawbar.train._worker.program_process import run_program
 from drawbar.train._worker.worker_env import get_visible_gpu_ids
 
@@ -46,6 +47,7 @@ __all__ = [
     "BackendWorkerGroup",
     "DriverContext",
     "LauncherStore",
+    "ProgramOutput",
     "TrainFunction",
     "add_final_notice",
     "at_least",

@@ -6,16 +6,20 @@ torchrun has.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from drawbar.cli._output import CommandError
 
 if TYPE_CHECKING:
+    from drawbar.cli._requested_workers import RequestedWorkers
+    from drawbar.cli._torchrun import TorchrunArguments
     from drawbar.launch import AccelerateLaunchConfig
     from drawbar.train import ScalingConfig
 
@@ -62,7 +66,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--main-process-ip": _RENDEZVOUS,
         "--main-process-port": _RENDEZVOUS,
         "--same-network": _RENDEZVOUS,
-        "--machine-rank": "run the command once; Ray starts the processes of all machines.",
+        "--machine-rank": _RENDEZVOUS,
         "--mpirun-hostfile": _NODES,
         "--deepspeed-hostfile": _NODES,
         "--deepspeed-exclusion-filter": _NODES,
@@ -102,7 +106,8 @@ def mark_accelerate_options(
 ) -> list[str]:
     """Replace options that Drawbar does not have by `--accelerate-option=OPTION`.
 
-    An option that is similar to one of Drawbar remains, so that the error suggests that one.
+    The beginning of an option of Drawbar or torchrun remains, and also a mistyped one, so that the
+    error suggests the right one.
 
     Args:
         arguments: Options, the script, and the arguments of the script, which are not changed.
@@ -118,11 +123,49 @@ def mark_accelerate_options(
         # The last argument is the script, also if an unknown option precedes it.
         values = [] if is_flag or (name not in names and len(remaining) == 1) else remaining[:1]
         del remaining[: len(values)]
-        if name in names or difflib.get_close_matches(name, names, cutoff=_IS_TYPO):
+        is_beginning = name not in FLAGS and any(other.startswith(name) for other in names)
+        if name in names or is_beginning or difflib.get_close_matches(name, names, cutoff=_IS_TYPO):
             marked += [argument, *values]
         else:
             marked.append(f"{OPTION}={'='.join([argument, *values])}")
     return marked + remaining
+
+
+def request_workers(
+    requested: RequestedWorkers,
+    accelerate_options: list[str] | None,
+    variables: dict[str, str],
+    torchrun: TorchrunArguments,
+) -> tuple[RequestedWorkers, Callable[..., dict[str, str | None]]]:
+    """Return the workers, and a function that returns the variables of the script.
+
+    Options of Accelerate for several machines are added to those of torchrun.
+
+    Args:
+        requested: Workers that the options of Drawbar and torchrun request.
+        accelerate_options: None if the command line is not Accelerate's.
+        variables: Variables of `--env`.
+        torchrun: Options of torchrun.
+
+    Raises:
+        CommandError: An option is unknown, or conflicts with another one.
+    """
+    has_torchrun_count = bool(requested.nproc_per_node or requested.nnodes)
+    if requested.num_workers is not None and has_torchrun_count:
+        raise CommandError(
+            "--num-workers cannot be combined with --nproc-per-node or --nnodes. Remove one."
+        )
+    has_num_workers = has_torchrun_count or requested.num_workers is not None
+    if accelerate_options is None:
+        return requested, partial(make_plain_env, variables, has_num_workers=has_num_workers)
+    config = read_accelerate_options(accelerate_options, has_num_workers=has_num_workers)
+    torchrun.values.update(config.to_torchrun_rendezvous())
+    if not has_num_workers:
+        nproc_per_node, nnodes = config.to_torchrun()
+        requested = dataclasses.replace(requested, nproc_per_node=nproc_per_node, nnodes=nnodes)
+    if config.use_cpu:
+        requested = dataclasses.replace(requested, use_gpu=bool(requested.use_gpu))
+    return requested, partial(make_accelerate_env, config, variables)
 
 
 def read_accelerate_options(
@@ -135,7 +178,7 @@ def read_accelerate_options(
         has_num_workers: Whether an option of Drawbar or torchrun sets the number of processes.
 
     Raises:
-        CommandError: An option is unknown, conflicts with another one, or needs another launcher.
+        CommandError: An option is unknown, or conflicts with another one.
     """
     given = [option.partition("=")[0].replace("_", "-") for option in options]
     if has_num_workers and "--num-processes" in given:
@@ -144,11 +187,6 @@ def read_accelerate_options(
             "Remove one."
         )
     config = _translate(options)
-    if config.settings.get("machine_rank"):
-        raise CommandError(
-            f"machine_rank={config.settings['machine_rank']} is not supported. Run the command "
-            "once with --address: Ray starts the processes of all machines."
-        )
     if config.config_file and "--config-file" not in given:
         _print(f"Using Accelerate's default config file {config.config_file}.")
     if not (has_num_workers or "--num-processes" in given or config.config_file):
@@ -164,8 +202,9 @@ def read_accelerate_options(
         for name, value in config.settings.items()
         if (name, value) != ("main_training_function", "main")  # in each file
     ]
+    has_rendezvous = bool(config.to_torchrun_rendezvous())
     for name in dict.fromkeys(_SHORT.get(name, name) for name in given):
-        if name in IGNORED:
+        if name in IGNORED and not (has_rendezvous and IGNORED[name] == _RENDEZVOUS):
             _print(f"warning: Ignoring {name}: {IGNORED[name]}")
     os.environ.update(config.device_env)  # before Drawbar counts the GPUs
     return config
@@ -192,37 +231,32 @@ def _translate(options: Sequence[str]) -> AccelerateLaunchConfig:
         raise CommandError(str(error)) from error
 
 
-def make_script_env(
-    config: AccelerateLaunchConfig | None,
+def make_accelerate_env(
+    config: AccelerateLaunchConfig,
     variables: Mapping[str, str],
     scaling: ScalingConfig,
     *,
-    has_num_workers: bool,
     uses_ray: bool,
+    starts_ray: bool,
 ) -> dict[str, str | None]:
     """Return the additional variables of the script, and warn about settings without effect.
 
     Args:
-        config: Settings of Accelerate. None if the command line is not Accelerate's.
+        config: Settings of Accelerate.
         variables: Variables of `--env`, which replace those of Accelerate.
         scaling: Processes of the run.
-        has_num_workers: Whether an option of Drawbar or torchrun sets the number of processes.
         uses_ray: Whether Ray starts the processes.
+        starts_ray: Whether this command starts Ray, with the visible devices of this process.
 
     Raises:
         CommandError: The options name several machines, but there is no Ray cluster.
     """
-    if config is None:
-        path = _default_config_file()
-        if not has_num_workers and os.path.isfile(path):
-            _print(f"Starting 1 process without Accelerate's {path}. Pass --accelerate to use it.")
-        return {**variables}
     if config.num_machines > 1 and not uses_ray:
         raise CommandError(
-            f"num_machines={config.num_machines} needs a Ray cluster. Run 'ray start' on each "
-            "machine and pass --address, or set --num_machines=1."
+            f"num_machines={config.num_machines} needs --main_process_ip and --machine_rank on "
+            "each machine, or a Ray cluster with --address. On one machine, set --num_machines=1."
         )
-    if config.device_env and uses_ray:
+    if config.device_env and uses_ray and not starts_ray:
         _print("warning: Ignoring --gpu-ids: Ray assigns the GPUs of each node.")
     if scaling.max_workers == 1 and not config.is_distributed:
         return {**config.env, **dict.fromkeys(_TORCHRUN_VARIABLES), **variables}
@@ -236,6 +270,25 @@ def make_script_env(
             )
     # Without this variable, each Accelerator() on a machine without GPUs would train alone.
     return {**config.env, "ACCELERATE_USE_CPU": "true", **variables}
+
+
+def make_plain_env(
+    variables: Mapping[str, str], scaling: ScalingConfig, *, has_num_workers: bool, **_: bool
+) -> dict[str, str | None]:
+    """Return the variables of `--env`. Print a note if a config file of Accelerate is not used.
+
+    Args:
+        variables: Variables of `--env`.
+        scaling: Processes of the run.
+        has_num_workers: Whether an option sets the number of processes.
+    """
+    path = _default_config_file()
+    if not has_num_workers and os.path.isfile(path):
+        _print(
+            f"Starting {scaling.max_workers} process without Accelerate's {path}. Pass "
+            "--accelerate to use it."
+        )
+    return {**variables}
 
 
 def _default_config_file() -> str:

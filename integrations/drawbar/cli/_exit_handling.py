@@ -95,6 +95,7 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
         if message := _describe_failure(error):
             print(message, file=sys.stderr)
         code = exit_code_for(error)
+        _write_error_file(error, code)
     if (flush_error := _flush_stdout()) is not None:
         print(
             f"drawbar: error: Standard output is incomplete: {flush_error.strerror}. "
@@ -103,6 +104,19 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
         )
         code = code or EXIT_STDOUT_INCOMPLETE
     return code
+
+
+def _write_error_file(error: TrainingFailedError, exit_code: int) -> None:
+    """Write the error for the process that has started this command, as torchrun does."""
+    from drawbar.launch import write_error_file
+
+    try:
+        write_error_file(error, exit_code)
+    except OSError as reason:
+        print(
+            f"drawbar: error: Cannot write the file in TORCHELASTIC_ERROR_FILE: {reason}",
+            file=sys.stderr,
+        )
 
 
 def _wait(handle: RunHandle, signals: StopSignals) -> None:

@@ -18,6 +18,8 @@ from drawbar.cli._output import CommandError
 from drawbar.train.backend import get_visible_gpu_ids
 
 CONNECT_TIMEOUT_S = 5.0
+# Ray's own log lines would appear between the lines of rank 0.
+_QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 REPLY_TIMEOUT_S = 10.0  # a busy cluster may need seconds to reply
 
 # Start of an HTTP/2 connection, on which gRPC is based: RFC 9113, sections 3.4, 4.1, and 6.5.
@@ -52,17 +54,15 @@ def connect_ray(
     """
     if address and standalone:
         raise CommandError(f"--standalone cannot be combined with --address {address}.")
-    # Ray's own log lines would appear between the lines of rank 0.
-    settings: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     named = address or os.environ.get("RAY_ADDRESS")
     if not standalone and named:
         check_reachable(named)
-        _init_ray(named, **settings)
+        _init_ray(named, **_QUIET)
         return True
     if not standalone and (started := find_local_address()):
         with contextlib.suppress(ConnectionError):  # the cluster may have ended
             check_reachable(started)
-            _init_ray(started, **settings)
+            _init_ray(started, **_QUIET)
             return True
     if must_outlive_process:
         raise CommandError(
@@ -70,11 +70,25 @@ def connect_ray(
         )
     if not standalone:
         return False
+    start_ray(num_local_cpus(cpus))
+    return True
+
+
+def start_ray(num_cpus: int, local_address: str = "") -> None:
+    """Start a Ray instance that ends with this process.
+
+    Args:
+        num_cpus: CPUs of the instance.
+        local_address: Address for other nodes. Default: Ray finds it.
+
+    Raises:
+        CommandError: Ray does not start.
+    """
     # Ray starts workers with nice 15, which only root can lower again.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    settings = {"_node_ip_address": local_address} if local_address else {}
     with isolate_from_signals():
-        _init_ray("local", num_cpus=num_local_cpus(cpus), include_dashboard=False, **settings)
-    return True
+        _init_ray("local", num_cpus=num_cpus, include_dashboard=False, **_QUIET, **settings)
 
 
 _is_starting_ray: ContextVar[bool] = ContextVar("_is_starting_ray", default=False)

@@ -1,34 +1,29 @@
 """Translate torchrun options.
 
-The options are those of `torch.distributed.run.get_args_parser` in torch 2.13.
+The options are those of `torch.distributed.run.get_args_parser` in torch 2.13, and those that newer
+versions add.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+from drawbar.cli._accelerators import count_devices
 from drawbar.cli._output import CommandError
 
-_RENDEZVOUS = "Drawbar sets up the rendezvous."
-_LOGS = "rank 0 prints here; the output of every rank is in <run>/logs."
+if TYPE_CHECKING:
+    from drawbar.launch import TorchrunOptions
 
 IGNORED: Mapping[str, str] = MappingProxyType(
     {
-        "--rdzv-backend": _RENDEZVOUS,
-        "--rdzv-endpoint": _RENDEZVOUS,
-        "--rdzv-id": _RENDEZVOUS,
-        "--rdzv-conf": _RENDEZVOUS,
-        "--master-addr": _RENDEZVOUS,
-        "--master-port": _RENDEZVOUS,
-        "--local-addr": _RENDEZVOUS,
-        "--redirects": _LOGS,
-        "--tee": _LOGS,
-        "--local-ranks-filter": _LOGS,
-        "--duplicate-stdout-filters": _LOGS,
-        "--duplicate-stderr-filters": _LOGS,
-        "--logs-specs": _LOGS,
-        "--role": "Drawbar has no roles.",
+        "--duplicate-stdout-filters": "filter the files of --log-dir instead.",
+        "--duplicate-stderr-filters": "filter the files of --log-dir instead.",
+        "--logs-specs": "Drawbar writes the logs.",
         "--monitor-interval": "process exits are detected immediately.",
         "--start-method": "every rank is a separate Python process.",
         "--event-log-handler": "events are in the run's journal.",
@@ -39,71 +34,216 @@ IGNORED: Mapping[str, str] = MappingProxyType(
 )
 """Options without effect, with the reason that is printed."""
 
-UNSUPPORTED: Mapping[str, str] = MappingProxyType(
+RENDEZVOUS = (
+    "--node-rank",
+    "--rdzv-endpoint",
+    "--rdzv-backend",
+    "--rdzv-conf",
+    "--master-addr",
+    "--master-port",
+    "--local-addr",
+)
+"""Options of the rendezvous of several nodes. They have no effect on a single node."""
+
+PROCESS_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "--node-rank": "Run the command once with --address: Ray starts the workers of all nodes.",
-        "--log-dir": "Use --storage-path; logs are in <storage path>/<name>/logs.",
-        "--no-python": "Write a Python script that starts the program.",
-        "--virtual-local-rank": "Each rank sees the GPUs that the run has on its node.",
-        "--numa-binding": "Bind processes in the script.",
+        "--role": "role",
+        "--rdzv-id": "run_id",
+        "--log-dir": "log_dir",
+        "--redirects": "redirects",
+        "--tee": "tee",
+        "--local-ranks-filter": "local_ranks_filter",
+        "--log-line-prefix-template": "log_line_prefix_template",
+        "--numa-binding": "numa_binding",
+        "--virtual-local-rank": "virtual_local_rank",
     }
 )
-"""Options that are rejected, with the replacement that is printed."""
+"""Options of each process, with the attribute of `drawbar.launch.TorchrunOptions`."""
 
-_SHORT = {"-r": "--redirects", "-t": "--tee"}
-FLAGS = frozenset({"--run-path", "--no-python", "--virtual-local-rank"})
+SHARED = ("--nnodes", "--nproc-per-node", "--max-restarts", "--standalone", "--module")
+"""Options that `drawbar launch` has too."""
+
+ONLY_TORCHRUN = (
+    *PROCESS_OPTIONS,
+    *RENDEZVOUS,
+    *IGNORED,
+    "--no-python",
+    "--print-completion",
+)
+"""Options that `drawbar launch` has only for torchrun."""
+
+SHORT = {"-r": "--redirects", "-t": "--tee"}
+FLAGS = frozenset({"--run-path", "--no-python", "--virtual-local-rank", "--standalone", "--module"})
 """Options of torchrun that take no value."""
 
-NAMES = frozenset({*IGNORED, *UNSUPPORTED, *_SHORT})
-"""Options of torchrun that Drawbar does not have."""
+_REPLACED_BY = {
+    "--nnodes": "--num-workers",
+    "--nproc-per-node": "--num-workers",
+    "--max-restarts": "--max-failures",
+}
+"""Options whose variable is ignored if the command line has Drawbar's option."""
+
+_RAY_DEVICES = ("auto", "gpu", "xpu", "cuda")
+"""Device types that are GPUs in a Ray cluster."""
+
+PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
-def remove_torchrun_options(
-    arguments: Sequence[str], flags: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """Remove ignored torchrun options before the script name.
+@dataclass(frozen=True)
+class TorchrunArguments:
+    """Command line of torchrun.
+
+    Attributes:
+        remaining: Options of Drawbar, the script, and the arguments of the script.
+        values: Values of the options that only torchrun has, "" for flags.
+    """
+
+    remaining: list[str]
+    values: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_executable(self) -> bool:
+        """Whether the script is executed without Python."""
+        # As torchrun, whose --run-path takes precedence.
+        return "--no-python" in self.values and "--run-path" not in self.values
+
+    def make_process_options(self) -> TorchrunOptions:
+        """Return the options of each process.
+
+        Raises:
+            CommandError: `--local-ranks-filter` has another form.
+            ValueError: Another value has another form.
+        """
+        from drawbar.launch import TorchrunOptions
+
+        texts = {
+            attribute: self.values[name]
+            for name, attribute in PROCESS_OPTIONS.items()
+            if self.values.get(name)
+        }
+        local_ranks = texts.pop("local_ranks_filter", "").split(",")
+        if not all(rank.isdecimal() for rank in local_ranks if rank):
+            raise CommandError(
+                "--local-ranks-filter must be local ranks such as 0,1; found "
+                f"{self.values['--local-ranks-filter']!r}."
+            )
+        if "log_dir" in texts:
+            texts["log_dir"] = os.path.abspath(texts["log_dir"])
+        if PREFIX_VARIABLE in os.environ:
+            texts.setdefault("log_line_prefix_template", os.environ[PREFIX_VARIABLE])
+        return TorchrunOptions(
+            **texts,
+            local_ranks_filter=tuple(int(rank) for rank in local_ranks if rank),
+            virtual_local_rank="--virtual-local-rank" in self.values,
+        )
+
+    def list_ignored(self, *, has_rendezvous: bool) -> dict[str, str]:
+        """Return the options without effect, with the reason.
+
+        Args:
+            has_rendezvous: Whether the command is run on each node.
+
+        Raises:
+            CommandError: No package has the class that `--logs-specs` names.
+        """
+        name = self.values.get("--logs-specs")
+        group = "torchrun.logs_specs"
+        if name and not metadata.entry_points().select(group=group).select(name=name):
+            raise CommandError(f"--logs-specs {name}: no installed package has it in {group}.")
+        reasons = dict(IGNORED)
+        if not has_rendezvous:
+            reasons |= dict.fromkeys(RENDEZVOUS, "Drawbar sets up the rendezvous.")
+        return {name: reasons[name] for name in self.values if name in reasons}
+
+
+def parse_torchrun_arguments(
+    arguments: Sequence[str],
+    options: Collection[str],
+    flags: Collection[str],
+    environment: Mapping[str, str],
+) -> TorchrunArguments:
+    """Separate the options that only torchrun has from the other arguments.
 
     Args:
         arguments: Options, the script, and the arguments of the script, which are not changed.
+        options: Drawbar's options.
         flags: Drawbar's options that take no value.
-
-    Returns:
-        The remaining arguments, with hyphens instead of underscores in options, and the names of
-        the ignored options.
+        environment: Variables such as PET_NNODES are defaults of torchrun's options.
 
     Raises:
-        CommandError: An option is not supported.
+        CommandError: An option has no value, or a variable has an invalid one.
     """
-    remaining, passed_through, ignored = list(arguments), list[str](), list[str]()
+    remaining, passed_through, values = list(arguments), list[str](), dict[str, str]()
+    names = set()
     while remaining and remaining[0].startswith("-") and remaining[0] not in ("-", "--"):
-        option, equals, value = remaining.pop(0).partition("=")
-        name = _SHORT.get(option, option.replace("_", "-"))
-        values = [] if equals or name in flags or name in FLAGS else remaining[:1]
-        del remaining[: len(values)]
-        if name in UNSUPPORTED:
-            raise CommandError(f"{name} is not supported. {UNSUPPORTED[name]}")
-        if name in IGNORED:
-            ignored.append(name)
-        else:
-            passed_through += [name + equals + value, *values]
-    return passed_through + remaining, ignored
+        option, equals, value = _split_option(remaining.pop(0))
+        name = _expand(option, options)
+        takes_value = not equals and name not in flags and name not in FLAGS
+        following = remaining[:1] if takes_value else []
+        del remaining[: len(following)]
+        names.add(name)
+        if name not in ONLY_TORCHRUN:
+            passed_through += [name + equals + value, *following]
+            continue
+        values[name] = value or "".join(following)
+        if takes_value and not following:
+            raise CommandError(f"{name} needs a value.")
+    defaults = _read_variables(environment, names)
+    values |= {name: value for name, value in defaults.items() if name in ONLY_TORCHRUN}
+    shared = [
+        name if name in FLAGS else f"{name}={value}"
+        for name, value in defaults.items()
+        if name in SHARED
+    ]
+    return TorchrunArguments([*shared, *passed_through, *remaining], values)
 
 
-def resolve_num_workers(
-    nproc_per_node: str, nnodes: str, *, gpus: int, cpus: int
-) -> tuple[int | tuple[int, int], bool]:
+def _split_option(argument: str) -> tuple[str, str, str]:
+    """Split `--name=value`, and short options such as `-t3`."""
+    if argument[:2] in SHORT and len(argument) > 2:
+        return argument[:2], "=", argument[2:].removeprefix("=")
+    return argument.partition("=")
+
+
+def _expand(option: str, options: Collection[str]) -> str:
+    """Return the complete name of an option. Like torchrun, accept an unambiguous beginning."""
+    name = SHORT.get(option, option.replace("_", "-"))
+    known = {*options, *ONLY_TORCHRUN, *SHARED}
+    if name in known or not name.startswith("--"):
+        return name
+    matches = [other for other in known if other.startswith(name)]
+    return matches[0] if len(matches) == 1 else name
+
+
+def _read_variables(environment: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """Return the values of PET_* variables for options that are not on the command line."""
+    values = {}
+    for name in (*SHARED, *ONLY_TORCHRUN):
+        variable = "PET_" + name.removeprefix("--").upper().replace("-", "_")
+        is_given = name in names or _REPLACED_BY.get(name) in names
+        if variable not in environment or is_given or (name == "--module" and "-m" in names):
+            continue
+        value = environment[variable]
+        if name in FLAGS:
+            if value not in ("0", "1"):
+                raise CommandError(f"{variable} must be 0 or 1, found {value!r}.")
+            if value == "0":
+                continue
+            value = ""
+        values[name] = value
+    return values
+
+
+def resolve_num_workers(per_node: int, nnodes: str) -> tuple[int | tuple[int, int], bool]:
     """Return the number of workers for torchrun's options, and whether they run on a single node.
 
     Args:
-        nproc_per_node: A number, "gpu", "cpu", or "auto".
+        per_node: Processes per node.
         nnodes: A number, or a range such as "1:4" for an elastic run.
-        gpus: GPUs of a node.
-        cpus: CPUs of a node.
 
     Raises:
-        CommandError: A value has another form.
+        CommandError: `nnodes` has another form.
     """
-    per_node = _processes_per_node(nproc_per_node, gpus, cpus)
     low, high = parse_range("--nnodes", nnodes)
     if low == high:
         return low * per_node, low == 1
@@ -123,13 +263,35 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _processes_per_node(text: str, gpus: int, cpus: int) -> int:
-    if text == "gpu" and not gpus:
+def count_processes_per_node(
+    nproc_per_node: str, *, gpus: int, cpus: int, is_this_machine: bool
+) -> int:
+    """Return the number of processes per node for `--nproc-per-node`.
+
+    Args:
+        nproc_per_node: A number, "cpu", "auto", or a kind of device such as "gpu" or "xpu".
+        gpus: GPUs of a node. Without Ray, only GPUs of NVIDIA.
+        cpus: CPUs of a node.
+        is_this_machine: Whether the processes run on this machine without Ray. Then PyTorch counts
+            the devices that are not from NVIDIA.
+
+    Raises:
+        CommandError: The value has another form, or there is no such device.
+    """
+    if nproc_per_node == "cpu":
+        return cpus
+    if nproc_per_node.isdecimal() and int(nproc_per_node):
+        return int(nproc_per_node)
+    devices: int | None = gpus
+    if is_this_machine and not (gpus and nproc_per_node in ("auto", "gpu")):
+        devices = count_devices(nproc_per_node)
+    if devices is None or not (is_this_machine or nproc_per_node in _RAY_DEVICES):
         raise CommandError(
-            "--nproc-per-node gpu needs GPUs, but there are none. Use --nproc-per-node cpu."
+            "--nproc-per-node must be N, cpu, auto, or a device type such as gpu and xpu, found "
+            f"{nproc_per_node!r}."
         )
-    if text in ("gpu", "auto", "cpu"):
-        return gpus if gpus and text != "cpu" else cpus
-    if not text.isdecimal() or not int(text):
-        raise CommandError(f"--nproc-per-node must be N, gpu, cpu, or auto, found {text!r}.")
-    return int(text)
+    if not devices and nproc_per_node != "auto":
+        raise CommandError(
+            f"--nproc-per-node {nproc_per_node} found no such device. Use --nproc-per-node cpu."
+        )
+    return devices or cpus

@@ -75,6 +75,14 @@ class AccelerateLaunchConfig:
         """Return the values of `--nproc-per-node` and `--nnodes` for the same processes."""
         return str(self.num_processes // self.num_machines or 1), str(self.num_machines)
 
+    def to_torchrun_rendezvous(self) -> dict[str, str]:
+        """Return options of torchrun for commands on several machines; without them, nothing."""
+        host, rank = (self.settings.get(name) for name in ("main_process_ip", "machine_rank"))
+        if self.num_machines == 1 or not (host or rank):
+            return {}
+        port = self.settings.get("main_process_port") or 29500
+        return {"--rdzv-endpoint": f"{host or '127.0.0.1'}:{port}", "--node-rank": str(rank or 0)}
+
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> AccelerateLaunchConfig:
         """Read a file that `accelerate config` has written.

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from drawbar.launch._backend import rendezvous_address
-from drawbar.train import get_context
+from drawbar.launch._error_file import ERROR_FILE_VARIABLE, add_recorded_error
+from drawbar.launch._numa import Topology, select_cpus
+from drawbar.launch._torchrun_options import TorchrunOptions
+from drawbar.train import ProgramFailedError, get_context
 from drawbar.train.backend import get_worker_environment, run_program
 
 RAY_ENV_PREFIX = "RAY_"
@@ -23,16 +28,17 @@ def run_script(config: dict[str, Any]) -> None:
     """Run the script as this rank.
 
     Args:
-        config: Options of the script: `arguments` of `python`, additional variables
-            (`environment`), in which None removes a variable, `niceness` of the driver's shell,
-            `max_restarts`, and the interval between heartbeats (`activity_check_seconds`).
+        config: Options of the script: `arguments` of `python`, or the whole command line if
+            `is_executable`, additional variables (`environment`), in which None removes a variable,
+            `niceness` of the driver's shell, `max_restarts`, the interval between heartbeats
+            (`activity_check_seconds`), and `torchrun_options`.
 
     Raises:
         FileNotFoundError: This node does not have the script.
         ProgramFailedError: The script failed.
     """
-    arguments = config["arguments"]
-    if arguments[0] != "-m" and not os.path.isfile(arguments[0]):
+    arguments, is_executable = config["arguments"], config["is_executable"]
+    if not is_executable and arguments[0] != "-m" and not os.path.isfile(arguments[0]):
         raise FileNotFoundError(
             f"Script {os.path.abspath(arguments[0])} does not exist on node "
             f"{os.uname().nodename}. Put it on shared storage, or ship it with "
@@ -42,20 +48,71 @@ def run_script(config: dict[str, Any]) -> None:
     # thread that starts them.
     with contextlib.suppress(PermissionError):  # lowering it needs a privilege
         os.setpriority(os.PRIO_PROCESS, 0, config["niceness"])
-    with rendezvous_address() as (address, port):
-        rank_env = get_worker_environment() | torchelastic_env(config["max_restarts"])
-        rank_env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        environment = script_env(rank_env, config["environment"])
-        run_program(arguments, environment, activity_check_seconds=config["activity_check_seconds"])
+    options: TorchrunOptions = config["torchrun_options"]
+    with rendezvous_address() as (address, port), _rank_directory(options) as directory:
+        extra_env = {
+            name: value for name, value in config["environment"].items() if value is not None
+        }
+        environment = script_env(get_worker_environment(), extra_env)
+        environment |= torchelastic_env(config["max_restarts"], options)
+        environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        environment[ERROR_FILE_VARIABLE] = os.path.join(directory, "error.json")
+        output = options.make_output(environment, directory)
+        cpus = _select_cpus(options, environment)
+        if options.virtual_local_rank:
+            environment |= _virtual_local_rank_env(environment)
+        for name in config["environment"].keys() - extra_env.keys():
+            environment.pop(name, None)
+        try:
+            run_program(
+                arguments,
+                environment,
+                activity_check_seconds=config["activity_check_seconds"],
+                is_python=not is_executable,
+                output=output,
+                cpus=cpus,
+            )
+        except ProgramFailedError as error:
+            raise add_recorded_error(error, environment[ERROR_FILE_VARIABLE]) from None
 
 
-def script_env(
-    worker_env: Mapping[str, str], extra_env: Mapping[str, str | None]
-) -> dict[str, str]:
-    """Return the script's environment: the worker's without Ray's variables, and extra ones.
+@contextlib.contextmanager
+def _rank_directory(options: TorchrunOptions) -> Iterator[str]:
+    """Return the directory for the files of this rank, which is temporary without `log_dir`."""
+    if not options.log_dir:
+        with tempfile.TemporaryDirectory(prefix="torchelastic_") as directory:
+            yield directory
+        return
+    context = get_context()
+    parts = [part for part in (options.run_id, context.get_run_id()) if part]
+    attempt = os.path.join(options.log_dir, "_".join(parts), f"attempt_{context.get_attempt()}")
+    path = os.path.join(attempt, str(context.get_world_rank()))
+    os.makedirs(path, exist_ok=True)
+    yield path
 
-    Extra variables that are None are removed.
-    """
+
+def _select_cpus(options: TorchrunOptions, environment: Mapping[str, str]) -> set[int]:
+    """Return the CPUs of this rank; an empty set without `numa_binding`."""
+    if not options.numa_binding:
+        return set()
+    context = get_context()
+    gpu_ids = [""] * context.get_local_world_size()
+    if context.get_accelerator_ids():
+        gpu_ids = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    topology = Topology(Path("/sys"), Path("/proc"), frozenset(os.sched_getaffinity(0)))
+    return select_cpus(options.numa_binding, gpu_ids, context.get_local_rank(), topology)
+
+
+def _virtual_local_rank_env(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which a process sees only its own GPU, as local rank 0."""
+    devices = environment.get("CUDA_VISIBLE_DEVICES")
+    local_rank = int(environment["LOCAL_RANK"])
+    device = str(local_rank) if devices is None else devices.split(",")[local_rank].strip()
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+
+def script_env(worker_env: Mapping[str, str], extra_env: Mapping[str, str]) -> dict[str, str]:
+    """Return the script's environment: the worker's without Ray's variables, and extra ones."""
     is_ray_worker = RAY_WORKER_VARIABLE in worker_env
     inherited = {
         name: value
@@ -64,15 +121,16 @@ def script_env(
     }
     if inherited.get("PYTHONBREAKPOINT", "").startswith("ray."):
         del inherited["PYTHONBREAKPOINT"]  # Ray's debugger only works in Ray workers
-    merged = {**inherited, **extra_env}
-    return {name: value for name, value in merged.items() if value is not None}
+    # As torchrun: a failed collective ends the process, unless the user has set another value.
+    return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **inherited, **extra_env}
 
 
-def torchelastic_env(max_restarts: int) -> dict[str, str]:
+def torchelastic_env(max_restarts: int, options: TorchrunOptions) -> dict[str, str]:
     """Return torchrun's variables besides the ranks. Libraries detect torchrun by them."""
     context = get_context()
     return {
-        "TORCHELASTIC_RUN_ID": context.get_run_id(),
+        "ROLE_NAME": options.role,
+        "TORCHELASTIC_RUN_ID": options.run_id or context.get_run_id(),
         "TORCHELASTIC_RESTART_COUNT": str(context.get_attempt()),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         # Rank 0's script creates the store. Under torchrun, the agent would provide it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import stat
 
 _KINDS = {
@@ -42,6 +44,26 @@ def check_script(path: str) -> None:
             f"{path} is {_KINDS.get(kind, 'a special file')}, but every rank reads the script, so "
             "it must be a regular file. Save the script to a file and pass its path."
         )
+
+
+def require_executable(name: str) -> None:
+    """Check that a program can be executed.
+
+    Args:
+        name: Path of the program, or its name in a directory of PATH.
+
+    Raises:
+        FileNotFoundError: The program does not exist.
+        PermissionError: The file is not executable.
+    """
+    if shutil.which(name):
+        return
+    if os.path.isfile(name):
+        raise PermissionError(
+            f"{name} is not executable. Run 'chmod +x {shlex.quote(name)}', or launch its "
+            "interpreter with the file as an argument."
+        )
+    raise FileNotFoundError(f"No program {name} in {os.getcwd()} or PATH.")
 
 
 def _is_open_file(path: str) -> bool:

@@ -10,7 +10,8 @@ from datetime import timedelta
 from drawbar.launch._backend import ScriptConfig
 from drawbar.launch._module_check import require_module
 from drawbar.launch._run_script import run_script
-from drawbar.launch._script_file import check_script
+from drawbar.launch._script_file import check_script, require_executable
+from drawbar.launch._torchrun_options import TorchrunOptions
 from drawbar.train import (
     Checkpoint,
     DataParallelTrainer,
@@ -50,9 +51,11 @@ class ScriptTrainer(DataParallelTrainer):
         script: Path of the script, or module name with `is_module`.
         arguments: Arguments of the script.
         is_module: Whether `script` is a module name, as in `python -m`.
+        is_executable: Whether `script` is a program that is executed without Python.
         use_ray: Whether Ray starts the processes. With False, all ranks are on this machine.
         environment: Environment variables for the script, in addition to those of this process.
             None removes a variable, also one of torchrun's, such as RANK.
+        torchrun_options: Options of torchrun for the processes, such as `--tee` and `--log-dir`.
         scaling_config: Number of workers and their resources. `num_workers=0` is not supported.
         run_config: Run configuration: storage, restarts, callbacks. All environment variables of
             the driver are forwarded.
@@ -81,8 +84,10 @@ class ScriptTrainer(DataParallelTrainer):
         arguments: Sequence[str] = (),
         *,
         is_module: bool = False,
+        is_executable: bool = False,
         use_ray: bool = True,
         environment: Mapping[str, str | None] | None = None,
+        torchrun_options: TorchrunOptions | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         metadata: Mapping[str, object] | None = None,
@@ -100,7 +105,11 @@ class ScriptTrainer(DataParallelTrainer):
         super().__init__(
             run_script,
             train_loop_config={
-                "arguments": _python_arguments(script, arguments, is_module=is_module),
+                "arguments": _make_command_line(
+                    script, arguments, is_module=is_module, is_executable=is_executable
+                ),
+                "is_executable": is_executable,
+                "torchrun_options": torchrun_options or TorchrunOptions(),
                 "environment": {**_startup_env(), **(environment or {})},
                 "niceness": os.getpriority(os.PRIO_PROCESS, 0),
                 "max_restarts": run_config.failure_config.max_failures,
@@ -136,11 +145,20 @@ def _check_runs_without_ray(config: RunConfig) -> None:
             )
 
 
-def _python_arguments(
-    script: str | os.PathLike[str], arguments: Sequence[str], *, is_module: bool
+def _make_command_line(
+    script: str | os.PathLike[str],
+    arguments: Sequence[str],
+    *,
+    is_module: bool,
+    is_executable: bool,
 ) -> list[str]:
-    """Return the arguments of `python`."""
+    """Return the arguments of `python`, or the command line of a program."""
     path = os.fspath(script)
+    if is_executable:
+        if is_module:
+            raise ValueError("is_executable=True does not support is_module=True. Remove one.")
+        require_executable(path)
+        return [path, *arguments]
     if is_module:
         require_module(path)
         return ["-m", path, *arguments]

@@ -17,18 +17,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Protocol
 
 from drawbar.train._fork_server import client, preloadable, program_server
 from drawbar.train._fork_server.client import ForkServerError
 from drawbar.train._fork_server.forkable import read_node_id, read_start_time
 from drawbar.train._fork_server.rank_reads import RANK_VARIABLES
+from drawbar.train._worker import program_main
+from drawbar.train._worker.program_output import OutputStream
 
 ERROR_VARIABLE = "DRAWBAR_LAUNCH_FORK_ERROR"
 """Why a process was not forked. Not the variable of Ray workers, which would inherit it."""
 
 PROGRAM_MARKER_VARIABLE = program_server.MARKER_VARIABLE
-OutputStream = Literal["stdout", "stderr"]
+NO_PYTHON, CPUS_VARIABLE = program_main.NO_PYTHON, program_main.CPUS_VARIABLE
 
 _MAX_ERROR_BYTES = 1 << 16
 
@@ -307,30 +309,30 @@ def start_program(
 
 
 def open_pipes(
-    stack: contextlib.ExitStack,
-) -> tuple[dict[OutputStream, IO[bytes]], list[int]]:
+    stack: contextlib.ExitStack, streams: Sequence[OutputStream]
+) -> tuple[dict[OutputStream, IO[bytes]], dict[OutputStream, int]]:
     """Open pipes for the output of a process.
 
     Args:
         stack: Closes the writing ends.
+        streams: Streams of the process that need a pipe.
 
     Returns:
         The reading ends, and the descriptors of the writing ends.
     """
-    pipes: dict[OutputStream, IO[bytes]] = {}
-    writers = []
-    streams: tuple[OutputStream, ...] = ("stdout", "stderr")
+    readers: dict[OutputStream, IO[bytes]] = {}
+    writers: dict[OutputStream, int] = {}
     for stream in streams:
         reader, writer = os.pipe()
         stack.callback(os.close, writer)
-        pipes[stream] = open(reader, "rb", buffering=0)  # noqa: SIM115  # until close()
-        writers.append(writer)
-    return pipes, writers
+        readers[stream] = open(reader, "rb", buffering=0)  # noqa: SIM115  # until close()
+        writers[stream] = writer
+    return readers, writers
 
 
 def _may_import_framework(program: Sequence[str]) -> bool:
     """Return whether a fork server can be useful. The files of a module are not searched for."""
-    if program[0] == "-m":
-        return True
+    if program[0] in ("-m", NO_PYTHON):
+        return program[0] == "-m"
     source = Path(program[0]).read_bytes()
     return any(name.encode() in source for name in preloadable.FRAMEWORKS)

@@ -30,11 +30,18 @@ from types import FrameType, ModuleType, TracebackType
 SESSION_VARIABLE = "DRAWBAR_SESSION"
 """Process that may report for its rank, and its socket descriptor: `<pid>:<fd>`."""
 
+NO_PYTHON = "--no-python"
+"""First argument if the others are the command line of a program that is not a Python script."""
+
+CPUS_VARIABLE = "DRAWBAR_CPUS"
+"""CPUs to which the process is bound. The script does not have it."""
+
 _FORK_SERVER = os.path.join(
     os.path.dirname(os.path.dirname(__file__)), "_fork_server", "program_server.py"
 )
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _SIGINT_EXIT_CODE = 130  # shell's exit code after Ctrl-C
+_NOT_EXECUTABLE, _COMMAND_NOT_FOUND = 126, 127  # also as in a shell
 
 
 def main(control: int, session: int, arguments: Sequence[str]) -> None:
@@ -50,12 +57,18 @@ def main(control: int, session: int, arguments: Sequence[str]) -> None:
         # keep waiting for their end.
         os.set_inheritable(descriptor, False)
     os.environ[SESSION_VARIABLE] = f"{os.getpid()}:{session}"
+    if cpus := os.environ.pop(CPUS_VARIABLE, ""):
+        os.sched_setaffinity(0, set(map(int, cpus.split(","))))  # threads are started later
     _reset_signals()
     _end_with_parent()
+    connection = socket.socket(fileno=control)
+    if arguments[0] == NO_PYTHON:
+        # A program in Python may report, as a script may.
+        os.set_inheritable(session, True)
+        _replace_process(connection, arguments[1:])
     faulthandler.enable()
     # Python writes whole blocks to pipes and files. The last block would be lost in a crash.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a text stream
-    connection = socket.socket(fileno=control)
     # The exit of a forked child concerns only its parent, so the child must not send failures.
     os.register_at_fork(after_in_child=connection.detach)
     threading.Thread(
@@ -77,6 +90,19 @@ def main(control: int, session: int, arguments: Sequence[str]) -> None:
         _send_failure(connection, error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(_SIGINT_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _replace_process(connection: socket.socket, command: Sequence[str]) -> None:
+    """Execute a program in this process. Does not return."""
+    # Python ignores these signals, and the program would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        _send_failure(connection, error)
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(_COMMAND_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
 def _run_script(arguments: Sequence[str]) -> None:

@@ -16,28 +16,29 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import IO
 
 import msgspec
 
-from drawbar.train._errors import ProgramFailedError
 from drawbar.train._fork_server.client import REPLY_TIMEOUT_S, ForkServerError
-from drawbar.train._frames import format_user_location
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import Heartbeat, OutputBytes
 from drawbar.train._worker import program_main, sentinel
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.activity import ActivityMonitor
 from drawbar.train._worker.output import write_to_log
+from drawbar.train._worker.program_failure import ProgramFailure, make_program_error
 from drawbar.train._worker.program_launch import (
+    CPUS_VARIABLE,
+    NO_PYTHON,
     PROGRAM_MARKER_VARIABLE,
-    OutputStream,
     ProgramChild,
     open_pipes,
     start_program,
 )
+from drawbar.train._worker.program_output import STREAMS, OutputStream, OutputWriter, ProgramOutput
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.session_client import RankConnection
 from drawbar.train._worker.stack import Stack, detect_stopped_process
@@ -48,20 +49,6 @@ _STACK_TIMEOUT_S = 1.0
 _EXIT_TIMEOUT_S = 30.0  # as in torchrun; the controller's limit is shorter
 _DRAIN_TIMEOUT_S = 1.0
 _READ_BYTES = 1 << 16
-
-
-class ProgramFailure(msgspec.Struct, frozen=True):
-    """Failure of a script, as `program_main` describes it.
-
-    `is_exit` is true for SystemExit and KeyboardInterrupt.
-    """
-
-    type_name: str
-    message: str
-    traceback: str
-    lines: list[tuple[str, int, str]]
-    time: float
-    is_exit: bool
 
 
 class ProgramMessage(msgspec.Struct, frozen=True):
@@ -80,20 +67,26 @@ def run_program(
     environment: Mapping[str, str],
     *,
     activity_check_seconds: float = ACTIVITY_CHECK_INTERVAL_S,
+    is_python: bool = True,
+    output: ProgramOutput | None = None,
+    cpus: Collection[int] = (),
 ) -> None:
-    """Run a Python script in place of the training function and wait until it ends.
+    """Run a script in place of the training function and wait until it ends.
 
     The script may call `drawbar.train.report` and related functions, which then act for this rank.
-    The driver prints the standard output and standard error of rank 0, byte for byte. The log of
-    each rank contains its complete output. When the attempt ends, the script receives SIGTERM, or
-    SIGINT if the user stops the run. Processes that it leaves behind are killed.
+    The log of each rank contains its complete output. When the attempt ends, the script receives
+    SIGTERM, or SIGINT if the user stops the run. Processes that it leaves behind are killed.
 
     Args:
         arguments: Command line after `python`: a script and its arguments, or "-m", a module, and
-            its arguments.
+            its arguments. Without `is_python`, the complete command line.
         environment: Complete environment of the process.
         activity_check_seconds: Interval in seconds at which Drawbar checks for activity: output or
             CPU use of the program and its children. Activity is sent as a heartbeat.
+        is_python: Whether Python runs the script. If not, it is another program.
+        output: Destinations of the output in addition to the log. By default, the driver prints the
+            standard output and standard error of rank 0, byte for byte.
+        cpus: CPUs to which the process is bound. Default: those of this process.
 
     Raises:
         ProgramFailedError: The program failed.
@@ -105,7 +98,14 @@ def run_program(
         ...     run_program(["train.py", "--epochs", "3"], dict(os.environ))
     """
     session = current_session("run_program")
-    program = session.program = ProgramProcess(session, activity_check_seconds)
+    if output is None:
+        is_rank_zero = session.assignment.ranks.world_rank == 0
+        output = ProgramOutput(console=dict.fromkeys(STREAMS, "") if is_rank_zero else {})
+    if cpus:
+        environment = {**environment, CPUS_VARIABLE: ",".join(map(str, cpus))}
+    program = session.program = ProgramProcess(
+        session, activity_check_seconds, output, is_python=is_python
+    )
     try:
         program.start(arguments, environment)
         program.wait()
@@ -129,9 +129,18 @@ class ProgramProcess:
     Args:
         session: Session of the rank.
         activity_check_seconds: Interval of the activity check in seconds.
+        output: Destinations of the output in addition to the log.
+        is_python: Whether Python runs the script.
     """
 
-    def __init__(self, session: Session, activity_check_seconds: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        activity_check_seconds: float,
+        output: ProgramOutput,
+        *,
+        is_python: bool,
+    ) -> None:
         self._session = session
         self._activity_check_seconds = activity_check_seconds
         self._next_activity_check = time.monotonic() + activity_check_seconds
@@ -139,16 +148,20 @@ class ProgramProcess:
         self._process: ProgramChild | None = None
         self._exit_code: int | None = None
         self._reap_lock = threading.Lock()
-        rank = session.assignment.ranks.world_rank
-        self._is_rank_zero = rank == 0
-        self._log_path = session.directory.get_log_path(rank)
+        self._is_python = is_python
+        self._log_path = session.directory.get_log_path(session.assignment.ranks.world_rank)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = open(self._log_path, "ab", buffering=0)  # noqa: SIM115  # until close()
+        self._output = OutputWriter(
+            output,
+            partial(write_to_log, log=self._log),
+            lambda data, stream: session.forward(OutputBytes(data=data, stream=stream)),
+        )
         self._control, self._child_control = socket.socketpair()
         session_socket, self._child_session = socket.socketpair()
         self._rank_connection = RankConnection(session, session_socket)
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
-        self._pipes: dict[OutputStream, IO[bytes]] = {}  # standard output and error of rank 0
+        self._pipes: dict[OutputStream, IO[bytes]] = {}  # output that is not only for the log
         self._selector = selectors.DefaultSelector()
         self._ended_at: float | None = None
         self._is_stopped_by_user = False
@@ -160,15 +173,14 @@ class ProgramProcess:
         """Start the process with the given command line and environment."""
         with contextlib.ExitStack() as stack:
             null = stack.enter_context(open(os.devnull, "r+b", buffering=0))
-            outputs = [self._log.fileno()] * 2
-            if self._is_rank_zero:
-                self._pipes, outputs = open_pipes(stack)
+            self._pipes, writers = open_pipes(stack, self._output.piped_streams)
+            outputs = [writers.get(stream, self._log.fileno()) for stream in STREAMS]
             control = stack.enter_context(self._child_control)
             child_session = stack.enter_context(self._child_session)
             self._register()
             self._process = process = start_program(
                 self._session.program_fork_server,
-                [program_main.__file__, *arguments],
+                [program_main.__file__, *([] if self._is_python else [NO_PYTHON]), *arguments],
                 {**environment, PROGRAM_MARKER_VARIABLE: self._marker},
                 [null.fileno(), *outputs],
                 [control.fileno(), child_session.fileno()],
@@ -293,8 +305,7 @@ class ProgramProcess:
     def _on_output(self, pipe: IO[bytes], stream: OutputStream) -> bool:
         data = os.read(pipe.fileno(), _READ_BYTES)
         if data:
-            write_to_log(data, self._log)
-            self._session.forward(OutputBytes(data=data, stream=stream))
+            self._output.write(data, stream)
         return bool(data)
 
     @property
@@ -326,6 +337,7 @@ class ProgramProcess:
         sentinel.kill_orphans(f"{PROGRAM_MARKER_VARIABLE}={self._marker}")
         if process is not None:
             self._drain()
+        self._output.close()
         self._selector.close()
         self._rank_connection.close()
         for endpoint in (self._control, self._wakeup_writer, self._wakeup_reader, self._log):
@@ -345,35 +357,14 @@ class ProgramProcess:
             ProgramFailedError: The program has failed.
         """
         assert self._exit_code is not None  # only called after close()
-        status, failure = self._exit_code, self._failure
-        if status == 0:
-            return
-        ended_at = self._ended_at or time.time()
-        if failure is not None:
-            location, code = format_user_location(failure.lines), status if status > 0 else 1
-            raise ProgramFailedError(
-                failure.message,
-                failure.type_name,
-                code,
-                failure.time,
-                failure.traceback,
-                location,
-                failure.is_exit,
+        if self._exit_code:
+            raise make_program_error(
+                self._exit_code,
+                self._failure,
+                self._ended_at or time.time(),
+                is_python=self._is_python,
+                is_oom_killed=bool(self._oom_kills.has_increased()),
             )
-        if status < 0:
-            # The shell's convention: 128 plus the signal number.
-            description = self._describe_signal(-status)
-            raise ProgramFailedError(description, "program died", 128 - status, ended_at)
-        # A script that closes all descriptors also closes the socket for its exception.
-        description = f"exited with code {status} by os._exit, or after closing all descriptors"
-        raise ProgramFailedError(description, "program ended", status, ended_at)
-
-    def _describe_signal(self, number: int) -> str:
-        is_known = number in set(signal.Signals)
-        description = f"killed by {signal.Signals(number).name if is_known else f'signal {number}'}"
-        if number == signal.SIGKILL and self._oom_kills.has_increased():
-            return f"{description}, by the kernel's OOM killer: the cgroup's oom_kill count rose"
-        return description
 
 
 def _discard(connection: socket.socket) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from drawbar.cli._accelerate import OPTION as ACCELERATE_OPTION
-from drawbar.cli._accelerate import (
-    make_script_env,
-    mark_accelerate_options,
-    read_accelerate_options,
-)
+from drawbar.cli._accelerate import mark_accelerate_options, request_workers
 from drawbar.cli._arguments import command_errors
 from drawbar.cli._exit_handling import StopSignals, wait_for_exit_code
 from drawbar.cli._output import CommandError
@@ -27,36 +24,58 @@ from drawbar.cli._ray_connection import (
     connect_ray,
     disconnect_ray,
     is_connected_to_ray,
-    num_local_cpus,
 )
-from drawbar.cli._torchrun import FLAGS as TORCHRUN_FLAGS
-from drawbar.cli._torchrun import IGNORED, parse_range, remove_torchrun_options, resolve_num_workers
-from drawbar.cli._torchrun import NAMES as TORCHRUN_NAMES
+from drawbar.cli._ray_nodes import run_node, start_head
+from drawbar.cli._rendezvous import Head, Rendezvous
+from drawbar.cli._requested_workers import RequestedWorkers
+from drawbar.cli._torchrun import (
+    FLAGS,
+    ONLY_TORCHRUN,
+    SHARED,
+    SHORT,
+    TorchrunArguments,
+    parse_torchrun_arguments,
+)
 
 if TYPE_CHECKING:
     from drawbar.launch import ScriptTrainer
-    from drawbar.train import RunConfig, ScalingConfig
+    from drawbar.train import RunConfig
 
 
 class LaunchCommand(TyperCommand):
     """Typer command that also accepts options of torchrun and Accelerate before the script name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remove torchrun options without effect, and mark options of Accelerate."""
-        options = [option for option in self.params if option.param_type_name == "option"]
-        flags = {"-h", "--help"} | _names(o for o in options if getattr(o, "is_flag", False))
-        names = _names(options) | flags | TORCHRUN_NAMES
-        marked = mark_accelerate_options(args, names, flags | TORCHRUN_FLAGS)
-        remaining, ignored = remove_torchrun_options(marked, flags)
-        for name in ignored:
-            print(f"drawbar: warning: Ignoring {name}: {IGNORED[name]}", file=sys.stderr)
-        return super().parse_args(ctx, remaining)
+        """Store the options that only torchrun has in `ctx.meta[TORCHRUN_ARGUMENTS]`.
+
+        Options that only Accelerate has become values of a hidden option.
+        """
+        names, flags = (
+            {name for option in options for name in (*option.opts, *option.secondary_opts)}
+            for options in (self.params, [o for o in self.params if getattr(o, "is_flag", False)])
+        )
+        torchrun = TorchrunArguments(args)
+        # Completion passes incomplete command lines.
+        with contextlib.suppress(*[CommandError] * ctx.resilient_parsing):
+            known = {*names, *ctx.help_option_names, *ONLY_TORCHRUN, *SHARED, *SHORT}
+            marked = mark_accelerate_options(args, known, {*flags, *ctx.help_option_names, *FLAGS})
+            torchrun = parse_torchrun_arguments(marked, names, flags, os.environ)
+        ctx.meta[TORCHRUN_ARGUMENTS] = torchrun
+        if shell := torchrun.values.get("--print-completion"):
+            root = ctx.find_root()
+            root.command.main(["--show-completion", shell], prog_name=root.info_name)
+        return super().parse_args(ctx, torchrun.remaining)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the completions of a word, among them options that only torchrun has."""
+        completions = super().shell_complete(ctx, incomplete)
+        # Typer has its own copy of Click.
+        make_item = type(super().shell_complete(ctx, "--")[0])
+        names = [name for name in ONLY_TORCHRUN if incomplete and name.startswith(incomplete)]
+        return [*completions, *map(make_item, names)]
 
 
-def _names(options: Iterable[Any]) -> set[str]:
-    return {name for option in options for name in (*option.opts, *option.secondary_opts)}
-
-
+TORCHRUN_ARGUMENTS = "drawbar.torchrun_arguments"
 LAUNCH_CONTEXT = {"allow_interspersed_args": False}  # arguments after the script belong to it
 
 
@@ -68,7 +87,7 @@ ScriptArguments = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
 ]
 IsModule = Annotated[
-    bool, typer.Option("-m", help="Treat SCRIPT as a module name, like python -m.")
+    bool, typer.Option("-m", "--module", help="Treat SCRIPT as a module name, like python -m.")
 ]
 Env = Annotated[
     list[str] | None,
@@ -105,7 +124,8 @@ CpusPerWorker = Annotated[
     float | None, typer.Option(metavar="N", help="CPUs reserved for each process.")
 ]
 NprocPerNode = Annotated[
-    str | None, typer.Option(metavar="N|gpu|cpu|auto", help="Processes per node, as in torchrun.")
+    str | None,
+    typer.Option(metavar="N|gpu|xpu|cpu|auto", help="Processes per node, as in torchrun."),
 ]
 Nnodes = Annotated[
     str | None, typer.Option(metavar="N|MIN:MAX", help="Number of nodes, as in torchrun.")
@@ -174,6 +194,7 @@ Standalone = Annotated[
 
 
 def launch(
+    context: typer.Context,
     script: Script,
     arguments: ScriptArguments = None,
     num_workers: NumWorkers = None,
@@ -203,44 +224,76 @@ def launch(
     effect. Exits with the script's exit code. Prints the output of rank 0; the run's logs contain
     the output of every rank.
     """
-    if num_workers is not None and (nproc_per_node or nnodes):
-        raise CommandError(
-            "--num-workers cannot be combined with --nproc-per-node or --nnodes. Remove one."
-        )
-    has_num_workers = bool(num_workers or nproc_per_node or nnodes)
-    accelerate_config = None
-    if accelerate or accelerate_options:
-        accelerate_config = read_accelerate_options(
-            accelerate_options or [], has_num_workers=has_num_workers
-        )
-        if not has_num_workers:
-            nproc_per_node, nnodes = accelerate_config.to_torchrun()
-        if accelerate_config.use_cpu:
-            use_gpu = bool(use_gpu)
-    make_env = partial(
-        make_script_env,
-        accelerate_config,
+    torchrun: TorchrunArguments = context.meta[TORCHRUN_ARGUMENTS]
+    requested, make_env = request_workers(
+        RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker),
+        accelerate_options or ([] if accelerate else None),
         _parse_env(env or []),
-        has_num_workers=has_num_workers,
+        torchrun,
     )
-    requested = _RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
-    restarts = max_failures if max_restarts is None else max_restarts
+    max_failures = max_failures if max_restarts is None else max_restarts
     with command_errors():
-        from drawbar.launch import ScriptTrainer
-
         run_config = _make_run_config(
-            name, storage_path, restarts, hang_timeout, resume, progress, detach=detach
+            name, storage_path, max_failures, hang_timeout, resume, progress, detach=detach
         )
         if no_fork_server:
             run_config = dataclasses.replace(run_config, forkserver_preload=())
-        make_trainer = partial(
-            ScriptTrainer,
-            script,
-            arguments or [],
-            is_module=is_module,
-            run_config=run_config,
-        )
-    _run(make_trainer, make_env, requested, address, standalone=standalone, detach=detach)
+        make_trainer = _bind_trainer(script, arguments or [], is_module, torchrun, run_config)
+    rendezvous = _find_rendezvous(torchrun, requested, address, standalone, detach)
+    if rendezvous is None:
+        _run(make_trainer, make_env, requested, address, standalone=standalone, detach=detach)
+    else:
+        _run_on_nodes(make_trainer, make_env, requested.for_this_node(), rendezvous)
+
+
+def _bind_trainer(
+    script: str,
+    arguments: list[str],
+    is_module: bool,
+    torchrun: TorchrunArguments,
+    run_config: RunConfig,
+) -> Callable[..., ScriptTrainer]:
+    from drawbar.launch import ScriptTrainer
+
+    return partial(
+        ScriptTrainer,
+        script,
+        arguments,
+        is_module=is_module,
+        is_executable=torchrun.is_executable,
+        torchrun_options=torchrun.make_process_options(),
+        run_config=run_config,
+    )
+
+
+def _find_rendezvous(
+    torchrun: TorchrunArguments,
+    requested: RequestedWorkers,
+    address: str | None,
+    standalone: bool,
+    detach: bool,
+) -> Rendezvous | None:
+    """Return the rendezvous of the nodes that form a Ray cluster for this run, if there is one.
+
+    Warns about options without effect.
+
+    Raises:
+        CommandError: Options conflict.
+    """
+    uses_other_ray = (
+        bool(address) or standalone or "RAY_ADDRESS" in os.environ or is_connected_to_ray()
+    )
+    rendezvous = Rendezvous.from_options(torchrun.values, requested.nodes)
+    if rendezvous is not None and (uses_other_ray or detach):
+        if rendezvous.node_rank:
+            raise CommandError(
+                f"--node-rank {rendezvous.node_rank} would start the run again: a Ray cluster "
+                "starts the processes on all of its nodes. Run the command on one node."
+            )
+        rendezvous = None
+    for name, reason in torchrun.list_ignored(has_rendezvous=rendezvous is not None).items():
+        print(f"drawbar: warning: Ignoring {name}: {reason}", file=sys.stderr)
+    return rendezvous
 
 
 def _make_run_config(
@@ -270,7 +323,7 @@ def _make_run_config(
 def _run(
     make_trainer: Callable[..., ScriptTrainer],
     make_env: Callable[..., dict[str, str | None]],
-    requested: _RequestedWorkers,
+    requested: RequestedWorkers,
     address: str | None,
     *,
     standalone: bool,
@@ -285,7 +338,7 @@ def _run(
         )
         size = ClusterSize.current() if is_connected_to_ray() else ClusterSize.of_this_machine()
         config = requested.to_scaling_config(size)
-        environment = make_env(config, uses_ray=size.uses_ray)
+        environment = make_env(config, uses_ray=size.uses_ray, starts_ray=standalone)
         trainer = make_trainer(
             scaling_config=config, use_ray=size.uses_ray, environment=environment
         )
@@ -300,6 +353,31 @@ def _run(
     raise typer.Exit(code)
 
 
+def _run_on_nodes(
+    make_trainer: Callable[..., ScriptTrainer],
+    make_env: Callable[..., dict[str, str | None]],
+    requested: RequestedWorkers,
+    rendezvous: Rendezvous,
+) -> None:
+    """Run the script on the nodes on which this command was started, and exit like `_run`."""
+    with command_errors():
+        make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
+        listener = rendezvous.listen()
+        if listener is None:
+            code = run_node(rendezvous, requested.cpus_of_node)
+        else:
+            head = Head(rendezvous, listener)
+            node_ids = start_head(head, requested.cpus_of_node)
+            config = requested.to_scaling_config(ClusterSize.current(), node_ids)
+            signals = StopSignals()
+            environment = make_env(config, uses_ray=True, starts_ray=True)
+            handle = make_trainer(scaling_config=config, environment=environment).start()
+            code = wait_for_exit_code(handle, signals)
+            head.close(code)
+            disconnect_ray()
+    raise typer.Exit(code)
+
+
 def _parse_env(assignments: Sequence[str]) -> dict[str, str]:
     variables = {}
     for assignment in assignments:
@@ -311,55 +389,3 @@ def _parse_env(assignments: Sequence[str]) -> dict[str, str]:
             )
         variables[name] = value
     return variables
-
-
-@dataclass(frozen=True)
-class _RequestedWorkers:
-    """Number of workers that the options request, which may depend on the cluster."""
-
-    num_workers: str | None
-    nproc_per_node: str | None
-    nnodes: str | None
-    use_gpu: bool | None
-    cpus_per_worker: float | None
-
-    @property
-    def cpus(self) -> int:
-        """Minimum CPUs of a new Ray instance. Like torchrun, allow more processes than cores.
-
-        0 if the options do not name a number of processes per node.
-        """
-        text = self.nproc_per_node or ""
-        return int(text) if text.isdecimal() else 0
-
-    def to_scaling_config(self, cluster: ClusterSize) -> ScalingConfig:
-        """Return the scaling config for a cluster of this size."""
-        from drawbar.train import ScalingConfig
-
-        workers: int | tuple[int, int]
-        if self.nproc_per_node is None and self.nnodes is None:
-            low, high = parse_range("--num-workers", self.num_workers or "1")
-            workers, is_single_node = (low if low == high else (low, high)), False
-        else:
-            workers, is_single_node = resolve_num_workers(
-                self.nproc_per_node or "1",
-                self.nnodes or "1",
-                gpus=cluster.max_gpus_per_node,
-                cpus=cluster.max_cpus_per_node,
-            )
-        max_workers = workers if isinstance(workers, int) else workers[1]
-        cpus = self.cpus_per_worker
-        if cpus is None and not cluster.uses_ray:
-            cpus = _share_cpus(cluster.max_cpus_per_node, num_local_cpus(self.cpus))
-        return ScalingConfig(
-            num_workers=workers,
-            use_gpu=cluster.gpus >= max_workers if self.use_gpu is None else self.use_gpu,
-            resources_per_worker=None if cpus is None else {"CPU": cpus},
-            placement_strategy="STRICT_PACK" if is_single_node else "PACK",
-        )
-
-
-def _share_cpus(cores: int, num_processes: int) -> float | None:
-    """Return the CPUs of each process if there are more processes than cores, else None."""
-    # In ten-thousandths, in which CPUs are counted, and rounded down so that all processes fit.
-    return 10_000 * cores // num_processes / 10_000 if num_processes > cores else None
