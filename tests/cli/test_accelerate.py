@@ -24,7 +24,7 @@ def test_mark_accelerate_options_keeps_own_options_and_script_arguments() -> Non
 
 
 def test_mark_accelerate_options_with_mistyped_own_option_keeps_it() -> None:
-    arguments = ["--num-worker", "2", "train.py"]
+    arguments = ["--num-worker", "2", "-t3", "train.py"]
     assert mark_accelerate_options(arguments, {"--num-workers"}, set()) == arguments
 
 

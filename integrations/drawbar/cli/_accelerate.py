@@ -119,6 +119,9 @@ def mark_accelerate_options(
         argument = remaining.pop(0)
         option, equals, _ = argument.partition("=")
         name = option.replace("_", "-")
+        if not argument.startswith("--") and len(argument) > 2:  # -t3; Accelerate has none
+            marked.append(argument)
+            continue
         is_flag = equals or name in flags or name in FLAGS
         # The last argument is the script, also if an unknown option precedes it.
         values = [] if is_flag or (name not in names and len(remaining) == 1) else remaining[:1]
