@@ -84,7 +84,11 @@ def test_make_accelerate_env_adds_variables_and_warns(
 
 
 def test_config_of_several_machines_becomes_torchruns_rendezvous() -> None:
-    settings = {"main_process_ip": "10.0.0.1", "main_process_port": 29511, "machine_rank": 1}
+    settings: dict[str, str | int | float] = {
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29511,
+        "machine_rank": 1,
+    }
     config = AccelerateLaunchConfig(4, {}, num_machines=2, settings=settings)
     assert config.to_torchrun() == ("2", "2")
     expected = {"--rdzv-endpoint": "10.0.0.1:29511", "--node-rank": "1"}
