@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from conformance._accelerate import run_accelerate_tests
 from conformance._report import Report
 from conformance._torchrun import run_torchrun_tests
 
 SUITES: Mapping[str, Callable[[argparse.Namespace], Report]] = MappingProxyType(
-    {"torchrun": lambda options: run_torchrun_tests(options.pytorch)}
+    {
+        "torchrun": lambda options: run_torchrun_tests(options.pytorch),
+        "accelerate": lambda options: run_accelerate_tests(),
+    }
 )
 """Suites by name. Each receives the options of the command line."""
 

@@ -45,6 +45,7 @@ class Launch:
         self._address = ["--address", address] if address else []
         self.uses_ray = address is not None
         self.script = directory / "script.py"
+        self.num_workers: int | None = 2
 
     def start(
         self, source: str, *options: str, script: tuple[str, ...] = (), **variables: str
@@ -59,8 +60,8 @@ class Launch:
         """
         self.script.write_text(textwrap.dedent(source))
         run = ["--storage-path", str(self.directory), "--name", "run"]
-        if not {"--nproc_per_node=2", "--accelerate-config"} & set(options):
-            run += ["--num-workers", "2"]
+        if self.num_workers and "--nproc_per_node=2" not in options:
+            run += ["--num-workers", str(self.num_workers)]
         command = [sys.executable, "-m", "drawbar.cli", "launch", *self._address, *run, *options]
         return subprocess.Popen(
             [*command, *(script or [str(self.script)])],

@@ -52,7 +52,8 @@ def test_launch_with_accelerate_config_applies_it(launch: Launch) -> None:
         "mixed_precision: bf16, num_machines: 1, num_processes: 2}"
     )
     script = str(SCRIPTS / "accelerate_loop.py")
-    done = launch("", "--accelerate-config", str(config), script=(script,), **ONE_THREAD)
+    launch.num_workers = None
+    done = launch("", "--config_file", str(config), script=(script,), **ONE_THREAD)
     assert done.code == 0, done.err
     expected = run_torchrun("accelerate_loop", ACCELERATE_MIXED_PRECISION="bf16")
     assert find_losses(done.out) == find_losses(expected) != []

@@ -72,10 +72,8 @@ ONLY_TORCHRUN = (
 )
 """Options that `drawbar launch` has only for torchrun."""
 
-_SHORT = {"-r": "--redirects", "-t": "--tee"}
-_FLAGS = frozenset(
-    {"--run-path", "--no-python", "--virtual-local-rank", "--standalone", "--module"}
-)
+SHORT = {"-r": "--redirects", "-t": "--tee"}
+FLAGS = frozenset({"--run-path", "--no-python", "--virtual-local-rank", "--standalone", "--module"})
 """Options of torchrun that take no value."""
 
 _REPLACED_BY = {
@@ -180,7 +178,7 @@ def parse_torchrun_arguments(
     while remaining and remaining[0].startswith("-") and remaining[0] not in ("-", "--"):
         option, equals, value = _split_option(remaining.pop(0))
         name = _expand(option, options)
-        takes_value = not equals and name not in flags and name not in _FLAGS
+        takes_value = not equals and name not in flags and name not in FLAGS
         following = remaining[:1] if takes_value else []
         del remaining[: len(following)]
         names.add(name)
@@ -193,7 +191,7 @@ def parse_torchrun_arguments(
     defaults = _read_variables(environment, names)
     values |= {name: value for name, value in defaults.items() if name in ONLY_TORCHRUN}
     shared = [
-        name if name in _FLAGS else f"{name}={value}"
+        name if name in FLAGS else f"{name}={value}"
         for name, value in defaults.items()
         if name in SHARED
     ]
@@ -202,14 +200,14 @@ def parse_torchrun_arguments(
 
 def _split_option(argument: str) -> tuple[str, str, str]:
     """Split `--name=value`, and short options such as `-t3`."""
-    if argument[:2] in _SHORT and len(argument) > 2:
+    if argument[:2] in SHORT and len(argument) > 2:
         return argument[:2], "=", argument[2:].removeprefix("=")
     return argument.partition("=")
 
 
 def _expand(option: str, options: Collection[str]) -> str:
     """Return the complete name of an option. Like torchrun, accept an unambiguous beginning."""
-    name = _SHORT.get(option, option.replace("_", "-"))
+    name = SHORT.get(option, option.replace("_", "-"))
     known = {*options, *ONLY_TORCHRUN, *SHARED}
     if name in known or not name.startswith("--"):
         return name
@@ -226,7 +224,7 @@ def _read_variables(environment: Mapping[str, str], names: Collection[str]) -> d
         if variable not in environment or is_given or (name == "--module" and "-m" in names):
             continue
         value = environment[variable]
-        if name in _FLAGS:
+        if name in FLAGS:
             if value not in ("0", "1"):
                 raise CommandError(f"{variable} must be 0 or 1, found {value!r}.")
             if value == "0":

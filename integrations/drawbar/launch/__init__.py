@@ -3,7 +3,7 @@
 The command `drawbar launch` uses this package.
 """
 
-from drawbar.launch._accelerate import AccelerateLaunchConfig
+from drawbar.launch._accelerate import AccelerateLaunchConfig, UnknownAccelerateOptionError
 from drawbar.launch._backend import ScriptConfig
 from drawbar.launch._error_file import write_error_file
 from drawbar.launch._exit_code import exit_code_for
@@ -16,6 +16,7 @@ __all__ = [
     "ScriptConfig",
     "ScriptTrainer",
     "TorchrunOptions",
+    "UnknownAccelerateOptionError",
     "exit_code_for",
     "write_error_file",
 ]

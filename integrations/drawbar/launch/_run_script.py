@@ -29,9 +29,9 @@ def run_script(config: dict[str, Any]) -> None:
 
     Args:
         config: Options of the script: `arguments` of `python`, or the whole command line if
-            `is_executable`, additional variables (`environment`), `niceness` of the driver's shell,
-            `max_restarts`, the interval between heartbeats (`activity_check_seconds`), and
-            `torchrun_options`.
+            `is_executable`, additional variables (`environment`), in which None removes a variable,
+            `niceness` of the driver's shell, `max_restarts`, the interval between heartbeats
+            (`activity_check_seconds`), and `torchrun_options`.
 
     Raises:
         FileNotFoundError: This node does not have the script.
@@ -50,7 +50,10 @@ def run_script(config: dict[str, Any]) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, config["niceness"])
     options: TorchrunOptions = config["torchrun_options"]
     with rendezvous_address() as (address, port), _rank_directory(options) as directory:
-        environment = script_env(get_worker_environment(), config["environment"])
+        extra_env = {
+            name: value for name, value in config["environment"].items() if value is not None
+        }
+        environment = script_env(get_worker_environment(), extra_env)
         environment |= torchelastic_env(config["max_restarts"], options)
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         environment[ERROR_FILE_VARIABLE] = os.path.join(directory, "error.json")
@@ -58,6 +61,8 @@ def run_script(config: dict[str, Any]) -> None:
         cpus = _select_cpus(options, environment)
         if options.virtual_local_rank:
             environment |= _virtual_local_rank_env(environment)
+        for name in config["environment"].keys() - extra_env.keys():
+            environment.pop(name, None)
         try:
             run_program(
                 arguments,

@@ -54,6 +54,7 @@ class ScriptTrainer(DataParallelTrainer):
         is_executable: Whether `script` is a program that is executed without Python.
         use_ray: Whether Ray starts the processes. With False, all ranks are on this machine.
         environment: Environment variables for the script, in addition to those of this process.
+            None removes a variable, also one of torchrun's, such as RANK.
         torchrun_options: Options of torchrun for the processes, such as `--tee` and `--log-dir`.
         scaling_config: Number of workers and their resources. `num_workers=0` is not supported.
         run_config: Run configuration: storage, restarts, callbacks. All environment variables of
@@ -85,7 +86,7 @@ class ScriptTrainer(DataParallelTrainer):
         is_module: bool = False,
         is_executable: bool = False,
         use_ray: bool = True,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         torchrun_options: TorchrunOptions | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,

@@ -7,13 +7,15 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
+from drawbar.cli._accelerate import OPTION as ACCELERATE_OPTION
+from drawbar.cli._accelerate import mark_accelerate_options, request_workers
 from drawbar.cli._arguments import command_errors
 from drawbar.cli._exit_handling import StopSignals, wait_for_exit_code
 from drawbar.cli._output import CommandError
@@ -27,7 +29,14 @@ from drawbar.cli._ray_connection import (
 from drawbar.cli._ray_nodes import run_node, start_head
 from drawbar.cli._rendezvous import Head, Rendezvous
 from drawbar.cli._requested_workers import RequestedWorkers
-from drawbar.cli._torchrun import ONLY_TORCHRUN, TorchrunArguments, parse_torchrun_arguments
+from drawbar.cli._torchrun import (
+    FLAGS,
+    ONLY_TORCHRUN,
+    SHARED,
+    SHORT,
+    TorchrunArguments,
+    parse_torchrun_arguments,
+)
 
 if TYPE_CHECKING:
     from drawbar.launch import ScriptTrainer
@@ -35,10 +44,13 @@ if TYPE_CHECKING:
 
 
 class LaunchCommand(TyperCommand):
-    """Typer command that also accepts torchrun's other options before the script name."""
+    """Typer command that also accepts options of torchrun and Accelerate before the script name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Store the options that only torchrun has in `ctx.meta[TORCHRUN_ARGUMENTS]`."""
+        """Store the options that only torchrun has in `ctx.meta[TORCHRUN_ARGUMENTS]`.
+
+        Options that only Accelerate has become values of a hidden option.
+        """
         names, flags = (
             {name for option in options for name in (*option.opts, *option.secondary_opts)}
             for options in (self.params, [o for o in self.params if getattr(o, "is_flag", False)])
@@ -46,7 +58,9 @@ class LaunchCommand(TyperCommand):
         torchrun = TorchrunArguments(args)
         # Completion passes incomplete command lines.
         with contextlib.suppress(*[CommandError] * ctx.resilient_parsing):
-            torchrun = parse_torchrun_arguments(args, names, flags, os.environ)
+            known = {*names, *ctx.help_option_names, *ONLY_TORCHRUN, *SHARED, *SHORT}
+            marked = mark_accelerate_options(args, known, {*flags, *ctx.help_option_names, *FLAGS})
+            torchrun = parse_torchrun_arguments(marked, names, flags, os.environ)
         ctx.meta[TORCHRUN_ARGUMENTS] = torchrun
         if shell := torchrun.values.get("--print-completion"):
             _print_completion(shell)
@@ -99,9 +113,15 @@ Env = Annotated[
         metavar="NAME=VALUE", help="Environment variable for the script. Can be repeated."
     ),
 ]
-AccelerateConfig = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Use a file written by 'accelerate config'.")
+Accelerate = Annotated[
+    bool,
+    typer.Option(
+        "--accelerate",
+        help="Use the default file of 'accelerate config'. Options that only 'accelerate launch' "
+        "has imply it.",
+    ),
 ]
+AccelerateOptions = Annotated[list[str] | None, typer.Option(ACCELERATE_OPTION, hidden=True)]
 
 # Its processes
 NumWorkers = Annotated[
@@ -208,7 +228,8 @@ def launch(
     detach: Detach = False,
     env: Env = None,
     progress: Progress = None,
-    accelerate_config: AccelerateConfig = None,
+    accelerate: Accelerate = False,
+    accelerate_options: AccelerateOptions = None,
     address: Address = None,
     standalone: Standalone = False,
     nproc_per_node: NprocPerNode = None,
@@ -217,52 +238,49 @@ def launch(
 ) -> None:
     """Run a training script on several processes, like torchrun.
 
-    Accepts torchrun's options, and warns about those without effect. Exits with the script's exit
-    code. Prints the output of rank 0; the run's logs contain the output of every rank.
+    Accepts the options of torchrun and of 'accelerate launch', and warns about those without
+    effect. Exits with the script's exit code. Prints the output of rank 0; the run's logs contain
+    the output of every rank.
     """
     torchrun: TorchrunArguments = context.meta[TORCHRUN_ARGUMENTS]
-    if num_workers is not None and (nproc_per_node or nnodes):
-        raise CommandError(
-            "--num-workers cannot be combined with --nproc-per-node or --nnodes. Remove one."
-        )
-    processes, accelerate_env = _read_accelerate_config(accelerate_config)
-    variables = accelerate_env | _parse_env(env or [])
-    num_workers = num_workers or (None if nproc_per_node or nnodes else processes)
-    requested = RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker)
-    restarts = max_failures if max_restarts is None else max_restarts
+    requested, make_env = request_workers(
+        RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker),
+        accelerate_options or ([] if accelerate else None),
+        _parse_env(env or []),
+        torchrun,
+    )
+    max_failures = max_failures if max_restarts is None else max_restarts
     with command_errors():
         run_config = _make_run_config(
-            name, storage_path, restarts, hang_timeout, resume, progress, detach=detach
+            name, storage_path, max_failures, hang_timeout, resume, progress, detach=detach
         )
         if no_fork_server:
             run_config = dataclasses.replace(run_config, forkserver_preload=())
-        make_trainer = _select_script(torchrun, script, arguments, variables, is_module=is_module)
-        make_trainer = partial(make_trainer, run_config=run_config)
+        make_trainer = _bind_trainer(script, arguments or [], is_module, torchrun, run_config)
     rendezvous = _find_rendezvous(torchrun, requested, address, standalone, detach=detach)
     if rendezvous is None:
-        _run(make_trainer, requested, address, standalone=standalone, detach=detach)
+        _run(make_trainer, make_env, requested, address, standalone=standalone, detach=detach)
     else:
-        _run_on_nodes(make_trainer, requested.for_this_node(), rendezvous)
+        _run_on_nodes(make_trainer, make_env, requested.for_this_node(), rendezvous)
 
 
-def _select_script(
-    torchrun: TorchrunArguments,
+def _bind_trainer(
     script: str,
-    arguments: list[str] | None,
-    variables: Mapping[str, str],
-    *,
+    arguments: list[str],
     is_module: bool,
-) -> partial[ScriptTrainer]:
+    torchrun: TorchrunArguments,
+    run_config: RunConfig,
+) -> Callable[..., ScriptTrainer]:
     from drawbar.launch import ScriptTrainer
 
     return partial(
         ScriptTrainer,
         script,
-        arguments or [],
+        arguments,
         is_module=is_module,
         is_executable=torchrun.is_executable,
-        environment=variables,
         torchrun_options=torchrun.make_process_options(),
+        run_config=run_config,
     )
 
 
@@ -321,6 +339,7 @@ def _make_run_config(
 
 def _run(
     make_trainer: Callable[..., ScriptTrainer],
+    make_env: Callable[..., dict[str, str | None]],
     requested: RequestedWorkers,
     address: str | None,
     *,
@@ -336,7 +355,10 @@ def _run(
         )
         size = ClusterSize.current() if is_connected_to_ray() else ClusterSize.of_this_machine()
         config = requested.to_scaling_config(size)
-        trainer = make_trainer(scaling_config=config, use_ray=size.uses_ray)
+        environment = make_env(config, uses_ray=size.uses_ray, starts_ray=standalone)
+        trainer = make_trainer(
+            scaling_config=config, use_ray=size.uses_ray, environment=environment
+        )
         if detach:
             print(trainer.start().name)
             return
@@ -349,7 +371,10 @@ def _run(
 
 
 def _run_on_nodes(
-    make_trainer: Callable[..., ScriptTrainer], requested: RequestedWorkers, rendezvous: Rendezvous
+    make_trainer: Callable[..., ScriptTrainer],
+    make_env: Callable[..., dict[str, str | None]],
+    requested: RequestedWorkers,
+    rendezvous: Rendezvous,
 ) -> None:
     """Run the script on the nodes on which this command was started, and exit like `_run`."""
     with command_errors():
@@ -362,25 +387,12 @@ def _run_on_nodes(
             node_ids = start_head(head, requested.cpus_of_node)
             config = requested.to_scaling_config(ClusterSize.current(), node_ids)
             signals = StopSignals()
-            handle = make_trainer(scaling_config=config).start()
+            environment = make_env(config, uses_ray=True, starts_ray=True)
+            handle = make_trainer(scaling_config=config, environment=environment).start()
             code = wait_for_exit_code(handle, signals)
             head.close(code)
             disconnect_ray()
     raise typer.Exit(code)
-
-
-def _read_accelerate_config(path: str | None) -> tuple[str | None, dict[str, str]]:
-    """Return the number of processes and the environment variables of an Accelerate config file.
-
-    None and no variables without a file.
-    """
-    if path is None:
-        return None, {}
-    with command_errors():
-        from drawbar.launch import AccelerateLaunchConfig
-
-        settings = AccelerateLaunchConfig.from_file(path)
-    return str(settings.num_processes), settings.env
 
 
 def _parse_env(assignments: Sequence[str]) -> dict[str, str]:
