@@ -166,7 +166,8 @@ StoragePath = Annotated[
     str | None,
     typer.Option(
         metavar="PATH",
-        help="Directory or URI in which runs are stored.  [default: ~/drawbar_results]",
+        help="Directory or URI in which runs are stored. "
+        " [default: DRAWBAR_STORAGE, or ~/drawbar_results]",
     ),
 ]
 MaxFailures = Annotated[
