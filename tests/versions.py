@@ -41,7 +41,7 @@ class Suite(NamedTuple):
 
 SUITES = {
     "core": Suite(
-        "train/test_ray_compat.py train/test_exports.py train/config cli/test_app.py",
+        "train/test_ray_compat.py train/config/test_secrets.py cli/test_app.py",
         "ray typer rich msgspec",
     ),
     "data": Suite("train/data/test_data.py train/data/test_indexed_tables.py", "pandas pyarrow"),
@@ -59,6 +59,7 @@ SUITES = {
     "accelerate": Suite(
         "accelerate/test_compat.py accelerate/test_accelerate.py accelerate/test_data_position.py",
         "accelerate torch",
+        needs="datasets",
     ),
     "transformers": Suite(
         "transformers/test_compat.py transformers/test_trainer.py", "transformers accelerate torch"
