@@ -85,7 +85,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
 """Options without effect, with the reason that is printed."""
 
 _IS_TYPO = 0.85
-"""Similarity of a mistyped option. The names of Accelerate are less similar to those of Drawbar."""
+"""Similarity of a mistyped option. Accelerate's names are less similar to Drawbar's."""
 
 _SHORT = {"-q": "--quiet"}
 _TORCHRUN_VARIABLES = (

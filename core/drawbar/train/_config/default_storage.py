@@ -46,7 +46,7 @@ def _read_config_file() -> str | None:
         data = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    import tomllib  # here, because most machines have no such file
+    import tomllib  # here, because most machines do not have the file
 
     try:
         values = tomllib.loads(data.decode())

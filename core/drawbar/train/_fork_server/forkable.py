@@ -57,7 +57,7 @@ def prepare_imports() -> None:
 
 
 def import_modules(modules: Iterable[str], optional_modules: Iterable[str]) -> str:
-    """Import modules, and those of the optional modules that exist.
+    """Import modules, and the optional modules that exist.
 
     Returns:
         Why this process must not fork workers, "" if it may.

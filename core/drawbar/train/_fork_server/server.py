@@ -14,8 +14,9 @@ It ends when the drivers on this node that used it have ended, when the node's r
 when it has had no worker for 10 minutes, and when a file that it has imported has changed. Workers
 outlive it.
 
-It imports Ray, but never connects: Ray reads its variables (the job, the raylet, the token) when it
-is imported, so they must be those of the workers, and it starts no threads before it connects.
+It imports Ray, but never connects. Ray reads its variables (the job, the raylet, the token) when it
+is imported, so the server has the same variables as the workers. It starts no threads before it
+connects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the run of a path or name is, and which runs have similar names."""
+"""Find the run of a path or name, and the runs with similar names."""
 
 from __future__ import annotations
 
