@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import ModuleType
 
+import cloudpickle
 import pytest
 
 import drawbar.jax
@@ -77,3 +78,8 @@ def test_missing_attribute_raises_attribute_error() -> None:
     command = [sys.executable, "-c", "from drawbar import train; train.torhc"]
     shown = subprocess.run(command, capture_output=True, text=True).stderr
     assert "Did you mean: 'torch'?" in shown  # by Python itself, where it shows the error
+
+
+def test_aliases_are_pickled_by_name() -> None:
+    alias = importlib.import_module("drawbar.train.torch.config")
+    assert cloudpickle.loads(cloudpickle.dumps(alias)) is alias

@@ -163,6 +163,10 @@ class _AliasModule(ModuleType):
             raise AttributeError(name)
         return getattr(importlib.import_module(find_public_module(self.__name__)), name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle pickles the submodules of a package that a training function uses.
+        return importlib.import_module, (self.__name__,)
+
     def __dir__(self) -> list[str]:
         return dir(importlib.import_module(find_public_module(self.__name__)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,3 +72,21 @@ def command_errors() -> Iterator[None]:
         raise CommandError(format_os_error(error)) from error
     except (ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
+
+
+def parse_env(assignments: Sequence[str]) -> dict[str, str]:
+    """Return the variables of `--env NAME=VALUE`.
+
+    Raises:
+        CommandError: An assignment has another form.
+    """
+    variables = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not name or not equals:
+            raise CommandError(
+                f"--env must be NAME=VALUE, found {assignment!r}. Variables of this shell are "
+                "forwarded anyway."
+            )
+        variables[name] = value
+    return variables

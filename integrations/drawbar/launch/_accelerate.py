@@ -26,6 +26,11 @@ class UnknownAccelerateOptionError(ValueError):
     Attributes:
         option: The option.
         option_names: All options of the installed version.
+
+    Example:
+        >>> raise UnknownAccelerateOptionError("--num_proces", ["--num_processes"])
+        Traceback (most recent call last):
+        drawbar.launch.UnknownAccelerateOptionError: accelerate launch has no option --num_proces.
     """
 
     def __init__(self, option: str, option_names: Sequence[str]) -> None:

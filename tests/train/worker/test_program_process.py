@@ -103,7 +103,7 @@ def test_program_that_closes_all_descriptors_may_have_raised(tmp_path: Path) -> 
 
 def test_report_after_program_closed_all_descriptors_raises(tmp_path: Path) -> None:
     source = (
-        "import os; from drawbar import train; train.report({'step': 0}); os.closerange(3, 256); "
+        "import os; from drawbar import train; train.report({'step': 0}); os.closerange(3, 65536); "
         "train.report({'step': 1})"
     )
     with pytest.raises(train.WorkerGroupError, match="exited with code 1"):

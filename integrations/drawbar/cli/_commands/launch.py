@@ -7,7 +7,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from drawbar.cli._accelerate import OPTION as ACCELERATE_OPTION
 from drawbar.cli._accelerate import mark_accelerate_options, request_workers
-from drawbar.cli._arguments import command_errors
+from drawbar.cli._arguments import command_errors, parse_env
 from drawbar.cli._exit_handling import StopSignals, wait_for_exit_code
 from drawbar.cli._output import CommandError
 from drawbar.cli._ray_connection import (
@@ -247,7 +247,7 @@ def launch(
     requested, make_env = request_workers(
         RequestedWorkers(num_workers, nproc_per_node, nnodes, use_gpu, cpus_per_worker),
         accelerate_options or ([] if accelerate else None),
-        _parse_env(env or []),
+        parse_env(env or []),
         torchrun,
     )
     max_failures = max_failures if max_restarts is None else max_restarts
@@ -394,16 +394,3 @@ def _run_on_nodes(
             head.close(code)
             disconnect_ray()
     raise typer.Exit(code)
-
-
-def _parse_env(assignments: Sequence[str]) -> dict[str, str]:
-    variables = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not name or not equals:
-            raise CommandError(
-                f"--env must be NAME=VALUE, found {assignment!r}. Variables of this shell are "
-                "forwarded anyway."
-            )
-        variables[name] = value
-    return variables
