@@ -20,7 +20,7 @@ from tests.cli.conftest import Command
             ["--address", "a", "--nnodes", "2", "--node_rank", "1", "{script}"],
             "--node-rank 1 would start the run again",
         ),
-        (["--module", "--no-python", "json.tool"], "is_executable=True does not support"),
+        (["--module", "--no-python", "json.tool"], "--no-python cannot be combined with --module"),
         (["--no-python", "nothing"], "No program nothing in"),
         (["--nproc-per-node", "unknown", "{script}"], "must be N, cpu, auto, or a device type"),
         (["--print-completion", "tcsh"], "must be one of bash, zsh, fish, pwsh; found 'tcsh'"),

@@ -83,3 +83,9 @@ def test_missing_attribute_raises_attribute_error() -> None:
 def test_aliases_are_pickled_by_name() -> None:
     alias = importlib.import_module("drawbar.train.torch.config")
     assert cloudpickle.loads(cloudpickle.dumps(alias)) is alias
+
+
+def test_star_import_of_an_alias_imports_its_public_names() -> None:
+    names: dict[str, object] = {}
+    exec("from drawbar.train.v2.api.config import *", names)
+    assert names["RunConfig"] is train.RunConfig

@@ -159,7 +159,7 @@ class _AliasModule(ModuleType):
             return importlib.import_module(path)
         if reason := explain_missing_name(self.__name__, name):
             raise AttributeError(reason, name=name, obj=self)
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
         return getattr(importlib.import_module(find_public_module(self.__name__)), name)
 

@@ -5,11 +5,14 @@ import json
 import os
 import signal
 import threading
+import warnings
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
+from drawbar import train
 from drawbar.train._config.scaling_config import PlacementStrategy, ScalingConfig
 from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._protocol.assignment import Ranks, WorkerInfo
@@ -26,6 +29,7 @@ from drawbar.train._worker_group.cluster import (
 )
 from drawbar.train._worker_group.placement import Placement
 from drawbar.train._worker_group.ranks import assign_ranks
+from tests.train.runs import fit
 
 
 def node(name: str, labels: dict[str, str] | None = None, /, **total: float) -> NodeResources:
@@ -276,3 +280,26 @@ def test_assign_ranks_after_replacement_is_unchanged(slot: int) -> None:
     before = assign_ranks(workers)
     workers[slot] = msgspec.structs.replace(workers[slot], pid=99)
     assert assign_ranks(workers) == before
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_run_in_a_worker_of_another_run_is_placed_beside_its_group(tmp_path: Path) -> None:
+    def inner() -> str:
+        return "inner"
+
+    def outer() -> tuple[object, list[str]]:
+        # One worker would fit into the bundle of the other rank, which is occupied.
+        if train.get_context().get_world_rank() > 0:
+            train.collective.barrier()
+            return None, []
+        with warnings.catch_warnings(record=True) as caught:
+            result = fit(
+                inner, tmp_path / "inner", num_workers=1, forkserver_preload=["http.server"]
+            )
+        train.collective.barrier()
+        return result.return_value, [str(warning.message) for warning in caught]
+
+    result = fit(outer, tmp_path, num_workers=2, forkserver_preload=["http.server"])
+    returned, messages = result.return_value
+    assert returned == "inner"
+    assert ["called in a forked worker of another run" in message for message in messages] == [True]

@@ -136,7 +136,11 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     """Return the spec of the run's fork servers, None if its workers are not forked."""
     import ray
 
-    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec, is_secret
+    from drawbar.train._worker_group.fork_server_spec import (
+        ForkServerSpec,
+        is_fork_command,
+        is_secret,
+    )
 
     workers_per_node = max(1, spec.scaling_config.max_workers // len(list_node_resources()))
     cores = count_available_cores()
@@ -155,9 +159,11 @@ def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     elif not modules:
         return None
     elif conflict is not None:
+        reason = f"the runtime environment of this Ray job has {conflict!r}"
+        if is_fork_command(ray.get_runtime_context().runtime_env.get("py_executable")):
+            reason = "fit() is called in a forked worker of another run"
         warnings.warn(
-            f"forkserver_preload has no effect, because the runtime environment of this Ray job "
-            f"has {conflict!r}. The workers start without it.",
+            f"forkserver_preload has no effect, because {reason}. The workers start without it.",
             stacklevel=2,
         )
         return None

@@ -45,6 +45,11 @@ def is_secret(name: str, value: str) -> bool:
     return not is_switch and REDACTED in redact_settings({name: value})[name]
 
 
+def is_fork_command(py_executable: object) -> bool:
+    """Return whether the interpreter of a runtime environment is the command of a fork server."""
+    return isinstance(py_executable, str) and client.__file__ in py_executable
+
+
 @dataclass(frozen=True)
 class ForkServerSpec:
     """Modules of the fork servers of a run, and the import path and environment for them.

@@ -61,12 +61,14 @@ class Placement:
     def from_current_group(cls, scaling: ScalingConfig) -> Self | None:
         """Return the placement group around this process, if it can hold the workers.
 
-        The group must capture child tasks. Must be called in the thread that Ray uses for the task
-        or actor: other threads do not know the group.
+        None if the group does not capture child tasks. Must be called in the thread that Ray uses
+        for the task or actor: other threads do not know the group.
         """
         if not ray.is_initialized() or (group := get_current_placement_group()) is None:
             return None
         context = ray.get_runtime_context()
+        if not context.should_capture_child_tasks_in_placement_group:
+            return None  # such as the group of a run, whose other bundles belong to other ranks
         used = context.get_assigned_resources()  # type: ignore[no-untyped-call]  # it has no types
         count = scaling.max_workers
         bundles = find_free_bundles(group.bundle_specs, used, scaling.bundle, count)

@@ -274,6 +274,8 @@ def _bind_trainer(
 ) -> Callable[..., ScriptTrainer]:
     from drawbar.launch import ScriptTrainer
 
+    if is_module and torchrun.is_executable:
+        raise CommandError("--no-python cannot be combined with --module. Remove one.")
     return partial(
         ScriptTrainer,
         script,
