@@ -92,9 +92,8 @@ def test_site_gallery_has_every_example_with_its_output() -> None:
 
 def test_site_benchmarks_match_the_readme() -> None:
     def rows(page: str) -> list[str]:
-        return re.findall(
-            r"^\| (?:start|same|restart|later|`report).*$", (REPO / page).read_text(), re.M
-        )
+        text = (REPO / page).read_text()
+        return re.findall(r"^\| (?:start|same|restart|later|`report).*$", text, re.M)
 
     assert rows("docs/benchmarks.md") == rows("README.md")
     assert len(rows("README.md")) > 1
