@@ -119,10 +119,11 @@ def test_mistyped_run_names_similar_runs(
     for name in ("night-2026-01-01", "exp/first"):
         (tmp_path / "team" / name).mkdir(parents=True)
         (tmp_path / "team" / name / "journal.jsonl").touch()
+    (tmp_path / "team" / f"{typed}-data").mkdir()  # similar, but not a run
     for command in ("show", "delete", "clean"):
         result = cli(command, typed)
         assert result.code == 2
-        assert f"Similar names: {suggestion}" in result.err
+        assert f"Similar names: {suggestion}." in result.err
 
 
 def test_delete_removes_run_and_keeps_others(cli: Command, storage: Path) -> None:

@@ -142,7 +142,7 @@ def request_workers(
 ) -> tuple[RequestedWorkers, Callable[..., dict[str, str | None]]]:
     """Return the workers, and a function that returns the variables of the script.
 
-    Options of Accelerate for several machines are added to those of torchrun.
+    Accelerate's options for several machines become options of torchrun.
 
     Args:
         requested: Workers that the options of Drawbar and torchrun request.
@@ -223,12 +223,12 @@ def _translate(options: Sequence[str]) -> AccelerateLaunchConfig:
         similar = difflib.get_close_matches(name, error.option_names, n=1)
         hint = f" Did you mean {similar[0]}?" if similar else ""
         raise CommandError(
-            f"No such option: {name}, also not of accelerate launch.{hint}"
+            f"Neither drawbar launch nor accelerate launch has the option {name}.{hint}"
         ) from error
     except ImportError as error:
         names = ", ".join(option.partition("=")[0] for option in options)
         raise CommandError(
-            f"No such option: {names}. If it is an option of accelerate launch: {error}"
+            f"drawbar launch does not have {names}. For the options of accelerate launch: {error}"
         ) from error
     except ValueError as error:
         raise CommandError(str(error)) from error
@@ -246,7 +246,7 @@ def make_accelerate_env(
 
     Args:
         config: Settings of Accelerate.
-        variables: Variables of `--env`, which replace those of Accelerate.
+        variables: Variables of `--env`, which replace variables of Accelerate.
         scaling: Processes of the run.
         uses_ray: Whether Ray starts the processes.
         starts_ray: Whether this command starts Ray, with the visible devices of this process.

@@ -123,7 +123,7 @@ def _make_env(arguments: argparse.Namespace) -> tuple[dict[str, str], bool]:
 def _split_env(
     env: Mapping[str, str], current: Mapping[str, str], gpu_ids: str | None
 ) -> dict[str, dict[str, str]]:
-    """Return the variables that Accelerate has set: those of the devices, and the others."""
+    """Return the variables that Accelerate has set, separated into devices and others."""
     changed = {
         name: value
         for name, value in env.items()

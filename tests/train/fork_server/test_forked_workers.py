@@ -85,7 +85,7 @@ def test_tasks_of_forked_worker_are_not_forked(tmp_path: Path) -> None:
 
 
 def test_forked_workers_create_different_objects_and_use_arrow(tmp_path: Path) -> None:
-    # Both libraries are imported before the fork, and have state of their own.
+    # Both libraries are imported before the fork. A copy of their state must not do harm.
     def function() -> tuple[bool, list[str], int]:
         import pyarrow.compute
         from pyarrow import parquet

@@ -97,10 +97,11 @@ def locate_run(
 
 
 def _list_names(storage: Path | RemotePath, prefix: str = "", depth: int = 1) -> Iterator[str]:
-    """Yield the names of directories, and of runs in them if the storage is local."""
+    """Yield the names of runs at any depth; of all directories if the storage is remote."""
     for name in list_directories(storage):
         path = storage / name
-        yield prefix + name
-        if isinstance(path, Path) and depth < MAX_DEPTH and not (path / JOURNAL_FILE).exists():
+        if not isinstance(path, Path) or (path / JOURNAL_FILE).exists():
+            yield prefix + name
+        elif depth < MAX_DEPTH:
             with contextlib.suppress(OSError):
                 yield from _list_names(path, f"{prefix}{name}/", depth + 1)

@@ -32,8 +32,8 @@ def rename_module(path: str, names: Iterable[str] = ()) -> str:
     Args:
         path: Path below `ray.train`. Scripts also use internal ones, such as
             `ray.train._internal.storage`.
-        names: Names imported from it. If Drawbar has no such module, but `drawbar.train` has all of
-            these names, they are imported from there.
+        names: Names imported from it. If Drawbar does not have the module, but `drawbar.train` has
+            all of these names, they are imported from there.
     """
     new = find_public_module(NEW + path.removeprefix(OLD))
     is_in_train = names and set(names) <= (public_names(NEW) or set())
