@@ -25,6 +25,9 @@ from drawbar.train._history import report_log
 from drawbar.train._storage import journal_file, retries
 from tests._ray_compat import start_nodes_without_time_limits
 
+TORCH_MODULES = "torch,torch._dynamo,torch.distributed.checkpoint,drawbar.torch"
+TRANSFORMERS_MODULES = f"{TORCH_MODULES},transformers.trainer,drawbar.transformers,drawbar.accelerate,drawbar.lightning"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add an option for the seed of tests/train/test_chaos.py, which a failed test prints."""
@@ -101,6 +104,22 @@ def ray_cluster() -> Iterator[None]:
         )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def preload_torch() -> Iterator[None]:
+    """Fork workers from a process that has imported torch, which takes seconds in each worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", TORCH_MODULES)
+        yield
+
+
+@pytest.fixture(scope="module")
+def preload_transformers() -> Iterator[None]:
+    """As `preload_torch`, with Transformers, Accelerate, and Lightning."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", TRANSFORMERS_MODULES)
+        yield
 
 
 @pytest.fixture(scope="module")

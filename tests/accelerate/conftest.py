@@ -62,3 +62,8 @@ def _reset_accelerate() -> None:
 
     for state in get_accelerate_states():
         state.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_workers(preload_transformers: None) -> None:
+    """Use the fork server in all modules; `tests/train` starts workers without it."""

@@ -15,3 +15,8 @@ def plain() -> Any:
     """Return the module `plain_digits`, which training functions can import."""
     sys.path.append(str(Path(__file__).parent))
     return importlib.import_module("plain_digits")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_workers(preload_transformers: None) -> None:
+    """Use the fork server in all modules; `tests/train` starts workers without it."""

@@ -23,3 +23,8 @@ def fit(run_config: RunConfig) -> Callable[..., Result]:
         return TorchTrainer(function, **{**defaults, **options}).fit()
 
     return fit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_workers(preload_torch: None) -> None:
+    """Use the fork server in all modules; `tests/train` starts workers without it."""

@@ -183,3 +183,8 @@ def runs() -> type[Runs]:
 @pytest.fixture(scope="module", autouse=True)
 def _keep_environment(keep_environment: None) -> None:
     """Use `keep_environment` in all modules: some of their tests run in this process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_workers(preload_transformers: None) -> None:
+    """Use the fork server in all modules; `tests/train` starts workers without it."""

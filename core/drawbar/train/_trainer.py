@@ -285,7 +285,7 @@ class DataParallelTrainer(ArgumentErrors):
             return start_run.start_program_run(
                 spec, payload, self._make_console, use_caller_thread=use_caller_thread
             )
-        start_run.check_storage(spec)
+        start_run.check_before_ray(spec)
         # Only now, so that errors in arguments are raised without waiting for Ray.
         shows_progress = self.run_config.logging_config.level_number <= logging.INFO
         with print_if_slow("starting Ray") if shows_progress else contextlib.nullcontext():

@@ -72,6 +72,26 @@ def test_import_error_starts_workers_without_server_and_is_shown_once(
     assert "No module named 'missing_module'" in shown
 
 
+def test_environment_variable_sets_default_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function() -> bool:
+        return find_server() != 0
+
+    def run(name: str, modules: list[str] | None = None) -> Any:
+        config = RunConfig(name=name, storage_path=tmp_path, forkserver_preload=modules)
+        return fit(function, config, num_workers=1).return_value
+
+    monkeypatch.setenv("DRAWBAR_FORKSERVER_PRELOAD", f"{MODULE}, json")
+    assert run("default")
+    assert not run("other", [])
+    monkeypatch.setenv("DRAWBAR_FORKSERVER_PRELOAD", "")
+    assert not run("off")
+    monkeypatch.setenv("DRAWBAR_FORKSERVER_PRELOAD", "jax")
+    with pytest.raises(ValueError, match="DRAWBAR_FORKSERVER_PRELOAD must not have 'jax'"):
+        run("invalid")
+
+
 def test_tasks_of_forked_worker_are_not_forked(tmp_path: Path) -> None:
     def function() -> tuple[int, int, int]:
         is_forked = int(find_server() != 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ _OTHER_INTERPRETERS = (
     *("pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight", "_nsight"),
     *("rocprof_sys", "_rocprof_sys"),
 )
+
+
+VARIABLE = "DRAWBAR_FORKSERVER_PRELOAD"
+"""Modules, with commas, for runs whose `forkserver_preload` is None."""
 
 
 def check_modules(name: str, value: Any) -> tuple[str, ...] | None:
@@ -28,6 +33,14 @@ def check_modules(name: str, value: Any) -> tuple[str, ...] | None:
         if reason := UNSAFE_MODULES.get(module.split(".")[0]):
             raise ValueError(f"{name} must not have {module!r}, because {reason}. Remove it.")
     return modules
+
+
+def read_default_modules() -> tuple[str, ...] | None:
+    """Return the modules of `DRAWBAR_FORKSERVER_PRELOAD`, None if it is not set."""
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return None
+    return check_modules(VARIABLE, [name.strip() for name in value.split(",") if name.strip()])
 
 
 def find_other_interpreter(runtime_env: Mapping[str, object] | None) -> str | None:

@@ -334,8 +334,10 @@ class RunConfig(fields.ConfigRepr):
         secret_keys: Keys in `train_loop_config`, at any depth, whose values are redacted in the
             journal and on the console, in addition to keys that look like secrets (`hf_token`).
         forkserver_preload: Modules, such as `["torch"]`, that a server process on each node imports
-            once, to fork workers that have them. Default: modules that the function has imported in
-            earlier workers of this driver, if they are known to survive a fork. Linux only.
+            once, to fork workers that have them. Default: the environment variable
+            `DRAWBAR_FORKSERVER_PRELOAD`, such as `torch,transformers`. If it is not set: modules
+            that the function has imported in earlier workers of this driver, if they are known to
+            survive a fork. Linux only.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -10,9 +10,8 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from drawbar.train._config.forkserver_preload import find_other_interpreter
+from drawbar.train._config.forkserver_preload import read_default_modules
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
@@ -20,17 +19,13 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._data import split
 from drawbar.train._driver import preflight
 from drawbar.train._driver.controller_thread import ControllerThread
+from drawbar.train._driver.fork_servers import make_fork_server_spec
 from drawbar.train._driver.open_run import get_run_directory
 from drawbar.train._history.event_stream import Watcher
 from drawbar.train._worker import sentinel
 from drawbar.train._worker.program_launch import ProgramForkServer
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker.worker_env import (
-    compute_thread_count,
-    count_available_cores,
-    get_visible_gpu_ids,
-    make_thread_env_vars,
-)
+from drawbar.train._worker.worker_env import get_visible_gpu_ids
 from drawbar.train._worker_group.capacity import (
     NodeResources,
     check_group_fits,
@@ -42,26 +37,24 @@ from drawbar.train._worker_group.cluster import (
     check_validation_fits,
     has_started_ray,
     is_connected_to_ray,
-    list_node_resources,
 )
 from drawbar.train._worker_group.ranks import assign_local_gpus, get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
 from drawbar.train._worker_group.validators import RayValidator, ThreadValidator
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
-if TYPE_CHECKING:
-    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
 
+def check_before_ray(spec: RunSpec) -> None:
+    """Check the environment, and that this process can write to the storage, before it starts Ray.
 
-def check_storage(spec: RunSpec) -> None:
-    """Check that this process can write to the storage of a run, before it starts Ray.
-
-    If Ray runs already, the start of the run checks the storage early enough. Does nothing if the
-    run is controlled by another process, which may have other directories.
+    If Ray runs already, the start of the run checks the storage early enough. Storage is not
+    checked if the run is controlled by another process, which may have other directories.
 
     Raises:
         OSError: The storage cannot be written.
+        ValueError: `DRAWBAR_FORKSERVER_PRELOAD` is invalid.
     """
+    read_default_modules()
     is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
     if not (spec.run_config.detached or is_client or is_connected_to_ray()):
         preflight.check_storage_before_start(get_run_directory(spec.run_config))
@@ -100,7 +93,7 @@ def start_ray_run(
 
     payload = ray.put(spec.train_loop)  # before the caller can change an array in it
     parent_placement = Placement.from_current_group(spec.scaling_config)
-    fork_server = _make_fork_server_spec(spec)
+    fork_server = make_fork_server_spec(spec)
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
@@ -119,69 +112,6 @@ def start_ray_run(
         is_on_ray=True,
         use_caller_thread=use_caller_thread,
     )
-
-
-def _list_runtime_env_vars(run_config: RunConfig) -> list[str]:
-    """Return the names of variables in the runtime environment. They override the driver's."""
-    import ray
-
-    names: list[str] = []
-    for runtime_env in (ray.get_runtime_context().runtime_env, run_config.worker_runtime_env):
-        env_vars: Any = (runtime_env or {}).get("env_vars") or {}
-        names += env_vars
-    return names
-
-
-def _make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
-    """Return the spec of the run's fork servers, None if its workers are not forked."""
-    import ray
-
-    from drawbar.train._worker_group.fork_server_spec import (
-        ForkServerSpec,
-        is_fork_command,
-        is_secret,
-    )
-
-    workers_per_node = max(1, spec.scaling_config.max_workers // len(list_node_resources()))
-    cores = count_available_cores()
-    modules = spec.run_config.forkserver_preload
-    is_automatic = modules is None
-    if modules is None:
-        # A first server does not help workers that each have a core and import in parallel.
-        modules = spec.backend_config.forkserver_preload if workers_per_node > cores else ()
-    conflict = find_other_interpreter(ray.get_runtime_context().runtime_env)
-    if is_automatic:
-        conflict = conflict or find_other_interpreter(spec.run_config.worker_runtime_env)
-        # The setup of a backend comes before all imports, which may depend on it.
-        has_setup = spec.backend_config.process_setup_hook is not None
-        if conflict is not None or has_setup or not hasattr(os, "pidfd_open"):
-            return None
-    elif not modules:
-        return None
-    elif conflict is not None:
-        reason = f"the runtime environment of this Ray job has {conflict!r}"
-        if is_fork_command(ray.get_runtime_context().runtime_env.get("py_executable")):
-            reason = "fit() is called in a forked worker of another run"
-        warnings.warn(
-            f"forkserver_preload has no effect, because {reason}. The workers start without it.",
-            stacklevel=2,
-        )
-        return None
-    worker = spec.worker_spec
-    assert worker.driver_env is not None
-    threads = compute_thread_count(
-        cpus_per_worker=worker.num_cpus, local_world_size=workers_per_node, cores=cores
-    )
-    environment = {**worker.env_vars, **make_thread_env_vars(threads, {}, worker.env_vars)}
-    for name in _list_runtime_env_vars(spec.run_config):
-        environment.pop(name, None)  # the worker has them, with other values
-    # An import may read a URL, which is no part of a command line if it has a password.
-    if is_automatic and any(
-        "://" in value and is_secret(name, value) for name, value in environment.items()
-    ):
-        return None
-    fork_server = ForkServerSpec.create(modules, worker.driver_env.sys_path, environment)
-    return fork_server.follow(spec.function) if is_automatic else fork_server
 
 
 def start_local_run(
