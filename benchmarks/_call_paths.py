@@ -18,8 +18,8 @@ from types import FrameType
 from unittest import mock
 
 from drawbar import train
-from drawbar.train._console import console
-from drawbar.train._console.displays import PlainDisplay
+from drawbar._console import console
+from drawbar._console.displays import PlainDisplay
 
 CORE = str(Path(train.__file__).parent) + os.sep
 SEND_FUNCTIONS = ("_send_from_thread", "put")

@@ -193,8 +193,8 @@ class Chaos:
         self._load_newest()
 
     def _stored_reports(self) -> set[tuple[int, int]]:
-        from drawbar.train._history.stored_reports import StoredReports
-        from drawbar.train._storage.run_directory import RunDirectory
+        from drawbar._records.stored_reports import StoredReports
+        from drawbar._storage.run_directory import RunDirectory
 
         reports = StoredReports(RunDirectory(self._run).run_files)
         return {
@@ -207,8 +207,8 @@ class Chaos:
         }
 
     def _journaled(self) -> Iterator[int]:
-        from drawbar.train._history.events import CheckpointCommitted
-        from drawbar.train._history.journal import replay
+        from drawbar._records.events import CheckpointCommitted
+        from drawbar._records.journal import replay
 
         for event in replay(self._run / "journal.jsonl"):
             if isinstance(event, CheckpointCommitted):
@@ -234,7 +234,7 @@ class Chaos:
     def _remains(self) -> list[str]:
         from ray.util import placement_group_table
 
-        from drawbar.train._ray_compat import list_actors
+        from drawbar._base.ray_compat import list_actors
 
         processes = [f"process {each.pid}" for each in self._workers()]
         children = [f"child {pid}" for pid in numbers(self._folder / "children") if _lives(pid)]

@@ -32,7 +32,7 @@ SEGMENT_BYTES = 4000  # small, so that segments are closed and compressed all th
 def drive(folder: Path, hazards: frozenset[str]) -> None:
     """Run the training function, or resume it."""
     from drawbar import train
-    from drawbar.train._history import report_log
+    from drawbar._records import report_log
 
     class ShownReports(train.UserCallback):
         """Record the reports that a callback has received."""

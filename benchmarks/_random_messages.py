@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from drawbar.train._serialization import Serialized
+from drawbar._process.serialization import Serialized
 
 CHARACTERS = 'abcäß漢🙂 \n"\\\udc80\udcff'  # the last two are not valid Unicode
 PATH_FIELDS = ("path", "checkpoint_name")

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks._soak_frames import INFO, Store
+from drawbar._modes.torchrun_server import TorchrunServer, connect_to_rank_zero
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._protocol.commands import FileChunkAck
 from drawbar.train._protocol.messages import Report, WorkerDied
-from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.context import LOOPBACK
-from drawbar.train._worker_group.torchrun_server import TorchrunServer, connect_to_rank_zero
 
 PEERS = 4
 ADDRESS_BYTES = 1024  # below PIPE_BUF, so that each process reads one address

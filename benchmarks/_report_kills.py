@@ -23,10 +23,10 @@ from typing import Any
 
 from benchmarks._wait import becomes_true
 from drawbar import train
+from drawbar._records import report_log
+from drawbar._records.stored_reports import StoredReports
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
-from drawbar.train._history import report_log
-from drawbar.train._history.stored_reports import StoredReports
-from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train.testing import check_run
 
 KILLS_PER_RUN = 25

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drawbar.train._protocol.assignment import Ranks, WorkerInfo
+    from drawbar._process.ranks import Ranks, WorkerInfo
 
 BATCH = 64
 REPORTS = (1_000_000, 10_000_000)
@@ -39,19 +39,19 @@ GOALS = {
 
 def write_run(path: Path, num_reports: int, num_ranks: int) -> float:
     """Write the directory of a finished run. Return the seconds of the thread for one report."""
-    from drawbar.train._history.event_stream import EventStream
-    from drawbar.train._history.events import (
+    from drawbar._records.event_stream import EventStream
+    from drawbar._records.events import (
         AttemptStarted,
         FirstReportReceived,
         RunEnded,
         RunStarted,
         WorkersStarted,
     )
-    from drawbar.train._history.journal import Journal
-    from drawbar.train._history.live_events import ReportsReceived
-    from drawbar.train._history.report_log import ReportLog
-    from drawbar.train._history.timeline import RunState
-    from drawbar.train._storage.run_directory import RunDirectory
+    from drawbar._records.journal import Journal
+    from drawbar._records.live_events import ReportsReceived
+    from drawbar._records.report_log import ReportLog
+    from drawbar._records.timeline import RunState
+    from drawbar._storage.run_directory import RunDirectory
 
     path.mkdir(parents=True)
     now = time.time()
@@ -77,7 +77,7 @@ def write_run(path: Path, num_reports: int, num_ranks: int) -> float:
 
 
 def _make_workers(num_ranks: int) -> list[tuple[WorkerInfo, Ranks]]:
-    from drawbar.train._protocol.assignment import Ranks, WorkerInfo
+    from drawbar._process.ranks import Ranks, WorkerInfo
 
     worker = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1)
     ranks = [

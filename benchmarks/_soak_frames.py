@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._random_messages import describe, draw
-from drawbar.train._protocol.assignment import WorkerInfo
-from drawbar.train._protocol.codec import ProtocolError
-from drawbar.train._protocol.connection import PREAMBLE, Connection, authenticate_server
+from drawbar._modes.connection import PREAMBLE, Connection, authenticate_server
+from drawbar._modes.torchrun_messages import HELLO, MESSAGES, PeerHello, PeerMessage
+from drawbar._modes.torchrun_server import TorchrunServer, connect_to_rank_zero
+from drawbar._process.codec import ProtocolError
+from drawbar._process.ranks import WorkerInfo
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._protocol.messages import DiagnosisRequest
-from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.context import LOOPBACK
-from drawbar.train._worker_group.torchrun_messages import HELLO, MESSAGES, PeerHello, PeerMessage
-from drawbar.train._worker_group.torchrun_server import TorchrunServer, connect_to_rank_zero
 
 TIMEOUT_SECONDS = 60.0
 CHECK_EVERY = 100

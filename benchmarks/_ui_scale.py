@@ -25,13 +25,13 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from drawbar import ui
-from drawbar.train._history.event_stream import EventStream
-from drawbar.train._history.events import AttemptStarted, FirstReportReceived, RunEnded, RunStarted
-from drawbar.train._history.journal import Journal
-from drawbar.train._history.live_events import ReportsReceived
-from drawbar.train._history.report_log import ReportLog
-from drawbar.train._history.timeline import RunState
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar._records.event_stream import EventStream
+from drawbar._records.events import AttemptStarted, FirstReportReceived, RunEnded, RunStarted
+from drawbar._records.journal import Journal
+from drawbar._records.live_events import ReportsReceived
+from drawbar._records.report_log import ReportLog
+from drawbar._records.timeline import RunState
+from drawbar._storage.run_directory import RunDirectory
 
 _BATCH = 64
 _METRICS = (200, 10)

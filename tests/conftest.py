@@ -19,14 +19,17 @@ import cloudpickle
 import pytest
 import ray
 
+from drawbar._records import report_log
+from drawbar._storage import journal_file, retries
 from drawbar.train import RunConfig
 from drawbar.train._controller import recovery
-from drawbar.train._history import report_log
-from drawbar.train._storage import journal_file, retries
 from tests._ray_compat import start_nodes_without_time_limits
 
-TORCH_MODULES = "torch,torch._dynamo,torch.distributed.checkpoint,drawbar.torch"
-TRANSFORMERS_MODULES = f"{TORCH_MODULES},transformers.trainer,drawbar.transformers,drawbar.accelerate,drawbar.lightning"
+TORCH_MODULES = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "drawbar.torch"]
+TRANSFORMERS_MODULES = [
+    *TORCH_MODULES,
+    *("transformers.trainer", "drawbar.transformers", "drawbar.accelerate", "drawbar.lightning"),
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -110,7 +113,7 @@ def ray_cluster() -> Iterator[None]:
 def preload_torch() -> Iterator[None]:
     """Fork workers from a process that has imported torch, which takes seconds in each worker."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", TORCH_MODULES)
+        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", ",".join(TORCH_MODULES))
         yield
 
 
@@ -118,7 +121,7 @@ def preload_torch() -> Iterator[None]:
 def preload_transformers() -> Iterator[None]:
     """As `preload_torch`, with Transformers, Accelerate, and Lightning."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", TRANSFORMERS_MODULES)
+        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", ",".join(TRANSFORMERS_MODULES))
         yield
 
 

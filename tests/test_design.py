@@ -21,21 +21,21 @@ ABSENT = {"drawbar/__init__.py"}  # named by the contributing guide, which forbi
 POLLING = {
     "_controller/node_watcher.py",
     "_controller/diagnosis.py",
-    "_handle/host_actor.py",
-    "_history/run_output.py",
+    "_modes/host_actor.py",
+    "_records/run_output.py",
     "_storage/journal_file.py",
     "_storage/retries.py",
-    "_worker/output.py",
-    "_worker/sentinel.py",
+    "_process/output.py",
+    "_process/sentinel.py",
     "_worker_group/cluster.py",
-    "_worker_group/exit_status.py",
+    "_process/exit_status.py",
 }
 """Files of the core with a loop that sleeps. The design page lists the reasons."""
 
 NOT_POLLING = {
     "_controller/controller.py",  # the delay before a start
     "_worker_group/actor_pool.py",  # the delay before a fork server
-    "_worker/training_thread.py",  # yields to another thread once
+    "_process/training_thread.py",  # yields to another thread once
 }
 
 
@@ -60,10 +60,13 @@ def test_design_invariants_name_existing_tests() -> None:
 
 
 def test_design_core_polls_only_where_documented() -> None:
-    root = REPO / "core/drawbar/train"
+    roots = [REPO / "core/drawbar", *(REPO / "integrations/drawbar").glob("_[cdor]*")]
     pattern = re.compile(r"\bsleep\(|\.wait\(_?(?:LOG_)?POLL")
     found = {
-        str(path.relative_to(root))
+        str(path.relative_to(root.parent if root.name != "drawbar" else root)).removeprefix(
+            "train/"
+        )
+        for root in roots
         for path in root.rglob("*.py")
         if pattern.search(path.read_text())
     }

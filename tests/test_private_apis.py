@@ -1,7 +1,7 @@
 """Private APIs of other projects are used in one file of each package only.
 
-These files are `_ray_compat.py` of the core, and `_compat.py` of each integration. Their tests fail
-when another project changes the API.
+These files are `_base/ray_compat.py` of the core, and `_compat.py` of each integration. Their tests
+fail when another project changes the API.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 
 REPO = Path(__file__).parents[1]
 OWN_ROOTS = {"drawbar", "tests", "benchmarks"}
-COMPAT_FILES = {"_compat.py", "_ray_compat.py", "test_compat.py", "test_ray_compat.py"}
+COMPAT_FILES = {"_compat.py", "_base/ray_compat.py", "test_compat.py", "test_ray_compat.py"}
 RAY_PRIVATE_FILES = {
-    "core/drawbar/train/_ray_compat.py",
+    "core/drawbar/_base/ray_compat.py",
     "tests/_ray_compat.py",
     "tests/train/test_ray_compat.py",
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.train._worker.program_launch import ERROR_VARIABLE
+from drawbar._modes.program_launch import ERROR_VARIABLE
 from tests.launch.conftest import CORES, Launch, Launched, Pipe
 
 # Prints the ID of the fork server, 0 in a new interpreter. pandas is the fastest import.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from drawbar.train._history.events import (
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._records.events import (
     AttemptStarted,
     CheckpointCommitted,
     UserFunctionStarted,
     WorkersStarted,
 )
-from drawbar.train._history.live_events import Event, RankImported, ReportsReceived
-from drawbar.train._protocol.assignment import Ranks, WorkerInfo
+from drawbar._records.live_events import Event, RankImported, ReportsReceived
 
 
 def attempt_started(number: int, checkpoint: str | None = None) -> AttemptStarted:

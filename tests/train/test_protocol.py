@@ -15,25 +15,25 @@ import pytest
 
 from benchmarks._random_messages import describe, draw
 from drawbar import train
-from drawbar.train._protocol.codec import Codec, ProtocolError
-from drawbar.train._protocol.commands import Command
-from drawbar.train._protocol.messages import (
-    MESSAGE_BATCHES,
-    FileChunk,
-    Message,
-    OutputLine,
-    RankFinished,
-    Report,
-    WorkerDied,
-)
-from drawbar.train._serialization import MIN_SHARED_BYTES, Serialized, serialize
-from drawbar.train._worker_group.torchrun_messages import (
+from drawbar._modes.torchrun_messages import (
     COMMANDS,
     HELLO,
     MESSAGES,
     PeerCommand,
     PeerHello,
     PeerMessage,
+)
+from drawbar._process.codec import Codec, ProtocolError
+from drawbar._process.output_lines import OutputLine
+from drawbar._process.serialization import MIN_SHARED_BYTES, Serialized, serialize
+from drawbar.train._protocol.commands import Command
+from drawbar.train._protocol.messages import (
+    MESSAGE_BATCHES,
+    FileChunk,
+    Message,
+    RankFinished,
+    Report,
+    WorkerDied,
 )
 from tests.train.test_unpickling_safety import Bomb
 

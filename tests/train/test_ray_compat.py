@@ -17,7 +17,8 @@ import ray
 import ray.data
 from ray._private import state, worker
 
-from drawbar.train import InsufficientResourcesError, ScalingConfig, _ray_compat
+from drawbar._base import ray_compat as _ray_compat
+from drawbar.train import InsufficientResourcesError, ScalingConfig
 from drawbar.train._worker_group.cluster import check_cluster_fits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

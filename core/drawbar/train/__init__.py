@@ -21,27 +21,12 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train import backend, collective
-from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
-from drawbar.train._config.failure_config import FailureConfig
-from drawbar.train._config.packages import find_shadowing_file as _find_shadowing_file
-from drawbar.train._config.run_config import (
-    AttemptInfo,
-    CheckpointConfig,
-    LoggingConfig,
-    RunConfig,
-    RunContext,
-    RunEndInfo,
-    UserCallback,
-)
-from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._config.validation_config import (
-    CheckpointConsistencyMode,
-    ValidationConfig,
-    ValidationFn,
-    ValidationTaskConfig,
-)
-from drawbar.train._errors import (
+from drawbar._base.import_paths import ALIASES as _ALIASES
+from drawbar._base.import_paths import explain_missing_name as _explain_missing_name
+from drawbar._base.import_paths import install_aliases as _install_aliases
+from drawbar._base.packages import find_shadowing_file as _find_shadowing_file
+from drawbar._data.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar._process.errors import (
     CheckpointError,
     ControllerError,
     DamagedRunError,
@@ -59,11 +44,27 @@ from drawbar.train._errors import (
     UserAbort,
     WorkerGroupError,
 )
-from drawbar.train._import_paths import ALIASES as _ALIASES
-from drawbar.train._import_paths import explain_missing_name as _explain_missing_name
-from drawbar.train._import_paths import install_aliases as _install_aliases
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
+from drawbar._process.worker_failure import WorkerError, WorkerFailure
+from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus
+from drawbar.train import backend, collective
+from drawbar.train._config.failure_config import FailureConfig
+from drawbar.train._config.run_config import (
+    AttemptInfo,
+    LoggingConfig,
+    RunConfig,
+    RunContext,
+    RunEndInfo,
+    UserCallback,
+)
+from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.validation_config import (
+    CheckpointConsistencyMode,
+    ValidationConfig,
+    ValidationFn,
+    ValidationTaskConfig,
+)
 from drawbar.train._worker.context import (
     ReportedCheckpoint,
     checkpoint_dir,
@@ -78,10 +79,13 @@ from drawbar.train._worker.context import (
 from drawbar.train._worker.instrumentation import phase, set_progress, step
 from drawbar.train._worker.report_checks import CheckpointUploadMode
 from drawbar.train._worker.train_context import StorageContext, TrainContext
-from drawbar.train._worker_failure import WorkerError, WorkerFailure
 from drawbar.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:  # provided by __getattr__ at run time
+    from drawbar._data.ledger import DataLedger, DatasetEpoch
+    from drawbar._observe.goodput import Goodput
+    from drawbar._records.result import Result
+    from drawbar._records.timeline import AttemptTimes, Timeline
     from drawbar.train import huggingface as huggingface
     from drawbar.train import jax as jax
     from drawbar.train import keras as keras
@@ -91,10 +95,6 @@ if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar.train import torch as torch
     from drawbar.train import xgboost as xgboost
     from drawbar.train._handle.run_handle import RunHandle, attach
-    from drawbar.train._history.goodput import Goodput
-    from drawbar.train._history.ledger import DataLedger, DatasetEpoch
-    from drawbar.train._history.result import Result
-    from drawbar.train._history.timeline import AttemptTimes, Timeline
     from drawbar.train._trainer import DataParallelTrainer
 
 __all__ = [
@@ -175,12 +175,12 @@ _INTEGRATIONS = (
     "xgboost",
 )
 _HISTORY_NAMES = {
-    "AttemptTimes": "drawbar.train._history.timeline",
-    "DataLedger": "drawbar.train._history.ledger",
-    "DatasetEpoch": "drawbar.train._history.ledger",
-    "Goodput": "drawbar.train._history.goodput",
-    "Result": "drawbar.train._history.result",
-    "Timeline": "drawbar.train._history.timeline",
+    "AttemptTimes": "drawbar._records.timeline",
+    "DataLedger": "drawbar._data.ledger",
+    "DatasetEpoch": "drawbar._data.ledger",
+    "Goodput": "drawbar._observe.goodput",
+    "Result": "drawbar._records.result",
+    "Timeline": "drawbar._records.timeline",
 }
 """Names imported on first use, because workers do not need them and start faster without them."""
 

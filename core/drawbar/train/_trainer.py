@@ -14,29 +14,29 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
-from drawbar.train._api import ArgumentErrors
+from drawbar._base.api import ArgumentErrors
+from drawbar._base.fields import resolve_config
+from drawbar._base.frames import without_internal_frames
+from drawbar._base.train_function import FunctionIdentity, TrainFunction
+from drawbar._console.console import Console
+from drawbar._console.slow_phases import print_if_slow
+from drawbar._data.data_config import DataConfig
+from drawbar._data.user_datasets import check_datasets
+from drawbar._process.errors import UserAbort
+from drawbar._records.result import Result
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.filesystem import AnyFileSystem
+from drawbar._storage.run_directory import open_run_directory
+from drawbar._storage.run_files import TRAINER_FILE
 from drawbar.train._config.backend import BackendConfig, LauncherStore
-from drawbar.train._config.data_config import DataConfig
-from drawbar.train._config.fields import resolve_config
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._config.train_function import FunctionIdentity, TrainFunction
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._console.console import Console
-from drawbar.train._console.slow_phases import print_if_slow
 from drawbar.train._controller.run import RunSpec
-from drawbar.train._data.user_datasets import check_datasets
 from drawbar.train._driver import preflight, start_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
-from drawbar.train._errors import UserAbort
-from drawbar.train._frames import without_internal_frames
 from drawbar.train._handle.run_handle import RunHandle
 from drawbar.train._handle.run_view import RunView
-from drawbar.train._history.result import Result
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.filesystem import AnyFileSystem
-from drawbar.train._storage.run_directory import open_run_directory
-from drawbar.train._storage.run_files import TRAINER_FILE
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.cluster import connect_to_ray, is_ray_client
 
@@ -294,7 +294,7 @@ class DataParallelTrainer(ArgumentErrors):
             text = "[drawbar] joined the running Ray cluster at"
             print(text, f"{joined_address}. RAY_ADDRESS=local starts a new one.", file=sys.stderr)
         # Here, because this module imports Ray, which other runs do not need.
-        from drawbar.train._handle.host_actor_run import start_host_actor_run
+        from drawbar._modes.host_actor_run import start_host_actor_run
 
         if self.run_config.detached or is_ray_client():
             if self.run_config.detached:
@@ -392,6 +392,6 @@ class DataParallelTrainer(ArgumentErrors):
 
 def _make_torchrun_starter(store: LauncherStore) -> Callable[..., RunView]:
     # Every worker imports this module, and few runs need multiprocessing connections.
-    from drawbar.train._handle.torchrun_run import start_or_join_torchrun_run
+    from drawbar._modes.torchrun_run import start_or_join_torchrun_run
 
     return partial(start_or_join_torchrun_run, store)

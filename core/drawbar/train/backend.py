@@ -9,23 +9,26 @@ controller, such as a tracker.
 
 from __future__ import annotations
 
-from drawbar.train._api import set_public_module
+from drawbar._base.api import set_public_module
+from drawbar._base.fields import at_least, parse_duration, resolve_config
+from drawbar._base.import_paths import explain_missing_name, find_public_module
+from drawbar._base.packages import (
+    import_private,
+    make_import_error,
+    require_package,
+    require_version,
+)
+from drawbar._base.train_function import TrainFunction
+from drawbar._modes.program_output import ProgramOutput
+from drawbar._modes.program_process import run_program
+from drawbar._process.driver_env import DriverContext, set_tune_trial
+from drawbar._process.worker_env import get_visible_gpu_ids
 from drawbar.train._config.backend import (
     Backend,
     BackendConfig,
     BackendWorkerGroup,
     LauncherStore,
 )
-from drawbar.train._config.fields import at_least, parse_duration, resolve_config
-from drawbar.train._config.packages import (
-    import_private,
-    make_import_error,
-    require_package,
-    require_version,
-)
-from drawbar.train._config.train_function import TrainFunction
-from drawbar.train._driver_env import DriverContext, set_tune_trial
-from drawbar.train._import_paths import explain_missing_name, find_public_module
 from drawbar.train._worker.context import get_node_address, get_worker_address
 from drawbar.train._worker.instrumentation import get_forward_callback, measure_data_wait
 from drawbar.train._worker.integration_api import (
@@ -43,9 +46,6 @@ from drawbar.train._worker.integration_api import (
     start_training,
     sync_report_index,
 )
-from drawbar.train._worker.program_output import ProgramOutput
-from drawbar.train._worker.program_process import run_program
-from drawbar.train._worker.worker_env import get_visible_gpu_ids
 
 __all__ = [
     "Backend",

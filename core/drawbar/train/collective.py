@@ -8,11 +8,11 @@ lines. With several workers, only one thread of each worker may therefore call t
 
 from __future__ import annotations
 
-from drawbar.train._api import set_public_module
+from drawbar._base.api import set_public_module
 from drawbar.train._worker.context import all_gather, barrier, broadcast_from_rank_zero
 
 __all__ = ["all_gather", "barrier", "broadcast_from_rank_zero"]
 
-__path__: list[str] = []  # Python looks for aliases below this module; see _import_paths.py
+__path__: list[str] = []  # Python looks for aliases below this module; see _base/import_paths.py
 
 set_public_module(globals())

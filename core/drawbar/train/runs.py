@@ -11,17 +11,17 @@ Example:
 The `drawbar` command-line tool shows the same information.
 """
 
-from drawbar.train._api import set_public_module
-from drawbar.train._config.default_storage import get_default_storage_path
-from drawbar.train._history.cleanup import UnusedFile, find_unused_local_files
-from drawbar.train._history.find_runs import RunCatalog, find_run, list_runs
-from drawbar.train._history.metrics_exporter import MetricsExporter
-from drawbar.train._history.rank_times import RankTimesOfRank, RankTimesSample, Straggler
-from drawbar.train._history.report_columns import ReportColumns
-from drawbar.train._history.report_feed import AttemptRow, FeedPosition, ReportFeed, ReportRow
-from drawbar.train._history.run_progress import RunProgress
-from drawbar.train._history.run_record import RunRecord
-from drawbar.train._protocol.resources import GpuSample, ResourceSample
+from drawbar._base.api import set_public_module
+from drawbar._observe.rank_times import RankTimesOfRank, RankTimesSample, Straggler
+from drawbar._records.report_columns import ReportColumns
+from drawbar._records.report_feed import AttemptRow, FeedPosition, ReportFeed, ReportRow
+from drawbar._records.resources import GpuSample, ResourceSample
+from drawbar._records.run_progress import RunProgress
+from drawbar._runs.cleanup import UnusedFile, find_unused_local_files
+from drawbar._runs.find_runs import RunCatalog, find_run, list_runs
+from drawbar._runs.metrics_exporter import MetricsExporter
+from drawbar._runs.run_record import RunRecord
+from drawbar._storage.default_storage import get_default_storage_path
 
 __all__ = [
     "AttemptRow",

@@ -17,26 +17,26 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from drawbar._base.api import set_public_module
+from drawbar._base.frames import without_internal_frames
+from drawbar._base.train_function import TrainFunction
+from drawbar._fork_server.fork_check import find_fork_obstacle
+from drawbar._process.errors import WorkerGroupError
+from drawbar._records.result import Result
+from drawbar._runs.audit import check_run
+from drawbar._storage import fault_points
 from drawbar.train import collective
-from drawbar.train._api import set_public_module
 from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._config.train_function import TrainFunction
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.start_run import start_local_run
-from drawbar.train._errors import WorkerGroupError
-from drawbar.train._frames import without_internal_frames
 from drawbar.train._handle.run_view import RunView
-from drawbar.train._history.audit import check_run
-from drawbar.train._history.result import Result
-from drawbar.train._storage import fault_points
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._worker.context import get_checkpoint, get_context, report
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.fork_check import find_fork_obstacle
 from drawbar.train._worker_group.simulated_group import SimulatedRank, SimulatedWorkerGroup
 from drawbar.train.backend import BackendConfig
 

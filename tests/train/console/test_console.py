@@ -16,13 +16,13 @@ import nbclient
 import nbformat
 import pytest
 
+from drawbar._console import slow_phases
+from drawbar._console.console import Console
+from drawbar._console.displays import MAX_COMMIT_LINES, DisplayStatus
+from drawbar._process.output_lines import OutputLine
+from drawbar._records.events import RunEnded
+from drawbar._records.live_events import BytesWritten, LinePrinted, Notice, WorkersFailed
 from drawbar.train import WorkerFailure
-from drawbar.train._console import slow_phases
-from drawbar.train._console.console import Console
-from drawbar.train._console.displays import MAX_COMMIT_LINES, DisplayStatus
-from drawbar.train._history.events import RunEnded
-from drawbar.train._history.live_events import BytesWritten, LinePrinted, Notice, WorkersFailed
-from drawbar.train._protocol.messages import OutputLine
 from tests.train.event_factories import (
     attempt_started,
     committed,
@@ -34,10 +34,10 @@ FAILURE = WorkerFailure(rank=1, kind="died", type_name="WorkerDied", message="ki
 
 RUN_SCRIPT = """
 import logging
-from drawbar.train._console.console import Console
-from drawbar.train._console.displays import DisplayStatus
-from drawbar.train._history.events import RunEnded
-from drawbar.train._history.live_events import LinePrinted
+from drawbar._console.console import Console
+from drawbar._console.displays import DisplayStatus
+from drawbar._records.events import RunEnded
+from drawbar._records.live_events import LinePrinted
 from drawbar.train._protocol.messages import OutputLine
 from tests.train.event_factories import committed, reported, functions_started
 
@@ -329,8 +329,8 @@ def test_terminal_display_keeps_live_line_below_user_lines() -> None:
 
 NARROWED = """
 import os, termios, threading
-from drawbar.train._console.console import Console
-from drawbar.train._history.events import RunEnded
+from drawbar._console.console import Console
+from drawbar._records.events import RunEnded
 from tests.train.event_factories import reported, functions_started
 
 drawn = threading.Semaphore(0)
@@ -378,9 +378,9 @@ def test_console_writes_program_output_unchanged(
 def test_terminal_display_shows_program_output_above_live_line() -> None:
     chunks = [b"loss 0.5\npart", b" of it\n10%\r", b"100%\n", b"unfinished"]
     written = run_on_terminal(f"""
-from drawbar.train._console.console import Console
-from drawbar.train._history.events import RunEnded
-from drawbar.train._history.live_events import BytesWritten
+from drawbar._console.console import Console
+from drawbar._records.events import RunEnded
+from drawbar._records.live_events import BytesWritten
 console = Console(20, "/runs/mnist")
 for data in {chunks}:
     console.on_event(BytesWritten(data))

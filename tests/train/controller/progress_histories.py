@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, get_args
 
+from drawbar._storage.contents import FileEntry
 from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._protocol.messages import (
@@ -21,7 +22,6 @@ from drawbar.train._protocol.messages import (
     CollectiveKind,
     Report,
 )
-from drawbar.train._storage.contents import FileEntry
 
 Step = Literal["metrics", "async", "save", "list", "timed list", "wait"] | CollectiveKind
 

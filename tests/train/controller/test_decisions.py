@@ -11,6 +11,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from drawbar._base.frames import find_user_frames
+from drawbar._process.stack import Frame, Stack
+from drawbar._process.worker_failure import sort_root_cause_first
+from drawbar._records.events import AttemptEndCause, ShardEpochEnded
 from drawbar.train import (
     Backend,
     BackendConfig,
@@ -34,11 +38,7 @@ from drawbar.train._controller.diagnosis import Stacks, find_stalled_ranks, form
 from drawbar.train._controller.failures import AttemptFailure, make_training_failed_error
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
-from drawbar.train._frames import find_user_frames
-from drawbar.train._history.events import AttemptEndCause
-from drawbar.train._protocol.messages import ShardEpochEnded, WorkerDied
-from drawbar.train._worker.stack import Frame, Stack
-from drawbar.train._worker_failure import sort_root_cause_first
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train.backend import BackendWorkerGroup
 
 NONE, UNFINISHED, FINISHED, DAMAGED = RunDirectoryState

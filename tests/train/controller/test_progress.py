@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
+from drawbar._storage.contents import FileEntry
 from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._controller.rank_progress import RankActivity
@@ -18,7 +19,6 @@ from drawbar.train._protocol.messages import (
     CollectiveKind,
     Report,
 )
-from drawbar.train._storage.contents import FileEntry
 
 
 def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Report:

@@ -16,12 +16,13 @@ from typing import Any, cast
 
 import pytest
 
+from drawbar._base.indexed_heap import IndexedHeap
+from drawbar._records.events import ShardEpochEnded
 from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointQueries
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
 from drawbar.train._controller.commits import CheckpointCommitter
-from drawbar.train._controller.indexed_heap import IndexedHeap
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.validations import ValidationScheduler
 from drawbar.train._protocol.messages import (
@@ -29,7 +30,6 @@ from drawbar.train._protocol.messages import (
     CheckpointOffer,
     CollectiveCalled,
     Report,
-    ShardEpochEnded,
 )
 from tests.train.controller.progress_histories import History
 

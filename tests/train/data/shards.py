@@ -10,8 +10,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from drawbar.train import DataConfig, _driver_env
-from drawbar.train._data import split, streams, user_datasets
+from drawbar._data import split, streams, user_datasets
+from drawbar._process import driver_env as _driver_env
+from drawbar.train import DataConfig
 from drawbar.train._worker_group import cluster
 from drawbar.train.backend import set_tune_trial
 

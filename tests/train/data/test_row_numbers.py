@@ -15,6 +15,15 @@ import pytest
 import ray.data
 
 from drawbar import train
+from drawbar._data.indexed import compute_split_indices
+from drawbar._data.split import check_row_counts, max_left_out_rows
+from drawbar._records.row_positions import (
+    NumberedRows,
+    RowPosition,
+    RowsRead,
+    UnevenRows,
+    split_rows,
+)
 from drawbar.train import (
     DataConfig,
     DataParallelTrainer,
@@ -23,15 +32,6 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     WorkerGroupError,
-)
-from drawbar.train._data.indexed import compute_split_indices
-from drawbar.train._data.split import check_row_counts, max_left_out_rows
-from drawbar.train._row_positions import (
-    NumberedRows,
-    RowPosition,
-    RowsRead,
-    UnevenRows,
-    split_rows,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from drawbar.train._fork_server.client import ERROR_VARIABLE
-from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
+from drawbar._fork_server.client import ERROR_VARIABLE
+from drawbar._fork_server.fork_server_spec import ForkServerSpec
 
 Process = subprocess.Popen[str]
 WaitUntilGone = Callable[..., None]
@@ -32,7 +32,7 @@ RAYLET = "import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[1]]); s
 # A driver that prints the command of a worker, and waits for its input.
 DRIVER = """
 import sys
-from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
+from drawbar._fork_server.fork_server_spec import ForkServerSpec
 print(ForkServerSpec.create((), [], {}).make_command(), flush=True)
 sys.stdin.read()
 """

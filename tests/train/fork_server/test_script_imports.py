@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train._fork_server.script_imports import find_imports, find_script_files
+from drawbar._fork_server.script_imports import find_imports, find_script_files
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_rank_reads_names_modules_that_read_variables_of_the_rank(
     (tmp_path / "reader.py").write_text(source)
     code = """
 import os, sys
-from drawbar.train._fork_server.rank_reads import track_rank_reads
+from drawbar._fork_server.rank_reads import track_rank_reads
 with track_rank_reads() as readers:
     import reader
 print(*readers)

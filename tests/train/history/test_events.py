@@ -13,20 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train import (
-    DamagedRunError,
-    PreemptionInfo,
-    ReportedCheckpointStatus,
-    RunInProgressError,
-    WorkerFailure,
-)
-from drawbar.train._history.event_stream import (
+from drawbar._process.output_lines import OutputLine
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.serialization import serialize
+from drawbar._records.event_stream import (
     MAX_EVENTS,
     EventBuffer,
     EventPosition,
     EventStream,
 )
-from drawbar.train._history.events import (
+from drawbar._records.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -40,8 +36,8 @@ from drawbar.train._history.events import (
     UserFunctionStarted,
     WorkersStarted,
 )
-from drawbar.train._history.journal import Journal, replay
-from drawbar.train._history.live_events import (
+from drawbar._records.journal import Journal, replay
+from drawbar._records.live_events import (
     ControllerFailed,
     Event,
     LinePrinted,
@@ -49,12 +45,16 @@ from drawbar.train._history.live_events import (
     ValidationsPending,
     WorkersFailed,
 )
-from drawbar.train._history.report_log import ReportLog
-from drawbar.train._history.timeline import RunState
-from drawbar.train._protocol.assignment import Ranks, WorkerInfo
-from drawbar.train._protocol.messages import OutputLine
-from drawbar.train._serialization import serialize
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar._records.report_log import ReportLog
+from drawbar._records.timeline import RunState
+from drawbar._storage.run_directory import RunDirectory
+from drawbar.train import (
+    DamagedRunError,
+    PreemptionInfo,
+    ReportedCheckpointStatus,
+    RunInProgressError,
+    WorkerFailure,
+)
 from tests.train.event_factories import attempt_started, committed, reported, workers_started
 
 HERE = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1, gpu_ids=("0", "1"))
@@ -214,7 +214,7 @@ def test_recovered_journal_is_still_locked(path: Path) -> None:
 
 def test_journal_lock_is_released_when_process_dies(path: Path) -> None:
     code = (
-        "import os, pathlib, sys; from drawbar.train._history.journal import *;"
+        "import os, pathlib, sys; from drawbar._records.journal import *;"
         "journal = Journal(pathlib.Path(sys.argv[1])); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 9
@@ -225,7 +225,7 @@ def test_journal_lock_is_not_kept_by_forked_child(path: Path) -> None:
     """Close the journal while a forked child, such as a data loader process, outlives the run."""
     code = """
 import os, pathlib, sys
-from drawbar.train._history.journal import Journal
+from drawbar._records.journal import Journal
 path = pathlib.Path(sys.argv[1])
 journal = Journal(path)
 child_reads, parent_writes = os.pipe()

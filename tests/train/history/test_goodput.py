@@ -18,9 +18,9 @@ import msgspec
 import pytest
 
 from drawbar import train
+from drawbar._observe.goodput_meter import GoodputMeter
+from drawbar._records import events
 from drawbar.train import Goodput, Result, RunConfig, runs
-from drawbar.train._history import events
-from drawbar.train._history.goodput_meter import GoodputMeter
 from tests.train.event_factories import workers_started
 from tests.train.runs import fit
 

@@ -13,23 +13,23 @@ from pathlib import Path
 
 import pytest
 
+from drawbar._observe import resource_log, resource_sampler
+from drawbar._observe.rank_times import RankTimesOfRank, find_stragglers
+from drawbar._observe.resource_log import ResourceLog, read_resources, thin_out
+from drawbar._observe.resource_sampler import ResourceSampler, sample_resources
+from drawbar._process.ranks import Ranks
+from drawbar._records.events import ProgressRecorded
+from drawbar._records.live_events import Event, ProgressReceived, ResourcesSampled
+from drawbar._records.resources import GpuSample, ResourceSample
+from drawbar._records.run_progress import RateWindow
+from drawbar._records.timeline import RunState
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import TrainingFailedError, runs
 from drawbar.train._controller.attempt_events import ProgressRecorder
-from drawbar.train._history import resource_log
-from drawbar.train._history.events import ProgressRecorded
-from drawbar.train._history.live_events import Event, ProgressReceived, ResourcesSampled
-from drawbar.train._history.rank_times import RankTimesOfRank, find_stragglers
-from drawbar.train._history.resource_log import ResourceLog, read_resources, thin_out
-from drawbar.train._history.run_progress import RateWindow
-from drawbar.train._history.timeline import RunState
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerSpec
+from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
 from drawbar.train._protocol.messages import Message, ProgressSet
-from drawbar.train._protocol.resources import GpuSample, ResourceSample
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._worker import resource_sampler
 from drawbar.train._worker.progress_sender import ProgressSender
 from drawbar.train._worker.rank_timer import MAX_PHASES, RankTimer
-from drawbar.train._worker.resource_sampler import ResourceSampler, sample_resources
 from tests.train.event_factories import attempt_started
 from tests.train.runs import fit
 

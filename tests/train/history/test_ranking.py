@@ -1,4 +1,4 @@
-"""Tests of drawbar.train._history.ranking."""
+"""Tests of drawbar._records.ranking."""
 
 import random
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from drawbar.train._config.run_config import CheckpointConfig
-from drawbar.train._history.ranking import (
+from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._records.ranking import (
     SurplusQueue,
     describe_missing_scores,
     find_best_of_framework,
@@ -15,7 +15,7 @@ from drawbar.train._history.ranking import (
     rank_checkpoints,
     select_surplus,
 )
-from drawbar.train._storage.manifest import Manifest, Validation
+from drawbar._storage.manifest import Manifest, Validation
 
 
 def _checkpoint(name: str, index: int, metrics: dict[str, Any]) -> Manifest:

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from drawbar import train
-from drawbar.train import FailureConfig, Result, RunConfig, UserCallback
-from drawbar.train._history import report_log, run_history
-from drawbar.train._history.events import (
+from drawbar._records import report_log, run_history
+from drawbar._records.events import (
     AttemptStarted,
     CheckpointValidated,
     JournaledEvent,
     RunStarted,
 )
-from drawbar.train._history.journal import Journal, replay
-from drawbar.train._history.live_events import ReportsReceived
-from drawbar.train._history.report_blocks import decode_block, encode, make_blocks, merge_blocks
-from drawbar.train._history.report_columns import make_frame
-from drawbar.train._history.report_log import ReportLog
-from drawbar.train._history.report_ranges import find_missing_reports
-from drawbar.train._history.run_history import RunHistory
-from drawbar.train._history.stored_reports import StoredReports
-from drawbar.train._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._storage.report_files import Segment
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar._records.journal import Journal, replay
+from drawbar._records.live_events import ReportsReceived
+from drawbar._records.report_blocks import decode_block, encode, make_blocks, merge_blocks
+from drawbar._records.report_columns import make_frame
+from drawbar._records.report_log import ReportLog
+from drawbar._records.report_ranges import find_missing_reports
+from drawbar._records.run_history import RunHistory
+from drawbar._records.stored_reports import StoredReports
+from drawbar._storage.manifest import ReportedCheckpointStatus
+from drawbar._storage.report_files import Segment
+from drawbar._storage.run_directory import RunDirectory
+from drawbar.train import FailureConfig, Result, RunConfig, UserCallback
 from drawbar.train.runs import AttemptRow, FeedPosition, ReportFeed, ReportRow, find_run
 from drawbar.train.testing import check_run, kill_at, run_in_threads
 from tests.train.event_factories import workers_started

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
-from drawbar.train._history.run_history import RunHistory
-from drawbar.train._storage.checkpoint_store import CheckpointDraft
-from drawbar.train._storage.contents import (
+from drawbar._records.run_history import RunHistory
+from drawbar._storage.checkpoint_store import CheckpointDraft
+from drawbar._storage.contents import (
     CHECKSUMS_FILE,
     MANIFEST_FILE,
     METADATA_FILE,
@@ -25,11 +24,12 @@ from drawbar.train._storage.contents import (
     FileEntry,
     list_files,
 )
-from drawbar.train._storage.files import remove_tree, write_atomically
-from drawbar.train._storage.filesystem import resolve_path
-from drawbar.train._storage.remote_path import RemotePath
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import AssignedFiles, StagedFiles, make_shared_name
+from drawbar._storage.files import remove_tree, write_atomically
+from drawbar._storage.filesystem import resolve_path
+from drawbar._storage.remote_path import RemotePath
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.staging import AssignedFiles, StagedFiles, make_shared_name
+from drawbar.train import Checkpoint, CheckpointError, DamagedRunError, Manifest
 
 MOVED_IN = 0x80  # inotify event
 ENTRY_EVENTS = 0x40 | MOVED_IN | 0x100 | 0x200  # moved out, moved in, created, deleted

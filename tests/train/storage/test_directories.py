@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from drawbar.train._storage.contents import format_exact_size, format_size, list_files
-from drawbar.train._storage.files import FileIdentities
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import AssignedFiles, StagingArea, hold_file_lock
+from drawbar._base.wording import format_size
+from drawbar._storage.contents import format_exact_size, list_files
+from drawbar._storage.files import FileIdentities
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.staging import AssignedFiles, StagingArea, hold_file_lock
 from tests.train.storage.user_directories import content, write
 
 

@@ -133,8 +133,8 @@ def _write_partly(directory: Any, data: bytes, **options: Any) -> None:
 def test_exception_during_write_leaves_older_file_or_none(
     tmp_path: Path, s3: Any, kind: str, keeps_older: bool, num_bytes: int
 ) -> None:
-    from drawbar.train._storage.filesystem import to_pyarrow
-    from drawbar.train._storage.remote_path import RemotePath
+    from drawbar._storage.filesystem import to_pyarrow
+    from drawbar._storage.remote_path import RemotePath
 
     filesystem, path = _make_filesystem(kind, tmp_path, s3)
     directory = RemotePath(path, to_pyarrow(filesystem))
@@ -155,7 +155,7 @@ def test_exception_during_write_leaves_older_file_or_none(
 
 
 def test_kill_during_upload_to_s3_keeps_older_object(s3: Any, drivers: Drivers) -> None:
-    from drawbar.train._storage.remote_path import RemotePath, delete_temporary_files
+    from drawbar._storage.remote_path import RemotePath, delete_temporary_files
 
     path = f"bucket/{uuid.uuid4().hex}"
     directory = RemotePath(path, s3)
@@ -178,7 +178,7 @@ def test_kill_during_upload_to_s3_keeps_older_object(s3: Any, drivers: Drivers) 
 
 
 def kill_in_uploads(filesystem: Any, path: str) -> None:
-    from drawbar.train._storage.remote_path import RemotePath
+    from drawbar._storage.remote_path import RemotePath
 
     directory = RemotePath(path, filesystem)
     size = Random(0).randrange(len(BIG))

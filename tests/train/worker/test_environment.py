@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train._driver_env import select_forwarded
-from drawbar.train._protocol.assignment import Ranks, WorkerInfo
-from drawbar.train._worker.worker_env import (
+from drawbar._process.driver_env import select_forwarded
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.worker_env import (
     THREAD_ENV_VARS,
     compute_thread_count,
     count_available_cores,
@@ -182,7 +182,7 @@ def test_format_visible_devices_joins_sorted_unique_ids(
 def test_available_cores_with_affinity_are_limited() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from drawbar.train._worker.worker_env import count_available_cores; "
+        "from drawbar._process.worker_env import count_available_cores; "
         "print(count_available_cores())"
     )
     env = {"PYTHONPATH": ":".join(sys.path)}

@@ -1,4 +1,4 @@
-"""Tests of drawbar.train._worker.output."""
+"""Tests of drawbar._process.output."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 from tqdm import tqdm
 
 from drawbar import train
-from drawbar.train._protocol.messages import OutputLine
-from drawbar.train._worker.output import capture_output, tee_output
+from drawbar._process.output import capture_output, tee_output
+from drawbar._process.output_lines import OutputLine
 from tests.train.runs import fit
 
 
@@ -139,7 +139,7 @@ def test_capture_with_errors_only_sends_only_error_records(log: Path) -> None:
 
 def test_logging_basic_config_inside_capture_takes_effect(log: Path) -> None:
     script = (
-        "import logging, pathlib; from drawbar.train._worker.output import capture_output\n"
+        "import logging, pathlib; from drawbar._process.output import capture_output\n"
         f"log = pathlib.Path({str(log)!r})\n"
         "with capture_output(log, print, errors_only=True):\n"
         "  logging.basicConfig(level=logging.INFO); logging.info('configured')"

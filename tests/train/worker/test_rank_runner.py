@@ -12,8 +12,12 @@ import cloudpickle
 import pytest
 
 from drawbar import train
+from drawbar._process.ranks import Ranks
+from drawbar._process.training_thread import AttemptInterrupted, InterruptScope
+from drawbar._storage.contents import FileEntry
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_context
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerSpec
+from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
 from drawbar.train._protocol.commands import CommitCompleted
 from drawbar.train._protocol.messages import (
     CheckpointOffer,
@@ -22,11 +26,8 @@ from drawbar.train._protocol.messages import (
     RankInterrupted,
     Report,
 )
-from drawbar.train._storage.contents import FileEntry
-from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker.actor import BURST_REPORTS, Outbox
 from drawbar.train._worker.rank_runner import RankRunner
-from drawbar.train._worker.training_thread import AttemptInterrupted, InterruptScope
 from drawbar.train.backend import report_buffered
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drawbar.train._worker import sentinel as _sentinel
-from drawbar.train._worker_group.exit_status import (
+from drawbar._process import sentinel as _sentinel
+from drawbar._process.exit_status import (
     ExitReport,
     describe_exit,
     read_exit_report,

@@ -1,4 +1,4 @@
-"""Tests of drawbar.train._worker.training_thread: calls from forked children and threads."""
+"""Tests of drawbar._process.training_thread: calls from forked children and threads."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from drawbar import train
+from drawbar._process.errors import InsufficientResourcesError
+from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar.train._config.scaling_config import PlacementStrategy, ScalingConfig
-from drawbar.train._errors import InsufficientResourcesError
-from drawbar.train._protocol.assignment import Ranks, WorkerInfo
 from drawbar.train._worker_group.capacity import (
     NodeResources,
     check_group_fits,

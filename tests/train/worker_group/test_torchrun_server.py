@@ -22,28 +22,28 @@ import pytest
 from msgspec import structs
 
 from benchmarks._soak_frames import Store, check_frames
-from drawbar.train._protocol.assignment import WorkerInfo
-from drawbar.train._protocol.codec import ProtocolError
-from drawbar.train._protocol.commands import FileChunkAck
-from drawbar.train._protocol.connection import (
+from drawbar._modes.connection import (
     PREAMBLE,
     AuthenticationError,
     Connection,
     authenticate_client,
     authenticate_server,
 )
-from drawbar.train._protocol.messages import CollectiveCalled, RankFinished, WorkerDied
-from drawbar.train._serialization import Serialized
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._worker.context import LOOPBACK
-from drawbar.train._worker_group.torchrun_messages import HELLO, PeerHello
-from drawbar.train._worker_group.torchrun_server import (
+from drawbar._modes.torchrun_messages import HELLO, PeerHello
+from drawbar._modes.torchrun_server import (
     MAX_HANDSHAKES,
     MAX_HELLO_BYTES,
     RankZeroConnection,
     TorchrunServer,
     connect_to_rank_zero,
 )
+from drawbar._process.codec import ProtocolError
+from drawbar._process.ranks import WorkerInfo
+from drawbar._process.serialization import Serialized
+from drawbar._storage.run_directory import RunDirectory
+from drawbar.train._protocol.commands import FileChunkAck
+from drawbar.train._protocol.messages import CollectiveCalled, RankFinished, WorkerDied
+from drawbar.train._worker.context import LOOPBACK
 from tests.train.conftest import lowest_free_file_descriptor, no_free_file_descriptor
 from tests.train.test_unpickling_safety import Bomb
 
@@ -338,7 +338,7 @@ def test_connection_frame_above_limit_is_rejected(
 
 FORKING_PEER = """
 import os, socket, sys
-from drawbar.train._protocol.connection import Connection
+from drawbar._modes.connection import Connection
 connection = Connection(socket.socket(fileno=int(sys.argv[1])))
 connection.send(b"report")
 if os.fork() == 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from drawbar.train._config.fields import CheckedConfig
+from drawbar._base.fields import CheckedConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 
 P = ParamSpec("P")

@@ -8,8 +8,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Annotated, ClassVar
 
-from drawbar.train._config import fields
-from drawbar.train._frames import warn_caller
+from drawbar._base import fields
+from drawbar._base.frames import warn_caller
 
 Limit = Annotated[int, fields.at_least(-1)]
 """A maximum number. -1 is no limit."""

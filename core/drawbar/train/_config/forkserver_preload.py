@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drawbar.train._config import fields
-from drawbar.train._fork_server.forkable import UNSAFE_MODULES
+from drawbar._base import fields
+from drawbar._fork_server.forkable import UNSAFE_MODULES
 
 # Fields of a Ray runtime environment that choose another interpreter or a container.
 _OTHER_INTERPRETERS = (

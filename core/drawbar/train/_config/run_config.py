@@ -15,16 +15,17 @@ from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from drawbar.train._config import fields
+from drawbar._base import fields
+from drawbar._base.metrics import Metrics
+from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._storage.filesystem import AnyFileSystem
 from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._config.forkserver_preload import check_interpreter, check_modules
-from drawbar.train._metrics import Metrics
-from drawbar.train._storage.filesystem import AnyFileSystem
 
 if TYPE_CHECKING:
+    from drawbar._process.errors import PreemptionInfo
+    from drawbar._storage.checkpoint import Checkpoint
     from drawbar.train._config.scaling_config import ScalingConfig
-    from drawbar.train._errors import PreemptionInfo
-    from drawbar.train._storage.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,52 +190,8 @@ class UserCallback:
 
 
 ResumeMode = Literal["auto", "never", "must"]
-ScoreOrder = Literal["max", "min"]
 
 _MAX_NAME_BYTES = 255  # bytes, in all usual file systems
-
-_SAVING_ADVICE = (
-    "a checkpoint is saved whenever the function calls report(checkpoint=...); the report "
-    "callbacks of the integrations have separate options, such as "
-    "RayTrainReportCallback(frequency=10)"
-)
-
-
-@dataclass(frozen=True, repr=False)
-class CheckpointConfig(fields.ConfigRepr):
-    """Retention and durability of checkpoints.
-
-    Args:
-        num_to_keep: Number of best checkpoints to keep; None keeps all. The latest checkpoint is
-            also kept, since restarts resume from it.
-        checkpoint_score_attribute: Reported metric that ranks checkpoints; nested keys are joined
-            with "/". None ranks by age, latest first. Checkpoints without the metric, or with NaN,
-            rank last. While no checkpoint has the metric, the console shows a warning and none is
-            deleted.
-        checkpoint_score_order: "max" if a higher score is better, "min" if a lower score is better.
-        durable: Whether committed checkpoints also survive a power loss. Each file and directory is
-            then flushed with fsync before the commit. Without it, a committed checkpoint survives
-            the death of any process.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: `num_to_keep` is below 1, or `checkpoint_score_order` is unknown.
-
-    Example:
-        >>> CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
-        CheckpointConfig(num_to_keep=2, checkpoint_score_attribute='accuracy')
-    """
-
-    _replacements: ClassVar[Mapping[str, str]] = {
-        "checkpoint_frequency": _SAVING_ADVICE,
-        "checkpoint_at_end": _SAVING_ADVICE,
-    }
-
-    num_to_keep: Annotated[int | None, fields.at_least(1)] = None
-    checkpoint_score_attribute: str | None = None
-    checkpoint_score_order: ScoreOrder = "max"
-    _: KW_ONLY
-    durable: bool = False
 
 
 def _check_log_level(name: str, value: Any) -> str:

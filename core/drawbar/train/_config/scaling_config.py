@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Annotated, Any, Literal
 
-from drawbar.train._config.fields import ConfigRepr, require_int, require_type
-from drawbar.train._frames import warn_caller
+from drawbar._base.fields import ConfigRepr, require_int, require_type
+from drawbar._base.frames import warn_caller
 
 TOPOLOGY_LABEL = "ray.io/tpu-topology"
 """Ray's node label for the topology of a TPU slice, such as "2x2x2"."""

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 
-from drawbar.train._config.fields import (
+from drawbar._base.fields import (
     ConfigRepr,
     at_least,
     parse_duration,
     require_type,
     to_journal_dict,
 )
-from drawbar.train._config.train_function import check_plain_function
-from drawbar.train._storage.manifest import Validation
+from drawbar._base.train_function import check_plain_function
+from drawbar._storage.manifest import Validation
 
 if TYPE_CHECKING:
-    from drawbar.train._storage.checkpoint import Checkpoint
+    from drawbar._storage.checkpoint import Checkpoint
 
 
 class CheckpointConsistencyMode(Enum):

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from drawbar._base.ray_compat import get_draining_nodes
+from drawbar._data import split, user_datasets
+from drawbar._data.shard import DatasetShard
+from drawbar._data.streams import shut_down_streams
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._records.events import AttemptStarted
+from drawbar._records.row_positions import RowPosition
+from drawbar._storage.checkpoint import Checkpoint, add_preprocessor
+from drawbar._storage.storage_path import get_fs_path
 from drawbar.train._controller.run import OpenRun, RunSpec
-from drawbar.train._data import split, user_datasets
-from drawbar.train._data.shard import DatasetShard
-from drawbar.train._data.streams import shut_down_streams
-from drawbar.train._history.events import AttemptStarted
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo, WorkerSpec
-from drawbar.train._ray_compat import get_draining_nodes
-from drawbar.train._row_positions import RowPosition
-from drawbar.train._storage.checkpoint import Checkpoint, add_preprocessor
-from drawbar.train._storage.storage_path import get_fs_path
+from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
 from drawbar.train._worker_group import cluster
 from drawbar.train._worker_group.capacity import (
     describe_missing_resources,

@@ -14,6 +14,28 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from drawbar._process.errors import PreemptionInfo
+from drawbar._process.output_lines import OutputLine
+from drawbar._process.ranks import WorkerInfo
+from drawbar._process.serialization import serialize
+from drawbar._records.event_stream import Emit
+from drawbar._records.events import (
+    AttemptStarted,
+    DatasetEpochEnded,
+    PreemptionAnnounced,
+    ShardEpochEnded,
+    UserFunctionStarted,
+)
+from drawbar._records.live_events import (
+    BytesWritten,
+    LinePrinted,
+    Notice,
+    RankImported,
+    ResourcesSampled,
+    RoundCompleted,
+)
+from drawbar._records.resources import ResourceSample
+from drawbar._storage.manifest import Manifest
 from drawbar.train._controller.attempt_events import (
     ProgressRecorder,
     RankTimesRecorder,
@@ -31,23 +53,6 @@ from drawbar.train._controller.failures import (
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import ActivityClock, RankActivity, collect_payloads
 from drawbar.train._controller.run import OpenRun
-from drawbar.train._errors import PreemptionInfo
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import (
-    AttemptStarted,
-    DatasetEpochEnded,
-    PreemptionAnnounced,
-    UserFunctionStarted,
-)
-from drawbar.train._history.live_events import (
-    BytesWritten,
-    LinePrinted,
-    Notice,
-    RankImported,
-    ResourcesSampled,
-    RoundCompleted,
-)
-from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._protocol.commands import CollectiveResult, CommitCompleted
 from drawbar.train._protocol.messages import (
     CheckpointDiscarded,
@@ -65,19 +70,14 @@ from drawbar.train._protocol.messages import (
     GroupMessage,
     Heartbeat,
     OutputBytes,
-    OutputLine,
     ProgressSet,
     RankFailed,
     RankFinished,
     RankInterrupted,
     RankTimes,
     Report,
-    ShardEpochEnded,
     WorkerDied,
 )
-from drawbar.train._protocol.resources import ResourceSample
-from drawbar.train._serialization import serialize
-from drawbar.train._storage.manifest import Manifest
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 T = TypeVar("T")

@@ -9,16 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import (
-    FirstReportReceived,
-    ProgressRecorded,
-    RankTimesRecorded,
-    ReportLocationFound,
-    StragglerFound,
-)
-from drawbar.train._history.live_events import Notice, ProgressReceived, ReportsReceived
-from drawbar.train._history.rank_times import (
+from drawbar._base.wording import escape_surrogates
+from drawbar._observe.rank_times import (
     MIN_STRAGGLER_STEPS,
     RANK_TIMES_FILE,
     RankTimesOfRank,
@@ -26,9 +18,17 @@ from drawbar.train._history.rank_times import (
     find_stragglers,
     subtract,
 )
-from drawbar.train._history.run_progress import RateWindow, RunProgress
+from drawbar._records.event_stream import Emit
+from drawbar._records.events import (
+    FirstReportReceived,
+    ProgressRecorded,
+    RankTimesRecorded,
+    ReportLocationFound,
+    StragglerFound,
+)
+from drawbar._records.live_events import Notice, ProgressReceived, ReportsReceived
+from drawbar._records.run_progress import RateWindow, RunProgress
 from drawbar.train._protocol.messages import ProgressSet, RankTimes, Report
-from drawbar.train._wording import escape_surrogates
 
 _MAX_LOCATIONS = 32
 RECORD_INTERVAL_S = 30.0

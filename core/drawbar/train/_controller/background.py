@@ -17,13 +17,13 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.live_events import Notice
+from drawbar._process.threads import DaemonThreadPool
+from drawbar._records.event_stream import Emit
+from drawbar._records.live_events import Notice
+from drawbar._storage.contents import CHECKSUMS_FILE, MANIFEST_FILE, FileEntry, list_files
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._protocol.commands import FILE_CHUNK_BYTES, Command, FileChunkAck, FileReply
 from drawbar.train._protocol.messages import FileChunk, FileRequest
-from drawbar.train._storage.contents import CHECKSUMS_FILE, MANIFEST_FILE, FileEntry, list_files
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._threads import DaemonThreadPool
 
 CLOSE_NOTICE_S = 5.0
 """Time that the end of a run waits for background tasks before it emits a notice."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from drawbar.train._protocol.messages import ShardEpochEnded
+from drawbar._records.events import ShardEpochEnded
 
 
 @dataclass

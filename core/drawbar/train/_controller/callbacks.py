@@ -7,25 +7,25 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
-from drawbar.train._config.backend import Backend, BackendConfig
-from drawbar.train._config.run_config import AttemptInfo, RunContext, RunEndInfo, UserCallback
-from drawbar.train._errors import load_exceptions
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import (
+from drawbar._process.errors import load_exceptions
+from drawbar._process.threads import DaemonThreadPool, run_in_daemon_thread
+from drawbar._process.worker_failure import WorkerFailure
+from drawbar._records.event_stream import Emit
+from drawbar._records.events import (
     AttemptStarted,
     PreemptionAnnounced,
     RunEnded,
     WorkersStarted,
 )
-from drawbar.train._history.live_events import (
+from drawbar._records.live_events import (
     ControllerFailed,
     Event,
     Notice,
     RoundCompleted,
     WorkersFailed,
 )
-from drawbar.train._threads import DaemonThreadPool, run_in_daemon_thread
-from drawbar.train._worker_failure import WorkerFailure
+from drawbar.train._config.backend import Backend, BackendConfig
+from drawbar.train._config.run_config import AttemptInfo, RunContext, RunEndInfo, UserCallback
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 DRAIN_NOTICE_S = 5.0

@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from drawbar.train._config.run_config import CheckpointConfig
+from drawbar._base.indexed_heap import IndexedHeap
+from drawbar._process.ranks import WorkerInfo
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._records.event_stream import Emit
+from drawbar._storage import fault_points
+from drawbar._storage.files import remove_tree
+from drawbar._storage.manifest import Manifest, make_already_committed_error
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._config.validation_config import CheckpointConsistencyMode
 from drawbar.train._controller.background import BackgroundTasks, FileTransfers, run_and_log_errors
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
@@ -22,11 +30,8 @@ from drawbar.train._controller.commits import (
     MovedFiles,
     StorageFailed,
 )
-from drawbar.train._controller.indexed_heap import IndexedHeap
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._controller.validations import ValidationEvent, ValidationScheduler
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._protocol.assignment import WorkerInfo
 from drawbar.train._protocol.commands import (
     CheckpointListReply,
     Command,
@@ -41,11 +46,6 @@ from drawbar.train._protocol.messages import (
     FilesPersisted,
     Report,
 )
-from drawbar.train._storage import fault_points
-from drawbar.train._storage.files import remove_tree
-from drawbar.train._storage.manifest import Manifest, make_already_committed_error
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker_group.validators import Validator
 
 CheckpointEvent = CommitFinished | StorageFailed | ValidationEvent

@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from drawbar.train._config.run_config import CheckpointConfig
-from drawbar.train._controller.background import BackgroundTasks
-from drawbar.train._history import ranking
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import CheckpointDeleted, CheckpointValidated
-from drawbar.train._history.live_events import Notice
-from drawbar.train._metrics import Metrics
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.checkpoint_store import quarantine, split_damaged
-from drawbar.train._storage.contents import is_external
-from drawbar.train._storage.manifest import (
+from drawbar._base.metrics import Metrics
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar._records import ranking
+from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._records.event_stream import Emit
+from drawbar._records.events import CheckpointDeleted, CheckpointValidated
+from drawbar._records.live_events import Notice
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.checkpoint_store import quarantine, split_damaged
+from drawbar._storage.contents import is_external
+from drawbar._storage.manifest import (
     Manifest,
     ReportedCheckpointStatus,
     Validation,
     read_manifest,
 )
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._threads import run_in_daemon_thread
+from drawbar._storage.run_directory import RunDirectory
+from drawbar.train._controller.background import BackgroundTasks
 
 
 class CheckpointRegistry:

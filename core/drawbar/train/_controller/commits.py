@@ -20,17 +20,17 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._config.run_config import CheckpointConfig
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._records.events import CheckpointCommitted
+from drawbar._storage.checkpoint_store import CheckpointDraft
+from drawbar._storage.contents import FileEntry
+from drawbar._storage.manifest import Manifest
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.staging import StagedFiles, make_shared_name
 from drawbar.train._controller.progress import ReportRound
-from drawbar.train._history.events import CheckpointCommitted
 from drawbar.train._protocol.commands import Command, PersistFiles
 from drawbar.train._protocol.messages import FilesPersisted
-from drawbar.train._storage.checkpoint_store import CheckpointDraft
-from drawbar.train._storage.contents import FileEntry
-from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import StagedFiles, make_shared_name
-from drawbar.train._threads import run_in_daemon_thread
 
 _logger = logging.getLogger("drawbar.train")
 

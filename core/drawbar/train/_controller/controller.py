@@ -15,6 +15,10 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar._records import events
+from drawbar._records.event_stream import Emit
+from drawbar._records.live_events import Notice
 from drawbar.train._controller import failures
 from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.attempt import Attempt, HangCheckDue, MessagesReceived
@@ -29,10 +33,6 @@ from drawbar.train._controller.node_watcher import NodesDraining, NodeWatcher
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.run import ControllerOutcome, OpenRun
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
-from drawbar.train._history import events
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.live_events import Notice
-from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker_group.validators import Validator
 from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from drawbar._records.events import AttemptEndCause
 from drawbar.train._config.failure_config import FailureConfig
-from drawbar.train._history.events import AttemptEndCause
 
 STARTUP_DELAY_SECONDS = 2.0
 MAX_STARTUP_DELAY_SECONDS = 60.0

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from drawbar._process.stack import Frame, Stack
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar._records.event_stream import Emit
+from drawbar._records.events import RanksStalled
+from drawbar._records.live_events import Notice
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.rank_progress import RankActivity
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import RanksStalled
-from drawbar.train._history.live_events import Notice
 from drawbar.train._protocol.commands import DiagnosisReply
 from drawbar.train._protocol.messages import DiagnosisRequest
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._threads import run_in_daemon_thread
-from drawbar.train._worker.stack import Frame, Stack
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 

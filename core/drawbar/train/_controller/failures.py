@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drawbar.train._controller.decisions import Restart
-from drawbar.train._errors import (
+from drawbar._process.errors import (
     ControllerError,
     DivergenceError,
     HangError,
@@ -21,22 +20,23 @@ from drawbar.train._errors import (
     TrainingFailedError,
     WorkerGroupError,
 )
-from drawbar.train._history.events import AttemptEndCause
-from drawbar.train._protocol.assignment import WorkerInfo
+from drawbar._process.exit_status import (
+    describe_exit,
+    startup_verdict,
+    wait_for_exit_report,
+    wait_for_report_of_pid,
+)
+from drawbar._process.ranks import WorkerInfo
+from drawbar._process.worker_failure import WorkerFailure
+from drawbar._records.events import AttemptEndCause
+from drawbar._storage.run_directory import RunDirectory
+from drawbar.train._controller.decisions import Restart
 from drawbar.train._protocol.messages import (
     FunctionFailed,
     GroupMessage,
     RankFailed,
     RankFinished,
     WorkerDied,
-)
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._worker_failure import WorkerFailure
-from drawbar.train._worker_group.exit_status import (
-    describe_exit,
-    startup_verdict,
-    wait_for_exit_report,
-    wait_for_report_of_pid,
 )
 
 EXIT_REPORT_SECONDS = 2.0

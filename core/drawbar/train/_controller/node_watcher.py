@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.live_events import Notice
-from drawbar.train._threads import run_in_daemon_thread
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar._records.event_stream import Emit
+from drawbar._records.live_events import Notice
 
 DRAIN_CHECK_SECONDS = 2.0
 GCS_NOTICE_S = 10.0

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from drawbar.train._controller.indexed_heap import IndexedHeap
+from drawbar._base.indexed_heap import IndexedHeap
+from drawbar._storage.contents import FileEntry
 from drawbar.train._controller.rank_progress import (
     CollectiveCalls,
     DivergenceDetector,
@@ -26,7 +27,6 @@ from drawbar.train._protocol.messages import (
     CollectiveCalled,
     Report,
 )
-from drawbar.train._storage.contents import FileEntry
 
 
 class AttemptProgress:

@@ -6,16 +6,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from drawbar.train._controller.indexed_heap import IndexedHeap
+from drawbar._base.indexed_heap import IndexedHeap
+from drawbar._base.wording import format_count
+from drawbar._process.serialization import Serialized
+from drawbar._storage.contents import format_exact_size
 from drawbar.train._protocol.messages import (
     CheckpointListRequest,
     CollectiveCalled,
     CollectiveKind,
     Report,
 )
-from drawbar.train._serialization import Serialized
-from drawbar.train._storage.contents import format_exact_size
-from drawbar.train._wording import format_count
 
 
 @dataclass(frozen=True)

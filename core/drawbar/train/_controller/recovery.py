@@ -6,6 +6,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from drawbar._process.errors import TrainingFailedError
+from drawbar._process.worker_failure import WorkerFailure, sort_root_cause_first
+from drawbar._records.event_stream import Emit
+from drawbar._records.events import AttemptEndCause, AttemptEnded
+from drawbar._records.live_events import Notice, WorkersFailed
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
@@ -17,11 +22,6 @@ from drawbar.train._controller.failures import (
     make_training_failed_error,
 )
 from drawbar.train._controller.run import OpenRun
-from drawbar.train._errors import TrainingFailedError
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.events import AttemptEndCause, AttemptEnded
-from drawbar.train._history.live_events import Notice, WorkersFailed
-from drawbar.train._worker_failure import WorkerFailure, sort_root_cause_first
 from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 
 RESTART_GRACE_SECONDS = 1.0

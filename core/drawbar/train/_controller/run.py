@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from drawbar._base.train_function import FunctionIdentity
+from drawbar._data.data_config import DataConfig
+from drawbar._process.errors import TrainingFailedError
+from drawbar._process.serialization import Serialized
+from drawbar._records.events import AttemptEndCause
+from drawbar._records.journal import Journal
+from drawbar._records.report_log import ReportLog
+from drawbar._records.result import Result
+from drawbar._records.timeline import RunState
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._config.backend import BackendConfig
-from drawbar.train._config.data_config import DataConfig
 from drawbar.train._config.run_config import RunConfig, RunContext
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._config.train_function import FunctionIdentity
-from drawbar.train._errors import TrainingFailedError
-from drawbar.train._history.events import AttemptEndCause
-from drawbar.train._history.journal import Journal
-from drawbar.train._history.report_log import ReportLog
-from drawbar.train._history.result import Result
-from drawbar.train._history.timeline import RunState
 from drawbar.train._protocol.assignment import WorkerSpec
 from drawbar.train._protocol.messages import RankFinished
-from drawbar.train._serialization import Serialized
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.run_directory import RunDirectory
 from drawbar.train._worker_group.validators import ValidationTask
 
 

@@ -20,10 +20,10 @@ from functools import partial
 
 import msgspec
 
+from drawbar._records.event_stream import Emit
+from drawbar._records.live_events import Notice, ValidationsPending
+from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
-from drawbar.train._history.event_stream import Emit
-from drawbar.train._history.live_events import Notice, ValidationsPending
-from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 from drawbar.train._worker_group.validators import Validator
 
 _MAX_SHOWN_NAMES = 3

@@ -11,21 +11,21 @@ import threading
 import time
 from collections.abc import Callable
 
+from drawbar._modes.control_socket import ControlSocket
+from drawbar._observe.metrics_publisher import MetricsPublisher
+from drawbar._observe.resource_log import ResourceLog
+from drawbar._process.errors import ControllerError
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar._records.event_stream import Emit, EventStream, Watcher
+from drawbar._records.live_events import ControllerFailed, Notice
+from drawbar._records.result import Result
+from drawbar._records.timeline import FINAL_STATUSES, RunState
+from drawbar._storage.files import inherit_directory_mode, write_atomically
 from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.callbacks import CallbackRunner
 from drawbar.train._controller.controller import Controller
 from drawbar.train._controller.run import ControllerOutcome, OpenRun, RunOutcome, RunSpec
-from drawbar.train._driver.control_socket import ControlSocket
-from drawbar.train._driver.metrics_publisher import MetricsPublisher
 from drawbar.train._driver.open_run import open_run
-from drawbar.train._errors import ControllerError
-from drawbar.train._history.event_stream import Emit, EventStream, Watcher
-from drawbar.train._history.live_events import ControllerFailed, Notice
-from drawbar.train._history.resource_log import ResourceLog
-from drawbar.train._history.result import Result
-from drawbar.train._history.timeline import FINAL_STATUSES, RunState
-from drawbar.train._storage.files import inherit_directory_mode, write_atomically
-from drawbar.train._threads import run_in_daemon_thread
 from drawbar.train._worker_group.cluster import is_connected_to_ray
 from drawbar.train._worker_group.thread_group import SubmitCall
 from drawbar.train._worker_group.validators import Validator

@@ -6,24 +6,24 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._config.forkserver_preload import find_other_interpreter, read_default_modules
-from drawbar.train._controller.run import RunSpec
-from drawbar.train._worker.worker_env import (
+from drawbar._process.worker_env import (
     compute_thread_count,
     count_available_cores,
     make_thread_env_vars,
 )
+from drawbar.train._config.forkserver_preload import find_other_interpreter, read_default_modules
+from drawbar.train._controller.run import RunSpec
 from drawbar.train._worker_group.cluster import list_node_resources
 
 if TYPE_CHECKING:
-    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
+    from drawbar._fork_server.fork_server_spec import ForkServerSpec
 
 _STACKLEVEL = 6  # the user's call of `fit()` or `start()`
 
 
 def make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
     """Return the spec of the run's fork servers, None if its workers are not forked."""
-    from drawbar.train._worker_group.fork_server_spec import ForkServerSpec, is_secret
+    from drawbar._fork_server.fork_server_spec import ForkServerSpec, is_secret
 
     worker = spec.worker_spec
     assert worker.driver_env is not None
@@ -56,7 +56,7 @@ def _warn_of_other_interpreter() -> bool:
     """Warn if the runtime environment of this job chooses the workers' interpreter."""
     import ray
 
-    from drawbar.train._worker_group.fork_server_spec import is_fork_command
+    from drawbar._fork_server.fork_server_spec import is_fork_command
 
     job_env = ray.get_runtime_context().runtime_env
     field = find_other_interpreter(job_env)

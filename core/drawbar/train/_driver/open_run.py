@@ -18,15 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
-from drawbar.train._config.default_storage import get_default_storage_path
-from drawbar.train._config.run_config import RunConfig
-from drawbar.train._config.secrets import redact_arguments
-from drawbar.train._config.train_function import FunctionIdentity
-from drawbar.train._controller.run import OpenRun, RunSpec
-from drawbar.train._driver.preflight import check_storage_path
-from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
-from drawbar.train._driver_env import DriverEnvironment
-from drawbar.train._history.events import (
+from drawbar._base.secrets import redact_arguments
+from drawbar._base.train_function import FunctionIdentity
+from drawbar._base.wording import escape_surrogates
+from drawbar._process.driver_env import DriverEnvironment
+from drawbar._records.events import (
     AttemptEndCause,
     AttemptEnded,
     AttemptStarted,
@@ -37,23 +33,27 @@ from drawbar.train._history.events import (
     RunEnded,
     RunStarted,
 )
-from drawbar.train._history.journal import Journal
-from drawbar.train._history.report_log import ReportLog, repair_segments
-from drawbar.train._history.report_ranges import (
+from drawbar._records.journal import Journal
+from drawbar._records.report_log import ReportLog, repair_segments
+from drawbar._records.report_ranges import (
     describe_missing,
     find_missing_reports,
     get_checkpoint_indices,
     list_committed_names,
 )
-from drawbar.train._history.run_history import RunHistory
-from drawbar.train._history.stored_reports import StoredReports
-from drawbar.train._history.timeline import RunState
-from drawbar.train._storage.checkpoint_store import quarantine, split_damaged
-from drawbar.train._storage.files import inherit_directory_mode
-from drawbar.train._storage.filesystem import resolve_path
-from drawbar.train._storage.manifest import Manifest
-from drawbar.train._storage.run_directory import RunDirectory, make_run_directory
-from drawbar.train._wording import escape_surrogates
+from drawbar._records.run_history import RunHistory
+from drawbar._records.stored_reports import StoredReports
+from drawbar._records.timeline import RunState
+from drawbar._storage.checkpoint_store import quarantine, split_damaged
+from drawbar._storage.default_storage import get_default_storage_path
+from drawbar._storage.files import inherit_directory_mode
+from drawbar._storage.filesystem import resolve_path
+from drawbar._storage.manifest import Manifest
+from drawbar._storage.run_directory import RunDirectory, make_run_directory
+from drawbar.train._config.run_config import RunConfig
+from drawbar.train._controller.run import OpenRun, RunSpec
+from drawbar.train._driver.preflight import check_storage_path
+from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
 
 _PACKAGES = (
     *("ray", "torch", "lightning", "pytorch-lightning", "transformers", "accelerate", "deepspeed"),

@@ -21,11 +21,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from drawbar.train._config.train_function import check_plain_function, get_function_name
-from drawbar.train._frames import warn_caller
-from drawbar.train._serialization import serialize
-from drawbar.train._storage.contents import format_size
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar._base.frames import warn_caller
+from drawbar._base.train_function import check_plain_function, get_function_name
+from drawbar._base.wording import format_size
+from drawbar._process.serialization import serialize
+from drawbar._storage.run_directory import RunDirectory
 
 LARGE_PICKLE_BYTES = 100_000_000
 """Bytes of a pickled training function above which `check_train_function_pickles` warns."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+from drawbar._base.secrets import REDACTED, is_secret_key, redact_text
+from drawbar._process.errors import ResumeError
 from drawbar.train._config.run_config import ResumeMode
-from drawbar.train._config.secrets import REDACTED, is_secret_key, redact_text
-from drawbar.train._errors import ResumeError
 
 
 def list_config_changes(

@@ -9,21 +9,21 @@ from typing import Any
 
 import cloudpickle
 
-from drawbar.train._config.data_config import DataConfig
-from drawbar.train._config.fields import to_journal_dict
+from drawbar._base.fields import to_journal_dict
+from drawbar._base.secrets import redact_settings
+from drawbar._base.train_function import FunctionIdentity
+from drawbar._data.data_config import DataConfig
+from drawbar._process.driver_env import DriverEnvironment, select_forwarded
+from drawbar._process.errors import DamagedRunError
+from drawbar._process.serialization import Serialized, serialize, serialize_without_references
+from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._config.secrets import redact_settings
-from drawbar.train._config.train_function import FunctionIdentity
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver import preflight
 from drawbar.train._driver.open_run import add_defaults
-from drawbar.train._driver_env import DriverEnvironment, select_forwarded
-from drawbar.train._errors import DamagedRunError
 from drawbar.train._protocol.assignment import WorkerSpec
-from drawbar.train._serialization import Serialized, serialize, serialize_without_references
-from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.validators import ValidationTask
 

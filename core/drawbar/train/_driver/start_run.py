@@ -11,21 +11,21 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
+from drawbar._data import split
+from drawbar._modes.program_launch import ProgramForkServer
+from drawbar._process import sentinel
+from drawbar._process.worker_env import get_visible_gpu_ids
+from drawbar._records.event_stream import Watcher
 from drawbar.train._config.forkserver_preload import read_default_modules
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
-from drawbar.train._data import split
 from drawbar.train._driver import preflight
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.fork_servers import make_fork_server_spec
 from drawbar.train._driver.open_run import get_run_directory
-from drawbar.train._history.event_stream import Watcher
-from drawbar.train._worker import sentinel
-from drawbar.train._worker.program_launch import ProgramForkServer
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker.worker_env import get_visible_gpu_ids
 from drawbar.train._worker_group.capacity import (
     NodeResources,
     check_group_fits,

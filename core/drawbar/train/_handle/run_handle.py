@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from drawbar.train._config.fields import parse_duration
-from drawbar.train._errors import UserAbort
-from drawbar.train._frames import without_internal_frames
+from drawbar._base.fields import parse_duration
+from drawbar._base.frames import without_internal_frames
+from drawbar._base.metrics import Metrics
+from drawbar._observe.goodput import Goodput
+from drawbar._process.errors import UserAbort
+from drawbar._records.result import Result
+from drawbar._records.run_history import RunHistory
+from drawbar._records.run_locations import RunLocation, locate_run
+from drawbar._records.run_progress import RunProgress
+from drawbar._records.timeline import Timeline
+from drawbar._storage.filesystem import AnyFileSystem
+from drawbar._storage.journal_file import is_locked
+from drawbar._storage.run_directory import RunDirectory, describe_resume, make_run_directory
 from drawbar.train._handle.run_view import EndedRun, LiveGoodput, RunView, SameHostRun
-from drawbar.train._history.goodput import Goodput
-from drawbar.train._history.result import Result
-from drawbar.train._history.run_history import RunHistory
-from drawbar.train._history.run_locations import RunLocation, locate_run
-from drawbar.train._history.run_progress import RunProgress
-from drawbar.train._history.timeline import Timeline
-from drawbar.train._metrics import Metrics
-from drawbar.train._storage.filesystem import AnyFileSystem
-from drawbar.train._storage.journal_file import is_locked
-from drawbar.train._storage.run_directory import RunDirectory, describe_resume, make_run_directory
 from drawbar.train._worker_group.cluster import try_connect_to_ray
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
@@ -331,7 +331,7 @@ def _find_run(directory: RunDirectory, *, is_name: bool) -> RunView:
     if same_host is None and not is_name and not _can_be_detached(directory):
         raise LookupError(_describe_directory(directory))
     # Here, because it imports Ray, which takes a second.
-    from drawbar.train._handle.host_actor_run import attach_to_host_actor, list_detached_runs
+    from drawbar._modes.host_actor_run import attach_to_host_actor, list_detached_runs
 
     connect_error = try_connect_to_ray()
     uri = None if is_name else directory.uri

@@ -23,21 +23,21 @@ from typing import Protocol
 
 import cloudpickle
 
+from drawbar._modes import control_socket
+from drawbar._observe.goodput import Goodput
+from drawbar._observe.goodput_meter import GoodputMeter
+from drawbar._process.errors import ControllerError
+from drawbar._records.journal import decode_readable_events
+from drawbar._records.result import Result
+from drawbar._records.run_history import RunHistory
+from drawbar._records.stored_reports import StoredReports
+from drawbar._records.timeline import FINAL_STATUSES, RunState
+from drawbar._storage.journal_file import is_locked, strip_torn_line
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.run_files import OUTCOME_FILE
+from drawbar._storage.storage_path import read_file_or_none
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome
-from drawbar.train._driver import control_socket
 from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
-from drawbar.train._errors import ControllerError
-from drawbar.train._history.goodput import Goodput
-from drawbar.train._history.goodput_meter import GoodputMeter
-from drawbar.train._history.journal import decode_readable_events
-from drawbar.train._history.result import Result
-from drawbar.train._history.run_history import RunHistory
-from drawbar.train._history.stored_reports import StoredReports
-from drawbar.train._history.timeline import FINAL_STATUSES, RunState
-from drawbar.train._storage.journal_file import is_locked, strip_torn_line
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.run_files import OUTCOME_FILE
-from drawbar.train._storage.storage_path import read_file_or_none
 
 REPLY_TIMEOUT_S = 10.0
 """Time after which a process that has not replied counts as unresponsive."""

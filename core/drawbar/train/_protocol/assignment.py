@@ -6,14 +6,15 @@ The controller pickles assignments, and the ranks unpickle them, because they co
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-import msgspec
-
-from drawbar.train._driver_env import DriverEnvironment
-from drawbar.train._protocol.codec import Codec
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.manifest import Validation
-from drawbar.train._storage.run_directory import RunDirectory
+from drawbar._process.codec import Codec
+from drawbar._process.driver_env import DriverEnvironment
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.worker_env import make_worker_env
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.manifest import Validation
+from drawbar._storage.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +56,14 @@ class WorkerAssignment:
     dataset_shards: object = None
     data_positions: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def log_path(self) -> Path:
+        """Log of the rank."""
+        return self.run_directory.get_log_path(self.ranks.world_rank)
 
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Node and process of a worker, sent by the actor before ranks are assigned."""
-
-    node_id: str
-    node_ip: str
-    hostname: str
-    pid: int
-    gpu_ids: tuple[str, ...] = ()
-    fork_error: str = ""
-    """Why the process was not forked from the fork server, although it was requested."""
+    def make_worker_env(self) -> dict[str, str]:
+        """Return the environment variables of the rank, to be set before user code runs."""
+        return make_worker_env(self.ranks, self.spec.env_vars, self.spec.num_cpus)
 
 
 WORKER_INFO = Codec[WorkerInfo](WorkerInfo)
-
-
-class Ranks(msgspec.Struct, frozen=True, kw_only=True):
-    """Position of a worker in its group, with torchrun's names."""
-
-    world_rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int

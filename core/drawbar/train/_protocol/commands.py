@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from drawbar.train._metrics import Metrics
-from drawbar.train._protocol.codec import Codec
-from drawbar.train._serialization import Serialized
-from drawbar.train._storage.contents import FileEntry
-from drawbar.train._storage.manifest import ReportedCheckpointStatus
+from drawbar._base.metrics import Metrics
+from drawbar._process.codec import Codec
+from drawbar._process.serialization import Serialized
+from drawbar._storage.contents import FileEntry
+from drawbar._storage.manifest import ReportedCheckpointStatus
 
 
 class PersistFiles(msgspec.Struct, frozen=True, kw_only=True, tag=True):

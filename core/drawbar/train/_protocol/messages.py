@@ -7,20 +7,22 @@ commands (`commands.py`). All messages are tagged structs, which `codec.py` enco
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from drawbar._base.metrics import Metrics
+from drawbar._fork_server.imported_modules import ModulesImported
+from drawbar._process.codec import Codec
+from drawbar._process.errors import PreemptionInfo
+from drawbar._process.output_lines import OutputLine
+from drawbar._process.serialization import Serialized
+from drawbar._process.worker_failure import WorkerFailure
+from drawbar._records.events import ShardEpochEnded
+from drawbar._records.resources import ResourceSample
+from drawbar._storage.contents import FileEntry, check_relative_path
+from drawbar._storage.manifest import Validation
 from drawbar.train._config.validation_config import CheckpointConsistencyMode
-from drawbar.train._errors import PreemptionInfo
-from drawbar.train._metrics import Metrics
-from drawbar.train._protocol.codec import Codec
-from drawbar.train._protocol.resources import ResourceSample
-from drawbar.train._row_positions import UnevenRows
-from drawbar.train._serialization import Serialized
-from drawbar.train._storage.contents import FileEntry, check_relative_path
-from drawbar.train._storage.manifest import Validation
-from drawbar.train._worker_failure import WorkerFailure
 
 
 @dataclass(frozen=True)
@@ -166,44 +168,6 @@ class ProgressSet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     time: float
 
 
-class ShardEpochEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank has completed an epoch of a dataset, or has left the iteration early.
-
-    Attributes:
-        dataset: Name of the dataset.
-        epoch: Number of the epoch.
-        previous_reads: Rows of the epoch that all ranks had read when the attempt began, as
-            encoded by `_row_positions.encode_reads`.
-        shard_index: Index of the shard.
-        num_shards: Number of shards.
-        num_rows: Rows that this iteration returned; None if they cannot be counted.
-        num_batches: Batches that it returned; 0 if it returned single rows.
-        is_shuffled: Whether the rows were shuffled.
-        is_complete: Whether the iteration was completed.
-        total_rows: Rows of the dataset if it is split by row number, else None.
-        uneven_rows: How the dataset is split by row number.
-        missing_unit: "row" or "batch" if a complete iteration returned none.
-        report_index: Index of the rank's next report.
-        discarded: Rows of this epoch that were read before it restarted from its beginning, one
-            entry like `previous_reads` for each of its restarts.
-    """
-
-    dataset: str
-    epoch: int
-    previous_reads: list[Any]
-    shard_index: int
-    num_shards: int
-    num_rows: int | None
-    num_batches: int
-    is_shuffled: bool
-    is_complete: bool
-    total_rows: int | None
-    uneven_rows: UnevenRows
-    missing_unit: str = ""
-    report_index: int = 0
-    discarded: list[Any] = []
-
-
 CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "requests"]
 """Kinds of collectives. "requests" returns the `ControllerRequests`, the same for all ranks."""
 
@@ -265,38 +229,10 @@ class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     time: float
 
 
-class ModulesImported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Modules that rank 0 has imported and that a fork server can import for later workers.
-
-    Attributes:
-        names: Their names, in the order of the imports.
-        sys_path: Import path of the worker.
-    """
-
-    names: tuple[str, ...]
-    sys_path: tuple[str, ...]
-
-
 class FunctionFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The user's function raised an exception. `RankFailed` follows the backend's shutdown."""
 
     time: float
-
-
-class OutputLine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A line for the driver's console.
-
-    Attributes:
-        text: The line.
-        stream: Stream to which the line was written.
-        is_redraw: True if the line was redrawn with a carriage return, as tqdm does.
-        is_log_record: True for a logged error, which is sent in addition to the printed line.
-    """
-
-    text: str
-    stream: Literal["stdout", "stderr"] = "stdout"
-    is_redraw: bool = False
-    is_log_record: bool = False
 
 
 class OutputBytes(msgspec.Struct, frozen=True, kw_only=True, tag=True):

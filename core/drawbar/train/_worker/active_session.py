@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from drawbar.train._frames import is_drawbar_frame
+from drawbar._base.frames import is_drawbar_frame
+from drawbar._modes.session_client import get_program_session
 from drawbar.train._worker.session import Session
-from drawbar.train._worker.session_client import get_program_session
 
 
 class _ThreadLocalSession(threading.local):

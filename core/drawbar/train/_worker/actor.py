@@ -21,25 +21,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drawbar.train._fork_server.client import ERROR_VARIABLE as FORK_ERROR_VARIABLE
-from drawbar.train._protocol.assignment import WORKER_INFO, WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.codec import RayValue
+from drawbar._fork_server.client import ERROR_VARIABLE as FORK_ERROR_VARIABLE
+from drawbar._fork_server.imported_modules import ModulesImported
+from drawbar._process import sentinel
+from drawbar._process.codec import RayValue
+from drawbar._process.ranks import WorkerInfo
+from drawbar._process.serialization import Serialized
+from drawbar._process.stack import STACK
+from drawbar._storage.run_directory import RunDirectory, finish_on_node
+from drawbar.train._protocol.assignment import WORKER_INFO, WorkerAssignment
 from drawbar.train._protocol.commands import COMMANDS
 from drawbar.train._protocol.messages import (
     FINAL_MESSAGE_TYPES,
     MESSAGE_BATCHES,
     Message,
-    ModulesImported,
     RankFinished,
     Report,
 )
-from drawbar.train._serialization import Serialized
-from drawbar.train._storage.run_directory import RunDirectory, finish_on_node
-from drawbar.train._worker import sentinel
 from drawbar.train._worker.context import get_node_address
 from drawbar.train._worker.rank_runner import RankRunner, execute, use_worker_process
 from drawbar.train._worker.session import Session
-from drawbar.train._worker.stack import STACK
 
 if TYPE_CHECKING:
     from ray import ObjectRef

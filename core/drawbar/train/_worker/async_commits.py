@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+from drawbar._process.threads import DaemonThreadPool
 from drawbar.train._protocol.messages import CheckpointOffer, CheckpointWaitStarted, Message
-from drawbar.train._threads import DaemonThreadPool
 
 MAX_CHECKPOINTS_IN_FLIGHT = 2
 

@@ -6,13 +6,13 @@ import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
-from drawbar.train._frames import format_caller_location, is_drawbar_frame
+from drawbar._base.frames import format_caller_location, is_drawbar_frame
+from drawbar._process.serialization import serialize
+from drawbar._process.training_thread import ThreadGuard
 from drawbar.train._protocol.commands import CollectiveResult
 from drawbar.train._protocol.messages import CollectiveCalled, CollectiveKind, ControllerRequests
-from drawbar.train._serialization import serialize
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.rank_timer import RankTimer
-from drawbar.train._worker.training_thread import ThreadGuard
 
 _CORE = "drawbar.train."
 

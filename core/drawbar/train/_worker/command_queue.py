@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from drawbar._process.training_thread import InterruptScope
 from drawbar.train._protocol.commands import (
     CheckpointListReply,
     CollectiveResult,
@@ -18,7 +19,6 @@ from drawbar.train._protocol.commands import (
     PersistFiles,
 )
 from drawbar.train._protocol.messages import Message
-from drawbar.train._worker.training_thread import InterruptScope
 
 CommandKey = tuple[type[object], int]
 """Type of a command and the id of its request, collective, or report."""

@@ -13,13 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from drawbar.train._config.data_config import TRAIN_DATASET_KEY
-from drawbar.train._config.fields import parse_duration
+from drawbar._base.fields import parse_duration
+from drawbar._base.metrics import Metrics
+from drawbar._data.data_config import TRAIN_DATASET_KEY
+from drawbar._process.errors import PreemptionInfo
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._config.validation_config import CheckpointConsistencyMode, ValidationTaskConfig
-from drawbar.train._errors import PreemptionInfo
-from drawbar.train._metrics import Metrics
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._worker.active_session import current_session, find_session
 from drawbar.train._worker.report_checks import (
     CheckpointUploadFn,

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from drawbar.train._data.shard import DatasetShard
-from drawbar.train._data.split import fetch_shards, make_position_key
-from drawbar.train._protocol.messages import ShardEpochEnded
+from drawbar._data.shard import DatasetShard
+from drawbar._data.split import fetch_shards, make_position_key
+from drawbar._records.events import ShardEpochEnded
 
 
 class DataSources:

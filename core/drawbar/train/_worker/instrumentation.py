@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
 from typing import TypeVar
 
-from drawbar.train._config.fields import require_type
+from drawbar._base.fields import require_type
 from drawbar.train._worker.active_session import current_session
 
 T = TypeVar("T")

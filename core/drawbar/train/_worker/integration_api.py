@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.manifest import BEST_CHECKPOINT_SOURCE
 from drawbar.train._protocol.messages import CheckpointDiscarded, ProcessRetired
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.manifest import BEST_CHECKPOINT_SOURCE
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.context import (
     all_gather,
@@ -16,7 +16,6 @@ from drawbar.train._worker.context import (
     get_context,
     report,
 )
-from drawbar.train._worker.worker_env import make_worker_env
 
 _TRAINING_COUNT_SOURCE = "trainings begun"
 
@@ -291,4 +290,4 @@ def get_worker_environment() -> dict[str, str]:
         >>> run_program(["train.py"], get_worker_environment())
     """
     assignment = current_session("get_worker_environment").assignment
-    return {**os.environ, **make_worker_env(assignment)}
+    return {**os.environ, **assignment.make_worker_env()}

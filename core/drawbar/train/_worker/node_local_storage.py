@@ -11,15 +11,15 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.checkpoint_store import UploadTarget
+from drawbar._storage.contents import MANIFEST_FILE, FileEntry, format_exact_size, is_external
+from drawbar._storage.files import remove_tree
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.staging import AssignedFiles, StagedFiles, hold_file_lock
+from drawbar._storage.storage_path import read_file_or_none
 from drawbar.train._protocol.commands import FILE_CHUNK_BYTES, FileChunkAck, FileReply
 from drawbar.train._protocol.messages import FileChunk, FileRequest
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.checkpoint_store import UploadTarget
-from drawbar.train._storage.contents import MANIFEST_FILE, FileEntry, format_exact_size, is_external
-from drawbar.train._storage.files import remove_tree
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import AssignedFiles, StagedFiles, hold_file_lock
-from drawbar.train._storage.storage_path import read_file_or_none
 from drawbar.train._worker.command_queue import CommandQueue
 
 MAX_TRANSFER_BYTES = 1_000_000_000

@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from drawbar._observe.resource_sampler import sample_resources
+from drawbar._process.failure import describe_exception
+from drawbar._process.output import capture_output, tee_output
+from drawbar._process.output_lines import OutputLine
+from drawbar._process.serialization import Serialized
+from drawbar._process.stack import Stack, capture_stack
+from drawbar._process.training_thread import AttemptInterrupted
+from drawbar._process.worker_env import preserve_environment
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
-from drawbar.train._protocol.messages import Message, OutputLine, RankFailed, RankInterrupted
-from drawbar.train._serialization import Serialized
-from drawbar.train._worker.failure import describe_exception
-from drawbar.train._worker.output import capture_output, tee_output
-from drawbar.train._worker.resource_sampler import sample_resources
+from drawbar.train._protocol.messages import Message, RankFailed, RankInterrupted
 from drawbar.train._worker.session import ProgramProxy, Session
-from drawbar.train._worker.stack import Stack, capture_stack
 from drawbar.train._worker.train_loop import TrainLoop, is_main_thread, run_train_loop
-from drawbar.train._worker.training_thread import AttemptInterrupted
-from drawbar.train._worker.worker_env import preserve_environment
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -100,7 +101,12 @@ class RankRunner:
             if isinstance(error, KeyboardInterrupt) and is_main_thread():
                 final_message = None  # Ctrl-C is not a failure: the caller stops the run
                 raise
-            failure = describe_exception(error, session.assignment, session.report_count)
+            failure = describe_exception(
+                error,
+                session.assignment.ranks.world_rank,
+                session.assignment.log_path,
+                session.report_count,
+            )
             final_message = RankFailed(failure=failure)
         finally:
             on_end(final_message)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.contents import MANIFEST_FILE, DirectoryContents, FileEntry
-from drawbar.train._storage.journal_file import JOURNAL_FILE
-from drawbar.train._storage.manifest import read_manifest
-from drawbar.train._storage.remote_path import RemotePath
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.run_files import RUN_FILE_NAMES, TRAINER_FILE
-from drawbar.train._wording import is_encodable
+from drawbar._base.wording import is_encodable
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.contents import MANIFEST_FILE, DirectoryContents, FileEntry
+from drawbar._storage.journal_file import JOURNAL_FILE
+from drawbar._storage.manifest import read_manifest
+from drawbar._storage.remote_path import RemotePath
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.run_files import RUN_FILE_NAMES, TRAINER_FILE
 
 _MAX_NAME_BYTES = 255  # limit of common filesystems
 _MAX_PATH_BYTES = 4095

@@ -19,9 +19,18 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from drawbar._base.frames import format_caller_location
+from drawbar._base.metrics import Metrics, normalize
+from drawbar._fork_server.imported_modules import ImportedModules
+from drawbar._modes.program_launch import ProgramForkServer
+from drawbar._process.stack import Stack
+from drawbar._process.training_thread import InterruptScope, ThreadGuard
+from drawbar._records.events import ShardEpochEnded
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.checkpoint_store import UploadTarget
+from drawbar._storage.files import remove_tree
+from drawbar._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._config.validation_config import CheckpointConsistencyMode, resolve_validation
-from drawbar.train._frames import format_caller_location
-from drawbar.train._metrics import Metrics, normalize
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import (
     CheckpointListReply,
@@ -37,23 +46,14 @@ from drawbar.train._protocol.messages import (
     Message,
     RankTimes,
     Report,
-    ShardEpochEnded,
 )
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.checkpoint_store import UploadTarget
-from drawbar.train._storage.files import remove_tree
-from drawbar.train._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
-from drawbar.train._worker.imported_modules import ImportedModules
 from drawbar.train._worker.node_local_storage import NodeLocalStorage
-from drawbar.train._worker.program_launch import ProgramForkServer
 from drawbar.train._worker.progress_sender import ProgressSender
 from drawbar.train._worker.rank_timer import RankTimer
 from drawbar.train._worker.report_checks import UploadOptions
-from drawbar.train._worker.stack import Stack
-from drawbar.train._worker.training_thread import InterruptScope, ThreadGuard
 from drawbar.train._worker.uploads import Uploads
 
 FAILURE_FLUSH_S = 2.0

@@ -7,13 +7,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drawbar.train._driver_env import TuneTrial
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.contents import list_files
-from drawbar.train._storage.filesystem import make_local_filesystem
-from drawbar.train._storage.remote_path import RemotePath, upload_files
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.storage_path import get_fs_path
+from drawbar._process.driver_env import TuneTrial
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.contents import list_files
+from drawbar._storage.filesystem import make_local_filesystem
+from drawbar._storage.remote_path import RemotePath, upload_files
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.storage_path import get_fs_path
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.session import Session
 

@@ -14,8 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from drawbar._fork_server.imported_modules import ImportedModules
+from drawbar._fork_server.rank_reads import set_rank
+from drawbar._process.failure import describe_exception
+from drawbar._process.script_names import use_script_names
+from drawbar._process.serialization import Serialized, serialize
+from drawbar._process.training_thread import AttemptInterrupted
+from drawbar._process.worker_env import set_env_vars
 from drawbar.train._config.backend import BackendConfig
-from drawbar.train._fork_server.rank_reads import set_rank
 from drawbar.train._protocol.messages import (
     FunctionFailed,
     FunctionImported,
@@ -25,14 +31,8 @@ from drawbar.train._protocol.messages import (
     RankFinished,
     RankInterrupted,
 )
-from drawbar.train._serialization import Serialized, serialize
 from drawbar.train._worker.active_session import use_session
-from drawbar.train._worker.failure import describe_exception
-from drawbar.train._worker.imported_modules import ImportedModules
-from drawbar.train._worker.script_names import use_script_names
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
-from drawbar.train._worker.training_thread import AttemptInterrupted
-from drawbar.train._worker.worker_env import make_worker_env, set_env_vars
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -77,7 +77,8 @@ def run_train_loop(
         with use_session(session, is_process_wide=is_process_wide):
             # Threads share the environment, so ranks in threads of one process do not change it.
             if is_process_wide:
-                set_env_vars(environment := make_worker_env(session.assignment))
+                environment = session.assignment.make_worker_env()
+                set_env_vars(environment)
                 set_rank(environment)
             loop, script_names = _make_copy(session, train_loop)
             session.send(FunctionImported())
@@ -163,7 +164,10 @@ def is_main_thread() -> bool:
 
 def _make_failed(session: Session, error: BaseException, raised_at: float | None) -> RankFailed:
     """Return the message about an exception, after the checkpoints in flight were completed."""
-    failure = describe_exception(error, session.assignment, session.report_count, raised_at)
+    log = session.assignment.log_path
+    failure = describe_exception(
+        error, session.assignment.ranks.world_rank, log, session.report_count, raised_at
+    )
     session.close(FAILURE_FLUSH_S)
     return RankFailed(failure=failure)
 

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import msgspec
 
-from drawbar.train._errors import StorageError
+from drawbar._process.errors import StorageError
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.checkpoint_store import UploadTarget, make_default_name
+from drawbar._storage.contents import FileEntry, is_external, list_files, scan_directory
+from drawbar._storage.files import FileIdentities, copy_files, remove_tree
+from drawbar._storage.manifest import list_user_files
+from drawbar._storage.remote_path import RemotePath, upload_files
+from drawbar._storage.retries import is_transient, warn_if_slow
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.staging import AssignedFiles, make_shared_name
 from drawbar.train._protocol.commands import CommitCompleted, PersistFiles
 from drawbar.train._protocol.messages import CheckpointOffer, FilesPersisted
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.checkpoint_store import UploadTarget, make_default_name
-from drawbar.train._storage.contents import FileEntry, is_external, list_files, scan_directory
-from drawbar.train._storage.files import FileIdentities, copy_files, remove_tree
-from drawbar.train._storage.manifest import list_user_files
-from drawbar.train._storage.remote_path import RemotePath, upload_files
-from drawbar.train._storage.retries import is_transient, warn_if_slow
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import AssignedFiles, make_shared_name
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.report_checks import (

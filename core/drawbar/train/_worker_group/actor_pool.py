@@ -17,12 +17,13 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from drawbar._fork_server.fork_server_spec import ForkServerSpec
+from drawbar._fork_server.imported_modules import ModulesImported
+from drawbar._process.codec import RayValue
+from drawbar._process.ranks import WorkerInfo
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._protocol.assignment import WORKER_INFO, WorkerInfo
-from drawbar.train._protocol.codec import RayValue
-from drawbar.train._protocol.messages import ModulesImported
+from drawbar.train._protocol.assignment import WORKER_INFO
 from drawbar.train._worker.actor import Worker, take_fork_error
-from drawbar.train._worker_group.fork_server_spec import ForkServerSpec
 from drawbar.train._worker_group.placement import Placement, remove_orphaned_groups
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from drawbar._base.wording import format_count
+from drawbar._process.errors import InsufficientResourcesError
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._errors import InsufficientResourcesError
-from drawbar.train._wording import format_count
 
 # Ray counts resources in ten-thousandths. Integers prevent 0.3 // 0.1 from being 2.
 _UNITS_PER_RESOURCE = 10_000

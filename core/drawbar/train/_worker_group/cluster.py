@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from drawbar.train import _ray_compat
+from drawbar._base import ray_compat as _ray_compat
+from drawbar._process.errors import InsufficientResourcesError
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._errors import InsufficientResourcesError
 from drawbar.train._worker_group.capacity import (
     NodeResources,
     check_cpus_for_datasets,

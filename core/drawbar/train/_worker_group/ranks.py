@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from drawbar.train._protocol.assignment import Ranks, WorkerInfo
-from drawbar.train._worker.worker_env import get_visible_gpu_ids
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.worker_env import get_visible_gpu_ids
 
 
 def assign_ranks(workers: Sequence[WorkerInfo]) -> list[Ranks]:

@@ -18,21 +18,17 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
-from drawbar.train._protocol.codec import ProtocolError, RayValue
+from drawbar._base.ray_compat import suppress_death_messages
+from drawbar._fork_server.imported_modules import ModulesImported
+from drawbar._process.codec import ProtocolError, RayValue
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.serialization import MIN_SHARED_BYTES, Serialized, serialize
+from drawbar._process.stack import STACK, Stack, detect_stopped_process
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar._process.worker_failure import WorkerFailure
+from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import COMMANDS, CollectiveResult, Command
-from drawbar.train._protocol.messages import (
-    MESSAGE_BATCHES,
-    ModulesImported,
-    ProcessRetired,
-    RankFailed,
-    WorkerDied,
-)
-from drawbar.train._ray_compat import suppress_death_messages
-from drawbar.train._serialization import MIN_SHARED_BYTES, Serialized, serialize
-from drawbar.train._threads import run_in_daemon_thread
-from drawbar.train._worker.stack import STACK, Stack, detect_stopped_process
-from drawbar.train._worker_failure import WorkerFailure
+from drawbar.train._protocol.messages import MESSAGE_BATCHES, ProcessRetired, RankFailed, WorkerDied
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
 from drawbar.train._worker_group.cluster import is_node_available
 from drawbar.train._worker_group.ranks import assign_ranks, rank_workers

@@ -19,8 +19,17 @@ from typing import NoReturn
 
 import msgspec
 
-from drawbar.train._metrics import normalize
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar._base.metrics import normalize
+from drawbar._process.exit_status import ExitReport
+from drawbar._process.failure import describe_exception
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.stack import Stack
+from drawbar._storage.checkpoint_store import make_default_name
+from drawbar._storage.contents import FileEntry
+from drawbar._storage.files import remove_tree
+from drawbar._storage.run_directory import RunDirectory
+from drawbar._storage.staging import make_shared_name
+from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import (
     CollectiveResult,
     Command,
@@ -41,15 +50,7 @@ from drawbar.train._protocol.messages import (
     Report,
     WorkerDied,
 )
-from drawbar.train._storage.checkpoint_store import make_default_name
-from drawbar.train._storage.contents import FileEntry
-from drawbar.train._storage.files import remove_tree
-from drawbar.train._storage.run_directory import RunDirectory
-from drawbar.train._storage.staging import make_shared_name
 from drawbar.train._worker.command_queue import CommandKey, get_command_key
-from drawbar.train._worker.failure import describe_exception
-from drawbar.train._worker.stack import Stack
-from drawbar.train._worker_group.exit_status import ExitReport
 from drawbar.train._worker_group.ranks import rank_workers
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
@@ -372,7 +373,8 @@ class SimulatedRank:
             final_message = WorkerDied(detail="simulated death", time=time.time())
         except Exception as error:
             num_reports = self._next_report - self._assignment.first_report_index
-            failure = describe_exception(error, self._assignment, num_reports)
+            rank = self._assignment.ranks.world_rank
+            failure = describe_exception(error, rank, self._assignment.log_path, num_reports)
             final_message = RankFailed(failure=failure)
         self._send(final_message)
 

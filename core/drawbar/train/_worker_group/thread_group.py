@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar._modes.program_launch import ProgramForkServer
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.stack import Stack
+from drawbar._process.threads import run_in_daemon_thread
+from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message
-from drawbar.train._threads import run_in_daemon_thread
-from drawbar.train._worker.program_launch import ProgramForkServer
 from drawbar.train._worker.rank_runner import RankRunner, use_caller_process
-from drawbar.train._worker.stack import Stack
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.ranks import rank_workers
 from drawbar.train._worker_group.worker_group import (

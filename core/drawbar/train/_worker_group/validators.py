@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from drawbar._base.metrics import normalize
+from drawbar._process.codec import Codec, ProtocolError
+from drawbar._process.driver_env import DriverEnvironment
+from drawbar._process.failure import format_validation_error
+from drawbar._process.serialization import Serialized, serialize
+from drawbar._process.training_thread import AttemptInterrupted, InterruptScope
+from drawbar._process.worker_env import get_runtime_env_vars, preserve_environment
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.manifest import Validation
 from drawbar.train._config.validation_config import ValidationConfig, ValidationFn
-from drawbar.train._driver_env import DriverEnvironment
-from drawbar.train._metrics import normalize
-from drawbar.train._protocol.codec import Codec, ProtocolError
-from drawbar.train._serialization import Serialized, serialize
-from drawbar.train._storage.checkpoint import Checkpoint
-from drawbar.train._storage.manifest import Validation
-from drawbar.train._worker.failure import format_validation_error
-from drawbar.train._worker.training_thread import AttemptInterrupted, InterruptScope
-from drawbar.train._worker.worker_env import get_runtime_env_vars, preserve_environment
 
 VALIDATIONS = Codec[Validation](Validation)
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Sequence, Sized
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.stack import Stack
 from drawbar.train._config.backend import BackendWorkerGroup
-from drawbar.train._protocol.assignment import Ranks, WorkerAssignment, WorkerInfo
+from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import GroupMessage
-from drawbar.train._worker.stack import Stack
 
 P = ParamSpec("P")
 R = TypeVar("R")

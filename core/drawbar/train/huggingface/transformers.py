@@ -2,4 +2,4 @@
 
 from drawbar.transformers import *
 
-__path__: list[str] = []  # Python looks for aliases below this module; see _import_paths.py
+__path__: list[str] = []  # Python looks for aliases below this module; see _base/import_paths.py

@@ -2,4 +2,4 @@
 
 from drawbar.keras import ReportCheckpointCallback as ReportCheckpointCallback
 
-__path__: list[str] = []  # Python looks for replacements of other names; see _import_paths.py
+__path__: list[str] = []  # Python looks for replacements of other names; see _base/import_paths.py

@@ -1,0 +1,322 @@
+"""Source for a run in torchrun processes with a rank above 0.
+
+Each process that torchrun starts calls `fit()` or `start()`. Rank 0 runs the controller; the other
+ranks connect to it, and their `fit()` ends when the run ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import pickle
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import cloudpickle
+
+from drawbar._console.console import Console
+from drawbar._modes.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
+from drawbar._modes.torchrun_messages import (
+    CaptureStack,
+    EndRun,
+    ExecuteFunction,
+    FunctionCancelled,
+    PeerCommand,
+    PeerReply,
+    RunOpened,
+    StartAttempt,
+    StopRequested,
+)
+from drawbar._modes.torchrun_server import (
+    TorchrunServer,
+    connect_to_rank_zero,
+    get_peer_address,
+)
+from drawbar._process.codec import ProtocolError
+from drawbar._process.errors import ControllerError
+from drawbar._process.failure import describe_exception
+from drawbar._process.ranks import Ranks
+from drawbar._process.serialization import serialize, serialize_without_references
+from drawbar._process.threads import DaemonThreadPool
+from drawbar._process.worker_env import read_ranks_from_env
+from drawbar._records.timeline import RunState
+from drawbar.train._config.backend import LauncherStore
+from drawbar.train._config.validation_config import ValidationConfig
+from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
+from drawbar.train._driver.controller_thread import CallerExecutor, ControllerThread
+from drawbar.train._handle.run_view import RunView
+from drawbar.train._protocol.assignment import WorkerAssignment
+from drawbar.train._protocol.commands import InterruptFunction
+from drawbar.train._protocol.messages import Message, RankFailed
+from drawbar.train._worker.rank_runner import RankRunner, execute, use_caller_process
+from drawbar.train._worker.session import Session
+from drawbar.train._worker.train_loop import TrainLoop
+from drawbar.train._worker_group.ranks import get_local_gpu_ids
+from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
+from drawbar.train._worker_group.validators import ThreadValidator
+from drawbar.train._worker_group.worker_group import WorkerGroup
+
+_run_numbers = itertools.count()  # per process: all ranks call fit() equally often
+
+
+def start_or_join_torchrun_run(
+    store: LauncherStore,
+    spec: RunSpec,
+    payload: TrainLoop,
+    validation_config: ValidationConfig | None,
+    make_console: Callable[[str], Console],
+    *,
+    use_caller_thread: bool,
+) -> ControllerThread | TorchrunRun:
+    """Run the controller in the process of rank 0, or connect another rank to it.
+
+    Args:
+        store: Store of the launcher, through which the ranks find each other.
+        spec: The run.
+        payload: The training function.
+        validation_config: Validation of checkpoints, or None.
+        make_console: Creates the console from the path of the run directory.
+        use_caller_thread: Run the training function in the thread that waits for the run.
+
+    Raises:
+        ValueError: The trainer has datasets.
+        Exception: The run cannot start. Raised on every rank.
+    """
+    ranks = read_ranks_from_env(os.environ)
+    _check_no_datasets(spec, ranks)
+    key = f"drawbar/run/{next(_run_numbers)}"
+    if ranks.world_rank > 0:
+        return TorchrunRun(store, key, spec, payload, ranks, use_caller_thread=use_caller_thread)
+    server = TorchrunServer(ranks.world_size - 1, get_peer_address(ranks))
+    try:
+        host = _start_rank_zero(
+            spec, payload, ranks, server, validation_config, make_console, use_caller_thread
+        )
+    except Exception as error:
+        server.publish_error(store, key, error)
+        raise
+    server.publish_address(store, key, host.directory)
+    return host
+
+
+def _start_rank_zero(
+    spec: RunSpec,
+    payload: TrainLoop,
+    ranks: Ranks,
+    server: TorchrunServer,
+    validation_config: ValidationConfig | None,
+    make_console: Callable[[str], Console],
+    use_caller_thread: bool,
+) -> ControllerThread:
+    gpu_ids = _get_gpu_ids(spec, ranks)
+
+    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
+        local_group = ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=[gpu_ids])
+        local_info = make_local_worker_info(ranks, gpu_ids)
+        return TorchrunWorkerGroup(
+            local_group, local_info, server, lambda save: host.stop(save=save)
+        )
+
+    validator = ThreadValidator(validation_config) if validation_config is not None else None
+    host = ControllerThread(
+        _disable_restarts(spec),
+        make_worker_group,
+        make_console,
+        validator,
+        use_caller_thread=use_caller_thread,
+        on_end=lambda outcome: server.end(EndRun(outcome.serialize(serialize_without_references))),
+    )
+    return host
+
+
+def _disable_restarts(spec: RunSpec) -> RunSpec:
+    """Leave restarts to the launcher, which alone can replace a process."""
+    failures = spec.run_config.failure_config
+    if failures.max_failures:
+        warnings.warn(
+            f"FailureConfig.max_failures={failures.max_failures} is ignored under torchrun, which "
+            "restarts the processes itself. Set torchrun's --max-restarts; a run with a name and "
+            'resume="auto" then resumes from its latest checkpoint',
+            stacklevel=7,
+        )
+    failures = dataclasses.replace(failures, max_failures=0)
+    config = dataclasses.replace(spec.run_config, failure_config=failures)
+    return dataclasses.replace(spec, run_config=config)
+
+
+def _check_no_datasets(spec: RunSpec, ranks: Ranks) -> None:
+    if spec.datasets:
+        raise ValueError(
+            f"datasets={sorted(spec.datasets)} cannot be split among the {ranks.world_size} "
+            "processes that torchrun has started, because they have no Ray. Start the script with "
+            f"python and ScalingConfig(num_workers={ranks.world_size}), or read the data in the "
+            "training function"
+        )
+
+
+def _get_gpu_ids(spec: RunSpec, ranks: Ranks) -> tuple[str, ...]:
+    return get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker), ranks.local_rank)
+
+
+class TorchrunRun(RunView):
+    """View of a run that rank 0 controls, in which this process takes part as another rank.
+
+    Args:
+        store: Store of the launcher.
+        key: Key under which rank 0 publishes its address.
+        spec: The run, as this process would start it.
+        payload: The training function.
+        ranks: Ranks of this process.
+        use_caller_thread: Run the training function in the thread that calls `join`, instead of in
+            a separate thread.
+
+    Raises:
+        ControllerError: Rank 0 died.
+        Exception: Rank 0 cannot start the run.
+    """
+
+    def __init__(
+        self,
+        store: LauncherStore,
+        key: str,
+        spec: RunSpec,
+        payload: TrainLoop,
+        ranks: Ranks,
+        *,
+        use_caller_thread: bool,
+    ) -> None:
+        self._payload = payload
+        self._env_vars = spec.worker_spec.env_vars
+        self._runner = RankRunner()
+        self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
+        # A hook or a program that hangs must not keep the run from ending.
+        self._hook_threads = DaemonThreadPool(1, "drawbar-hooks")
+        self._stack_threads = DaemonThreadPool(1, "drawbar-stacks")
+        self._ended = threading.Event()
+        self._outcome: RunOutcome | None = None
+        info = make_local_worker_info(ranks, _get_gpu_ids(spec, ranks))
+        try:
+            self._connection, self.directory = connect_to_rank_zero(
+                store, key, ranks.world_rank, info
+            )
+        except (ProtocolError, OSError, EOFError) as error:
+            raise _make_rank_zero_lost_error(error) from error
+        threading.Thread(target=self._receive_loop, name="drawbar-rank-zero", daemon=True).start()
+
+    # -- commands of rank 0
+
+    def _receive_loop(self) -> None:
+        try:
+            while self._outcome is None:
+                self._handle_command(self._connection.receive())
+        except (ProtocolError, OSError, EOFError) as error:
+            lost = _make_rank_zero_lost_error(error, self.directory.uri)
+            self._outcome = RunOutcome(ControllerOutcome(error=lost), RunState(status="failed"))
+            self._runner.handle_command(InterruptFunction(reason=str(lost)))
+        self._ended.set()
+        self._executor.wake_up()
+
+    def _handle_command(self, command: PeerCommand) -> None:
+        match command:
+            case StartAttempt(assignment):
+                self._start_attempt(pickle.loads(assignment))
+            case CaptureStack(request_id):
+                self._stack_threads.submit(self._send_stack, request_id)
+            case ExecuteFunction():
+                # In a thread: rank 0 may request the stack of a function that hangs.
+                self._hook_threads.submit(self._execute, command)
+            case EndRun(outcome):
+                self._outcome = cloudpickle.loads(outcome)
+            case RunOpened():
+                pass  # only the first command, which `connect_to_rank_zero` handles
+            case _:
+                self._runner.handle_command(command)
+
+    def _send_stack(self, request_id: int) -> None:
+        stack = self._runner.capture_stack()
+        self._connection.send(PeerReply(request_id=request_id, stack=stack))
+
+    def _execute(self, request: ExecuteFunction) -> None:
+        """Call a function for a backend, and send its result or its traceback."""
+        try:
+            value = serialize(execute(request.call))
+            self._connection.send(PeerReply(request_id=request.request_id, value=value))
+        except Exception:
+            error = traceback.format_exc()
+            self._connection.send(PeerReply(request_id=request.request_id, error=error))
+
+    def _start_attempt(self, assignment: WorkerAssignment) -> None:
+        env_vars = {**self._env_vars, **_get_device_env_vars(assignment)}
+        # Not rank 0's variables: torchrun sets different ones in each process.
+        spec = dataclasses.replace(assignment.spec, env_vars=env_vars)
+        assignment = dataclasses.replace(assignment, spec=spec)
+        session = self._runner.start_attempt(assignment, self._connection.send)
+        self._executor.submit(
+            partial(
+                self._runner.run,
+                session,
+                self._payload,
+                partial(self._send_final_message, session),
+                use_environment=use_caller_process,
+            )
+        )
+
+    def _send_final_message(self, session: Session, message: Message | None) -> None:
+        try:
+            self._connection.send(FunctionCancelled() if message is None else message)
+        except ProtocolError as error:  # the return value is too large
+            failure = describe_exception(
+                error,
+                session.assignment.ranks.world_rank,
+                session.assignment.log_path,
+                session.report_count,
+            )
+            self._connection.send(RankFailed(failure=failure))
+
+    # -- called from any thread
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the run has ended, running the function meanwhile. Return whether it has."""
+        return self._executor.run_until(self._ended, timeout)
+
+    def stop(self, *, save: bool) -> None:
+        """Stop the run: gracefully after its next commit, or immediately."""
+        self._connection.send(StopRequested(save))
+
+    def kill(self) -> None:
+        """Stop the run immediately, but leave its processes to the launcher."""
+        self.stop(save=False)
+
+    def diagnose(self) -> str:
+        """Return an empty string: rank 0 prints the diagnosis."""
+        return ""
+
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
+        return super().get_state() if self._outcome is None else self._outcome.snapshot
+
+    def get_outcome(self) -> RunOutcome:
+        """Wait until the run has ended and return its outcome."""
+        self._ended.wait()
+        assert self._outcome is not None
+        return self._outcome
+
+
+def _get_device_env_vars(assignment: WorkerAssignment) -> dict[str, str]:
+    name = "CUDA_VISIBLE_DEVICES"
+    variables = assignment.spec.env_vars
+    return {name: variables[name]} if name in variables else {}
+
+
+def _make_rank_zero_lost_error(error: Exception, path: str = "") -> ControllerError:
+    return ControllerError(
+        f"the process of rank 0, which runs the controller, died: {error or type(error).__name__}. "
+        "See its output for the cause",
+        error,
+        path=path,
+    )

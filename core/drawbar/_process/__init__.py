@@ -1,0 +1,1 @@
+"""Processes of a run: environment, serialization, output, errors, and death."""

@@ -1,0 +1,83 @@
+"""Capture the stacks of a worker process as data."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+from drawbar._base.frames import find_user_frames, is_internal_file
+from drawbar._process.codec import Codec
+from drawbar._process.program_main import collect_stacks
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One frame of a stack. It is encoded as [file, line, function]."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
+    """Stacks of one process.
+
+    Attributes:
+        frames: Frames of the training thread, outermost first.
+        text: Stacks of all threads as text, the training thread first, from the user's code on.
+        stopped_reason: If the process is stopped by a signal, a description with the command that
+            continues it; `frames` is empty then.
+    """
+
+    frames: tuple[Frame, ...] = ()
+    text: str
+    stopped_reason: str = ""
+
+    @property
+    def location(self) -> str:
+        """Innermost line of the user's code, and the innermost frame if it is in other code."""
+        if self.stopped_reason:
+            return self.stopped_reason
+        if not self.frames:
+            return "not in the training function"
+        user_indices = find_user_frames([frame.file for frame in self.frames])
+        innermost = self.frames[-1]
+        user_frame = self.frames[user_indices[-1]] if user_indices else innermost
+        if user_frame == innermost:
+            return str(innermost)
+        return f"{user_frame}, inside {innermost.function} ({_shorten_path(innermost.file)})"
+
+
+STACK = Codec[Stack | None](Stack | None)
+
+
+def capture_stack(thread: threading.Thread | None) -> Stack:
+    """Return the stacks of this process. `thread` is the thread of the training function."""
+    lines, text = collect_stacks(None if thread is None else thread.ident, is_internal_file)
+    return Stack(frames=tuple(Frame(*line) for line in lines), text=text)
+
+
+def detect_stopped_process(pid: int) -> Stack | None:
+    """Return a description if a process on this machine is stopped and cannot reply, else None.
+
+    Processes are stopped by SIGSTOP, Ctrl-Z, or a debugger. See proc(5) for the states. Returns
+    None on systems without /proc.
+    """
+    try:
+        # The second field is the name, which may contain spaces and parentheses.
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+    if state not in "Tt":
+        return None
+    reason = f"stopped (state {state}): kill -CONT {pid} on {os.uname().nodename}"
+    return Stack(text=f"{reason}\n", stopped_reason=reason)
+
+
+def _shorten_path(file: str) -> str:
+    return "/".join(Path(file).parts[-3:])

@@ -1,0 +1,325 @@
+"""Events of a run that the journal stores, as one JSON line each.
+
+`live_events` has the events that are not in the journal.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from drawbar._base.metrics import Metrics
+from drawbar._base.train_function import FunctionIdentity
+from drawbar._process.errors import PreemptionInfo
+from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._records.row_positions import UnevenRows
+from drawbar._records.run_progress import RunProgress
+from drawbar._storage.contents import check_checkpoint_name
+from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
+
+AttemptEndCause = Literal[
+    "worker", "hang", "preemption", "resize", "startup", "configuration", "divergence", "storage"
+]
+
+
+JOURNAL_FORMAT = 1
+"""Format version of the journal and of the segments with reports.
+
+New event types and optional fields do not change it. Everything else does, also a new value of a
+`Literal` in an event.
+"""
+
+
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """Base class of events that the journal stores. `time` is in seconds since the epoch."""
+
+    time: float
+
+
+class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
+    """`fit()` was called on this directory.
+
+    Attributes:
+        run_id: Identifier of the run, the same for all its starts.
+        name: Name of the run.
+        config: Configuration as JSON values and reprs.
+        detached: Whether the run may outlive its driver.
+        function: Identity of the training function.
+        format_version: Format version of the events from here on.
+        drawbar_version: Version of Drawbar; "" in journals of earlier versions.
+        environment: Command, directory, commit, host, system, and Python version of the driver.
+        versions: Versions of the installed frameworks, by the names of their packages.
+    """
+
+    run_id: str
+    name: str
+    config: dict[str, object]
+    detached: bool = False
+    function: FunctionIdentity | None = None
+    format_version: int = JOURNAL_FORMAT
+    drawbar_version: str = ""
+    environment: dict[str, str] = {}
+    versions: dict[str, str] = {}
+
+
+class AttemptStarted(JournalEntry, frozen=True, kw_only=True, tag="attempt_started"):
+    """The workers are about to start. Their reports are numbered from `first_report_index`.
+
+    Reports of earlier attempts with this number or a higher one are no longer part of the history.
+    """
+
+    attempt: int
+    first_report_index: int
+    resume_checkpoint: str | None
+
+
+class WorkersStarted(JournalEntry, frozen=True, kw_only=True, tag="workers_started"):
+    """All worker processes are running and have their ranks."""
+
+    attempt: int
+    workers: list[tuple[WorkerInfo, Ranks]]
+
+
+class UserFunctionStarted(JournalEntry, frozen=True, kw_only=True, tag="function_started"):
+    """The first line of the training function ran on this rank."""
+
+    attempt: int
+    rank: int
+
+
+class FirstReportReceived(JournalEntry, frozen=True, kw_only=True, tag="first_report"):
+    """A rank made the first report of the attempt. `time` is the time of the report."""
+
+    attempt: int
+    rank: int
+
+
+class ReportLocationFound(JournalEntry, frozen=True, kw_only=True, tag="report_location"):
+    """A line of the user's code, as `file:line in function`, has reported.
+
+    Recorded once per attempt for each line, for at most 32 lines. `rank` is the first rank of them.
+    """
+
+    attempt: int
+    rank: int
+    location: str
+
+
+class DatasetEpochEnded(JournalEntry, frozen=True, kw_only=True, tag="dataset_pass"):
+    """A rank has read its shard of a dataset to the end, or stopped before the end."""
+
+    attempt: int
+    rank: int
+    shard_epoch: ShardEpochEnded
+
+
+class ReportsLost(JournalEntry, frozen=True, kw_only=True, tag="reports_lost"):
+    """Some of the reports `first` to `until` - 1 of `ranks` are missing, although they were made.
+
+    Recorded by a start that finds later reports, or a checkpoint that was committed after them.
+    These reports are no longer part of the history. If `ranks` is empty, all ranks are concerned.
+    `checkpoint` is the name of the checkpoint, or "".
+    """
+
+    first: int
+    until: int
+    ranks: list[int] = []
+    checkpoint: str
+
+
+class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint is committed. `seconds` is the time since the last rank's report."""
+
+    attempt: int
+    index: int
+    name: str
+    nbytes: int
+    seconds: float
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
+        check_checkpoint_name(self.name)
+
+    @staticmethod
+    def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
+        """Return the event for the commit of a checkpoint."""
+        return CheckpointCommitted(
+            # Time of the commit: after a kill, a resumed driver emits the event later.
+            time=manifest.time,
+            attempt=manifest.attempt,
+            index=manifest.index,
+            name=manifest.name,
+            nbytes=manifest.nbytes,
+            seconds=seconds,
+            metrics=manifest.metrics,
+        )
+
+
+class CheckpointValidated(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_validated"):
+    """The validation of a checkpoint has ended; see `Validation` for the fields."""
+
+    index: int
+    name: str
+    status: ReportedCheckpointStatus
+    metrics: Metrics
+    error: str
+    seconds: float
+
+    @staticmethod
+    def from_manifest(manifest: Manifest, validation: Validation) -> CheckpointValidated:
+        """Return the event for the end of a checkpoint's validation."""
+        return CheckpointValidated(
+            time=time.time(),
+            index=manifest.index,
+            name=manifest.name,
+            status=validation.status,
+            metrics=validation.metrics,
+            error=validation.error,
+            seconds=validation.seconds,
+        )
+
+
+class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_deleted"):
+    """Retention has deleted a checkpoint."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        check_checkpoint_name(self.name)
+
+
+class ProgressRecorded(JournalEntry, frozen=True, kw_only=True, tag="progress"):
+    """Progress of an attempt: at commits, at its end, and at most every 30 s."""
+
+    attempt: int
+    progress: RunProgress
+
+
+class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended"):
+    """The attempt ended early. `failure_headlines` begins with the root cause.
+
+    `num_reports` is the number of reports of all ranks in the attempt; None if unknown.
+    `failure_time` is the time of the root cause, in seconds since the epoch; None if unknown.
+    """
+
+    attempt: int
+    cause: AttemptEndCause
+    failure_headlines: list[str]
+    num_reports: int | None = None
+    failure_time: float | None = None
+
+
+class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
+    """The set of stalled ranks has changed. `descriptions` is empty if no rank is stalled."""
+
+    attempt: int
+    descriptions: dict[int, str]
+
+
+class RankTimesRecorded(JournalEntry, frozen=True, kw_only=True, tag="rank_times"):
+    """Times of the ranks since the start of their training function, by part.
+
+    Recorded after each commit and at the end of an attempt. `seconds` are averages over the ranks;
+    see `RankTimes` for the keys. `steps` is the number of steps of the slowest rank.
+    """
+
+    attempt: int
+    seconds: dict[str, float]
+    steps: int
+
+
+class StragglerFound(JournalEntry, frozen=True, kw_only=True, tag="straggler"):
+    """A rank needs longer than the others in a part of its steps; see `Straggler`."""
+
+    attempt: int
+    rank: int
+    part: str
+    ratio: float
+    seconds_per_step: float
+
+
+class PreemptionAnnounced(JournalEntry, frozen=True, kw_only=True, tag="preemption_announced"):
+    """Nodes of the attempt will be preempted."""
+
+    attempt: int
+    info: PreemptionInfo
+
+
+class RunStopRequested(JournalEntry, frozen=True, kw_only=True, tag="stop_requested"):
+    """A user has requested the end of the run, after the next checkpoint if `save` is true."""
+
+    save: bool
+
+
+class RunEnded(JournalEntry, frozen=True, kw_only=True, tag="run_ended"):
+    """The run has ended with the outcome "finished", "failed", or "stopped".
+
+    `num_reports` is the number of reports of all ranks in the last attempt; None if unknown.
+    """
+
+    outcome: str
+    error: str = ""
+    num_reports: int | None = None
+
+
+JournaledEvent = (
+    RunStarted
+    | AttemptStarted
+    | WorkersStarted
+    | UserFunctionStarted
+    | FirstReportReceived
+    | ReportLocationFound
+    | DatasetEpochEnded
+    | ReportsLost
+    | CheckpointCommitted
+    | CheckpointValidated
+    | CheckpointDeleted
+    | ProgressRecorded
+    | AttemptEnded
+    | RanksStalled
+    | RankTimesRecorded
+    | StragglerFound
+    | PreemptionAnnounced
+    | RunStopRequested
+    | RunEnded
+)
+
+
+class ShardEpochEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank has completed an epoch of a dataset, or has left the iteration early.
+
+    Attributes:
+        dataset: Name of the dataset.
+        epoch: Number of the epoch.
+        previous_reads: Rows of the epoch that all ranks had read when the attempt began, as
+            encoded by `_row_positions.encode_reads`.
+        shard_index: Index of the shard.
+        num_shards: Number of shards.
+        num_rows: Rows that this iteration returned; None if they cannot be counted.
+        num_batches: Batches that it returned; 0 if it returned single rows.
+        is_shuffled: Whether the rows were shuffled.
+        is_complete: Whether the iteration was completed.
+        total_rows: Rows of the dataset if it is split by row number, else None.
+        uneven_rows: How the dataset is split by row number.
+        missing_unit: "row" or "batch" if a complete iteration returned none.
+        report_index: Index of the rank's next report.
+        discarded: Rows of this epoch that were read before it restarted from its beginning, one
+            entry like `previous_reads` for each of its restarts.
+    """
+
+    dataset: str
+    epoch: int
+    previous_reads: list[Any]
+    shard_index: int
+    num_shards: int
+    num_rows: int | None
+    num_batches: int
+    is_shuffled: bool
+    is_complete: bool
+    total_rows: int | None
+    uneven_rows: UnevenRows
+    missing_unit: str = ""
+    report_index: int = 0
+    discarded: list[Any] = []

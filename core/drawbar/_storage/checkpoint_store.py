@@ -1,0 +1,363 @@
+"""Interface to the checkpoints of a run: commit, list, verify, quarantine, and delete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from drawbar._process.errors import CheckpointError, DamagedRunError
+from drawbar._storage import fault_points
+from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.contents import (
+    CHECKSUMS_FILE,
+    MANIFEST_FILE,
+    METADATA_FILE,
+    has_reserved_files,
+    is_external,
+    list_files,
+)
+from drawbar._storage.external_checkpoints import INDEX_FILE, add_name, list_names
+from drawbar._storage.files import fsync_path
+from drawbar._storage.filesystem import resolve_path
+from drawbar._storage.manifest import (
+    Manifest,
+    assign_directory_names,
+    check_file_sizes,
+    list_user_files,
+    make_already_committed_error,
+    read_manifest,
+    write_manifest,
+)
+from drawbar._storage.remote_path import RemotePath
+from drawbar._storage.staging import AssignedFiles, StagedFiles
+from drawbar._storage.storage_path import list_directories, write_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointDraft:
+    """A checkpoint whose files have arrived from all ranks and that can be committed.
+
+    Attributes:
+        manifest: Manifest of the checkpoint.
+        staged_files: Staged files of each rank.
+        durable: Whether all bytes must be on disk when the commit returns.
+        metadata: Content of the metadata file, unless the user saved one.
+        is_in_place: Whether the files are already in the final directory. The commit then includes
+            every file in it.
+    """
+
+    manifest: Manifest
+    staged_files: Sequence[StagedFiles]
+    durable: bool
+    metadata: bytes | None = None
+    is_in_place: bool = False
+
+
+class UploadTarget(Protocol):
+    """Storage to which a rank copies or moves its assigned files.
+
+    The methods run on the rank's node.
+    """
+
+    def is_staged(self, path: Path) -> bool:
+        """Return True if a commit can use this directory without copying it."""
+        ...
+
+    def persist(self, files: AssignedFiles) -> StagedFiles:
+        """Copy or move the assigned files of a rank to where a commit can use them.
+
+        Raises:
+            OSError: The files cannot be written; the message has the path and the size.
+        """
+        ...
+
+
+class CheckpointStore(UploadTarget, ABC):
+    """All checkpoints of one run. A checkpoint exists if and only if its manifest does."""
+
+    # -- one checkpoint
+
+    @property
+    @abstractmethod
+    def root(self) -> Path | RemotePath:
+        """Directory of the run."""
+
+    def path(self, name: str) -> Path | RemotePath:
+        """Return the path of a checkpoint."""
+        return resolve_path(name) if is_external(name) else self.root / name
+
+    @abstractmethod
+    def get_child_name(self, checkpoint: Checkpoint) -> str | None:
+        """Return the name of a checkpoint that is a direct child of the run; else None."""
+
+    def get_in_place_name(self, checkpoint: Checkpoint) -> str | None:
+        """Return the name under which a checkpoint would be committed in place, or None.
+
+        None means that the directory is Drawbar's own, or that no path or URI refers to it.
+        """
+        inside = self.get_child_name(checkpoint) or self._get_relative_path(checkpoint)
+        if inside is not None:
+            return None if inside.startswith(".") else inside
+        return checkpoint.uri if is_external(checkpoint.uri) else None
+
+    @abstractmethod
+    def _get_relative_path(self, checkpoint: Checkpoint) -> str | None:
+        """Return the path of a checkpoint relative to the run; None if it is external."""
+
+    def get_checkpoint(self, name: str) -> Checkpoint:
+        """Return the checkpoint with this name."""
+        return Checkpoint.from_storage_path(self.path(name))
+
+    def is_intact(self, name: str) -> bool:
+        """Return True if a checkpoint is committed and has every file with its size."""
+        path = self.path(name)
+        manifest = read_manifest(path)
+        return manifest is not None and not _find_damage(path, manifest)
+
+    def find_damage(self, manifest: Manifest) -> str:
+        """Return which file of a committed checkpoint is missing or truncated; "" if none is."""
+        return _find_damage(self.path(manifest.name), manifest)
+
+    # -- changes
+
+    def reserve(self, name: str) -> None:
+        """Reserve the directory of a checkpoint before ranks write to it. Must be called once.
+
+        Raises:
+            FileExistsError: A directory of the user has this name.
+            OSError: The storage failed.
+        """
+
+    @abstractmethod
+    def commit(self, draft: CheckpointDraft) -> Manifest:
+        """Commit a checkpoint from the files that the ranks have persisted.
+
+        Returns:
+            The manifest with the sizes that were stored.
+
+        Raises:
+            FileExistsError: A committed checkpoint or a directory of the user has this name.
+            CheckpointError: A file that a rank wrote is missing or truncated.
+            OSError: The storage failed. Nothing is committed; earlier checkpoints are unchanged.
+        """
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint. It disappears in one step; its files are deleted afterwards.
+
+        A missing checkpoint is not an error. The files of an external checkpoint are not deleted;
+        the run only forgets it.
+        """
+
+    @abstractmethod
+    def write_checksums(self, name: str) -> None:
+        """Write the checksums of a checkpoint, unless the commit has already written them."""
+
+    @abstractmethod
+    def write_validation(self, manifest: Manifest, *, durable: bool) -> None:
+        """Write the validation result next to the manifest of a checkpoint.
+
+        Raises:
+            OSError: The file cannot be written. The checkpoint is unchanged.
+        """
+
+    # -- all checkpoints
+
+    @abstractmethod
+    def list_damaged(self, committed: Collection[str] = ()) -> list[str]:
+        """Return the names of directories that Drawbar created and that are not intact.
+
+        Checkpoints in a newer format are not included.
+
+        Args:
+            committed: Names of checkpoints in the journal. They are included even if all files of
+                Drawbar are missing, unless the training function chose the name.
+        """
+
+    def clean_up(self) -> None:
+        """Remove uncommitted files, and the remaining files of interrupted deletions."""
+
+    def _list_directories(self) -> list[str]:
+        """Return the names of direct subdirectories of the run that can be checkpoints."""
+        return list_directories(self.root)
+
+    def names(self) -> list[str]:
+        """Return the names of directories that can be checkpoints, without reading them."""
+        return [*self._list_directories(), *list_names(self.root)]
+
+    def list_committed(self, names: Collection[str] | None = None) -> list[Manifest]:
+        """Return the manifests of committed checkpoints, oldest first, without checking files.
+
+        Args:
+            names: Names of the checkpoints to list; None lists all.
+        """
+        read = {
+            name: read_manifest(self.path(name))
+            for name in (self.names() if names is None else names)
+        }
+        manifests: Mapping[str, Manifest] = {
+            name: manifest for name, manifest in read.items() if manifest
+        }
+        return assign_directory_names(manifests)
+
+    def list_readable(self) -> tuple[list[Manifest], dict[str, str]]:
+        """Return the readable manifests, and a dict of unreadable checkpoints.
+
+        The dict maps the name of a checkpoint to the reason why it cannot be read.
+        """
+        names = [*self._list_directories()]
+        manifests, errors = dict[str, Manifest](), dict[str, str]()
+        try:
+            names += list_names(self.root)
+        except DamagedRunError as error:
+            errors[INDEX_FILE] = str(error)
+        for name in names:
+            try:
+                manifest = read_manifest(self.path(name))
+            except (OSError, ImportError, ValueError) as error:  # also from external storage
+                errors[name] = str(error)
+            else:
+                manifests |= {name: manifest} if manifest else {}
+        return assign_directory_names(manifests), errors
+
+    def list_intact(self) -> list[Manifest]:
+        """Return the manifests of checkpoints that have every file with its size, oldest first."""
+        return [manifest for manifest in self.list_committed() if not self.find_damage(manifest)]
+
+
+def check_not_committed(checkpoints: CheckpointStore, name: str) -> None:
+    """Raise `FileExistsError` if a committed checkpoint has this name."""
+    if checkpoints.is_intact(name):
+        raise make_already_committed_error(checkpoints.path(name))
+
+
+def _find_damage(path: Path | RemotePath, manifest: Manifest) -> str:
+    try:
+        check_file_sizes(path, manifest)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def make_name_conflict_error(path: Path | RemotePath) -> FileExistsError:
+    """Return the error for a directory of the user that has the name of a checkpoint."""
+    return FileExistsError(
+        f"{path} exists, but Drawbar did not create it. Move it away, or use another "
+        "checkpoint_dir_name."
+    )
+
+
+def make_default_name(index: int) -> str:
+    """Return the default name of the checkpoint of a report."""
+    return f"checkpoint_{index:06d}"
+
+
+def is_default_name(name: str) -> bool:
+    """Return True if a name looks like one of `make_default_name`."""
+    return name.startswith("checkpoint_")
+
+
+def commit_in_place(checkpoints: CheckpointStore, draft: CheckpointDraft) -> Manifest:
+    """Commit every file in a directory where it is, and return the manifest."""
+    name = draft.manifest.name
+    if "/" in name:  # not a direct child of the run directory
+        add_name(checkpoints.root, name)
+    path = checkpoints.path(name)
+    files = list_user_files(path) if isinstance(path, RemotePath) else list_files(path)
+    manifest = draft.manifest.with_files(files)
+    finalize(path, manifest, draft)
+    if draft.durable and isinstance(path, Path):
+        fsync_path(path.parent)
+    fault_points.maybe_stop_at("commit.renamed")
+    return manifest
+
+
+def finalize(directory: Path | RemotePath, manifest: Manifest, draft: CheckpointDraft) -> None:
+    """Write Drawbar's files into the directory of a checkpoint, the manifest last."""
+    if draft.metadata is not None and not _has_metadata(directory):
+        write_file(directory, METADATA_FILE, draft.metadata)
+    sums = {
+        path: value for staged in draft.staged_files for path, value in staged.checksums.items()
+    }
+    if sums:
+        write_file(directory, CHECKSUMS_FILE, msgspec.json.encode(sums))
+    fault_points.maybe_stop_at("commit.merged")
+    # The manifest makes the directory a checkpoint, so all other files must exist before it.
+    if isinstance(directory, RemotePath):
+        check_file_sizes(directory, manifest)
+        directory.write(MANIFEST_FILE, manifest.encode())
+    else:
+        write_manifest(directory, manifest, durable=draft.durable)
+    fault_points.maybe_stop_at("commit.manifest")
+
+
+def _has_metadata(directory: Path | RemotePath) -> bool:
+    if isinstance(directory, RemotePath):
+        return directory.read_or_none(METADATA_FILE) is not None
+    return (directory / METADATA_FILE).exists()
+
+
+MAX_HASHED_BYTES = 1_000_000_000
+"""Maximum size up to which checksums are verified, which takes less time than loading."""
+
+
+def split_damaged(
+    checkpoints: CheckpointStore, committed: Sequence[Manifest]
+) -> tuple[list[Manifest], dict[str, str]]:
+    """Remove damaged checkpoints from the end of the list.
+
+    Returns:
+        The checkpoints up to the newest intact one, and the reason for each damaged one by name.
+    """
+    intact, damage = list(committed), dict[str, str]()
+    while intact and (reason := _find_damage_reason(checkpoints, intact[-1])):
+        damage[intact.pop().name] = reason
+    return intact, damage
+
+
+def quarantine(checkpoints: CheckpointStore, name: str) -> None:
+    """Move a damaged checkpoint to `broken` in the run directory, so that its name can be reused.
+
+    These directories are not moved:
+      - directories without Drawbar's files whose name the user chose, which may be the user's
+      - checkpoints in an object store, which cannot rename; the next commit replaces them
+      - checkpoints that are not direct children of the run directory
+    """
+    path = checkpoints.path(name)
+    if "/" in name or not isinstance(path, Path) or not path.is_dir():
+        return
+    if is_default_name(name) or has_reserved_files(path):
+        target = path.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
+        target.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # nothing is left of the checkpoint
+            os.rename(path, target)
+
+
+def _find_damage_reason(checkpoints: CheckpointStore, manifest: Manifest) -> str:
+    """Return how a checkpoint is damaged; "" if it is intact.
+
+    Each file must have its size. Checksums are compared for local checkpoints of at most
+    `MAX_HASHED_BYTES`. Remote checkpoints are not downloaded for this.
+    """
+    path = checkpoints.path(manifest.name)
+    try:
+        if isinstance(path, Path) and manifest.nbytes <= MAX_HASHED_BYTES:
+            checkpoints.get_checkpoint(manifest.name).verify()
+        else:
+            check_file_sizes(path, manifest)
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        if error.errno != errno.EIO:  # EIO: the disk has lost data
+            raise
+        return str(error)
+    return ""

@@ -1,1 +1,0 @@
-"""Show the progress of a run in a terminal, notebook, or log file."""

@@ -1,1 +1,0 @@
-"""Split datasets into shards that track their position."""
