@@ -1,1 +1,1 @@
-"""Events of a run, the journal, the reports, and what is computed from them."""
+"""Events, the journal, reports, results, and other data that is computed from events."""
