@@ -44,6 +44,8 @@ def pytest_configure() -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Otherwise each Ray starts a worker process per core that most tests do not use.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -57,6 +57,7 @@ def test_example_pytorch_resumes_in_local_mode(run: Callable[..., str], tmp_path
     assert "checkpoint_000006" in again
 
 
+@pytest.mark.nightly
 def test_example_lightning_resumes_in_local_mode(run: Callable[..., str]) -> None:
     first = run("lightning_digits.py")
     assert max(map(float, re.findall(r"accuracy ([\d.]+)", first))) > 0.95
@@ -73,6 +74,7 @@ def test_example_lightning_from_driver_trains(run: Callable[..., str], tmp_path:
     assert "the weights are here: 0 is a 0" in output
 
 
+@pytest.mark.nightly
 def test_example_transformers_resumes_in_local_mode(run: Callable[..., str]) -> None:
     first = run("transformers_gpt.py", "--steps", "50")
     assert float(re.findall(r"'eval_loss': ([\d.]+)", first)[-1]) < 4

@@ -52,10 +52,15 @@ def find_failed_checks(estimator: Any, names: set[str] | None = None) -> set[str
     ("ours", "plain"),
     [
         (RayLGBMClassifier(**QUIET, scaling_config=HERE), lightgbm.LGBMClassifier(**QUIET)),
-        (RayLGBMRegressor(**QUIET, scaling_config=HERE), lightgbm.LGBMRegressor(**QUIET)),
-        (
+        pytest.param(
+            RayLGBMRegressor(**QUIET, scaling_config=HERE),
+            lightgbm.LGBMRegressor(**QUIET),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
             RayXGBClassifier(n_estimators=5, scaling_config=HERE),
             xgboost.XGBClassifier(n_estimators=5),
+            marks=pytest.mark.nightly,
         ),
         (
             RayXGBRegressor(n_estimators=5, scaling_config=HERE),
@@ -100,7 +105,9 @@ def test_classifiers_on_two_workers_stop_early(classifier: Any) -> None:
     assert metrics[loss][-1] < metrics[loss][0] / 2
 
 
-@pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
+@pytest.mark.parametrize(
+    "classifier", [RayLGBMClassifier, pytest.param(RayXGBClassifier, marks=pytest.mark.nightly)]
+)
 def test_estimator_with_any_data_type_fits_same_model(classifier: Any) -> None:
     x, y = load_breast_cancer(return_X_y=True)
     frame = pd.DataFrame(x, columns=[f"c{i}" for i in range(30)])
@@ -129,7 +136,9 @@ def test_labels_by_name_in_a_ray_dataset() -> None:
     assert (model.predict(frame) == names[y]).mean() > 0.9
 
 
-@pytest.mark.parametrize("regressor", [RayLGBMRegressor, RayXGBRegressor])
+@pytest.mark.parametrize(
+    "regressor", [pytest.param(RayLGBMRegressor, marks=pytest.mark.nightly), RayXGBRegressor]
+)
 def test_estimator_grid_search_and_continued_fit(regressor: Any) -> None:
     x, y = load_diabetes(return_X_y=True)
     search = GridSearchCV(
@@ -148,7 +157,9 @@ def test_estimator_grid_search_and_continued_fit(regressor: Any) -> None:
     assert again.score(x, y) > best.score(x, y)
 
 
-@pytest.mark.parametrize("ranker", [RayLGBMRanker, RayXGBRanker])
+@pytest.mark.parametrize(
+    "ranker", [RayLGBMRanker, pytest.param(RayXGBRanker, marks=pytest.mark.nightly)]
+)
 def test_rankers_keep_queries_whole(ranker: Any) -> None:
     random = np.random.default_rng(0)
     x, sizes = random.normal(size=(400, 3)), np.full(40, 10)

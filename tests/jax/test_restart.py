@@ -131,6 +131,7 @@ def losses(result: Result) -> list[float]:
     return list(rows["loss"])
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 def test_restart_with_other_number_of_workers_yields_same_losses(tmp_path: Path) -> None:
     undisturbed = fit(tmp_path, "undisturbed", num_workers=0, max_failures=0)  # in this process

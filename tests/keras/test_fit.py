@@ -342,9 +342,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("torch", marks=pytest.mark.nightly),
+        "torch",
         pytest.param("jax", marks=pytest.mark.nightly),
-        "tensorflow",
+        pytest.param("tensorflow", marks=pytest.mark.nightly),
     ],
 )
 def test_fit_with_killed_worker_matches_single_process(

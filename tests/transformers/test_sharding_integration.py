@@ -56,7 +56,12 @@ def expected(tiny: Any, runs: Any, folder: Path) -> dict[int, float]:
 
 
 @pytest.fixture(
-    scope="module", params=["fsdp", "zero3", pytest.param("zero2", marks=pytest.mark.nightly)]
+    scope="module",
+    params=[
+        "fsdp",
+        pytest.param("zero3", marks=pytest.mark.nightly),
+        pytest.param("zero2", marks=pytest.mark.nightly),
+    ],
 )
 def killed(
     request: pytest.FixtureRequest, ray_cluster: None, tiny: Any, runs: Any, folder: Path
@@ -100,6 +105,7 @@ def test_fsdp_resumes_on_other_world_size(killed: tuple[str, Result], resume: An
     assert sorted(resume(*killed)) == list(range(1, 11))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("killed", ["zero3"], indirect=True)
 def test_zero_3_on_other_world_size_raises(killed: tuple[str, Result], resume: Any) -> None:
     with pytest.raises(TrainingFailedError, match="world size"):
