@@ -117,8 +117,10 @@ class Run:
         into = ("pip", "install", "--quiet", "--python", str(environment / "bin" / "python"))
         resolution = f"--resolution={RESOLUTIONS[self.which]}"
         suite = SUITES[self.extra]
-        _uv(*into, resolution, "--editable", f".{extra}", *suite.same.split(), *self.pins)
-        _uv(*into, *TEST_PACKAGES, *suite.needs.split(), *self.pins)
+        tested = ("--editable", f".{extra}", *suite.same.split(), *self.pins)
+        _uv(*into, resolution, *tested)
+        # Again with the tested packages: otherwise this installs versions that do not fit to them.
+        _uv(*into, *tested, *TEST_PACKAGES, *suite.needs.split())
         return environment
 
     def _version(self) -> str:
