@@ -49,6 +49,7 @@ SUITES = {
         "torch/test_compat.py torch/test_config.py torch/test_model.py torch/test_data_loader.py "
         "torch/test_loader_decisions.py torch/test_mixed_precision.py torch/test_devices.py",
         "torch numpy ray",
+        needs="datasets",
     ),
     "lightning": Suite(
         "lightning/test_errors.py lightning/test_report.py",
