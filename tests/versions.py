@@ -44,12 +44,16 @@ SUITES = {
         "train/test_ray_compat.py train/config/test_secrets.py cli/test_app.py",
         "ray typer rich msgspec",
     ),
-    "data": Suite("train/data/test_data.py train/data/test_indexed_tables.py", "pandas pyarrow"),
+    "data": Suite(
+        "train/data/test_data.py train/data/test_indexed_tables.py",
+        "ray pandas pyarrow",
+        needs="datasets",
+    ),
     "torch": Suite(
         "torch/test_compat.py torch/test_config.py torch/test_model.py torch/test_data_loader.py "
         "torch/test_loader_decisions.py torch/test_mixed_precision.py torch/test_devices.py",
         "torch numpy ray",
-        needs="datasets",
+        needs="accelerate datasets",
     ),
     "lightning": Suite(
         "lightning/test_errors.py lightning/test_report.py",
@@ -75,6 +79,22 @@ SUITES = {
     "xgboost": Suite("xgboost", "xgboost-cpu scikit-learn pandas pyarrow"),
     "lightgbm": Suite("lightgbm", "lightgbm scikit-learn pandas pyarrow"),
     "tune": Suite("tune", "ray", needs="optuna"),
+    "deepspeed": Suite(
+        "lightning/test_compat.py transformers/test_sharding_integration.py",
+        "deepspeed torch",
+        needs="lightning transformers",
+    ),
+    "cli": Suite("cli/test_inspect.py", "matplotlib"),
+    "metrics": Suite(
+        "train/driver/test_metrics_server.py train/history/test_metrics_exporter.py",
+        "prometheus-client",
+    ),
+    "tensorboard": Suite("trackers/test_tensorboard.py", "tensorboardx", needs="tensorboard"),
+    # The tests of the other three trackers are skipped.
+    "mlflow": Suite("trackers/test_other_trackers.py", "mlflow"),
+    "wandb": Suite("trackers/test_other_trackers.py", "wandb"),
+    "trackio": Suite("trackers/test_other_trackers.py", "trackio"),
+    "comet": Suite("trackers/test_other_trackers.py", "comet-ml"),
 }
 
 
