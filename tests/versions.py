@@ -47,7 +47,7 @@ SUITES = {
     "data": Suite(
         "train/data/test_data.py train/data/test_indexed_tables.py",
         "ray pandas pyarrow",
-        needs="datasets",
+        needs="datasets torch",
     ),
     "torch": Suite(
         "torch/test_compat.py torch/test_config.py torch/test_model.py torch/test_data_loader.py "
