@@ -23,7 +23,10 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[1]
 TABLE = REPO / "docs" / "compatibility.md"
-TEST_PACKAGES = ("pytest>=8", "pytest-timeout", "pandas", "psutil", "pyarrow")
+TEST_PACKAGES = {
+    "lowest": ("pytest>=8", "pytest-timeout", "pandas", "psutil", "pyarrow<26"),  # 26 needs NumPy 2
+    "latest": ("pytest>=8", "pytest-timeout", "pandas", "psutil", "pyarrow"),
+}
 RESOLUTIONS = {"lowest": "lowest-direct", "latest": "highest"}
 
 
@@ -141,7 +144,7 @@ class Run:
         tested = ("--editable", f".{extra}", *suite.same.split(), *self.pins)
         _uv(*into, resolution, *tested)
         # Again with the tested packages: otherwise this installs versions that do not fit to them.
-        _uv(*into, *tested, *TEST_PACKAGES, *suite.needs.split())
+        _uv(*into, *tested, *TEST_PACKAGES[self.which], *suite.needs.split())
         return environment
 
     def _version(self) -> str:
