@@ -38,14 +38,14 @@ test-all: $(VENV)/dev
 	$(call RUN_TESTS)
 
 PYTHONS ?= $(PYTHON)
-TEST_VERSIONS = $(VENV)-uv/bin/python tests/versions.py --python $(PYTHONS) \
+TEST_VERSIONS = $(VENV)-uv/bin/python tests/versions.py $(1) --python $(PYTHONS) \
 	$(if $(EXTRAS),--extras $(EXTRAS)) $(if $(PINS),--pin $(PINS))
 
 test-lowest: $(VENV)-uv/bin/uv
-	$(TEST_VERSIONS) lowest
+	$(call TEST_VERSIONS,lowest)
 
 test-latest: $(VENV)-uv/bin/uv
-	$(TEST_VERSIONS) latest
+	$(call TEST_VERSIONS,latest)
 
 $(VENV)-uv/bin/uv:
 	$(PYTHON) -m venv $(VENV)-uv

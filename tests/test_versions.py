@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.versions import REPO, SUITES, update_table
+import tomllib
+
+from tests.versions import REPO, SUITES, TABLE, update_table
 
 PAGE = """# Compatibility
 
@@ -31,3 +33,19 @@ def test_suites_exist() -> None:
         if not (REPO / "tests" / path).exists()
     ]
     assert missing == []
+
+
+def test_each_extra_has_a_suite() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    combined = {"all", "bench", "conformance", "demo", "dev", "docs"}
+    needs_gpu = {"gpu"}
+    extras = project["optional-dependencies"].keys() - combined - needs_gpu
+    assert extras == SUITES.keys() - {"core"}
+
+
+def test_classifiers_are_the_python_versions_of_the_table() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    prefix = "Programming Language :: Python :: "
+    listed = {name.removeprefix(prefix) for name in project["classifiers"] if prefix in name}
+    rows = [line.split("|") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    assert listed == {row[3].strip() for row in rows[1:]}

@@ -23,7 +23,10 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[1]
 TABLE = REPO / "docs" / "compatibility.md"
-TEST_PACKAGES = ("pytest>=8", "pytest-timeout", "pandas", "psutil", "pyarrow")
+TEST_PACKAGES = {
+    "lowest": ("pytest>=8", "pytest-timeout", "pandas", "psutil", "pyarrow<26"),  # 26 needs NumPy 2
+    "latest": ("pytest>=8", "pytest-timeout", "pandas", "psutil", "pyarrow"),
+}
 RESOLUTIONS = {"lowest": "lowest-direct", "latest": "highest"}
 
 
@@ -44,11 +47,16 @@ SUITES = {
         "train/test_ray_compat.py train/config/test_secrets.py cli/test_app.py",
         "ray typer rich msgspec",
     ),
-    "data": Suite("train/data/test_data.py train/data/test_indexed_tables.py", "pandas pyarrow"),
+    "data": Suite(
+        "train/data/test_data.py train/data/test_indexed_tables.py",
+        "ray pandas pyarrow",
+        needs="datasets torch",
+    ),
     "torch": Suite(
         "torch/test_compat.py torch/test_config.py torch/test_model.py torch/test_data_loader.py "
         "torch/test_loader_decisions.py torch/test_mixed_precision.py torch/test_devices.py",
         "torch numpy ray",
+        needs="accelerate datasets",
     ),
     "lightning": Suite(
         "lightning/test_errors.py lightning/test_report.py",
@@ -74,6 +82,22 @@ SUITES = {
     "xgboost": Suite("xgboost", "xgboost-cpu scikit-learn pandas pyarrow"),
     "lightgbm": Suite("lightgbm", "lightgbm scikit-learn pandas pyarrow"),
     "tune": Suite("tune", "ray", needs="optuna"),
+    "deepspeed": Suite(
+        "lightning/test_compat.py transformers/test_sharding_integration.py",
+        "deepspeed torch",
+        needs="lightning transformers",
+    ),
+    "cli": Suite("cli/test_inspect.py", "matplotlib"),
+    "metrics": Suite(
+        "train/driver/test_metrics_server.py train/history/test_metrics_exporter.py",
+        "prometheus-client",
+    ),
+    "tensorboard": Suite("trackers/test_tensorboard.py", "tensorboardx", needs="tensorboard"),
+    # The tests of the other three trackers are skipped.
+    "mlflow": Suite("trackers/test_other_trackers.py", "mlflow"),
+    "wandb": Suite("trackers/test_other_trackers.py", "wandb"),
+    "trackio": Suite("trackers/test_other_trackers.py", "trackio"),
+    "comet": Suite("trackers/test_other_trackers.py", "comet-ml"),
 }
 
 
@@ -117,8 +141,10 @@ class Run:
         into = ("pip", "install", "--quiet", "--python", str(environment / "bin" / "python"))
         resolution = f"--resolution={RESOLUTIONS[self.which]}"
         suite = SUITES[self.extra]
-        _uv(*into, resolution, "--editable", f".{extra}", *suite.same.split(), *self.pins)
-        _uv(*into, *TEST_PACKAGES, *suite.needs.split(), *self.pins)
+        tested = ("--editable", f".{extra}", *suite.same.split(), *self.pins)
+        _uv(*into, resolution, *tested)
+        # Again with the tested packages: otherwise this installs versions that do not fit to them.
+        _uv(*into, *tested, *TEST_PACKAGES[self.which], *suite.needs.split())
         return environment
 
     def _version(self) -> str:

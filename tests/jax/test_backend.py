@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from typing import Any
 
 import jax
@@ -11,12 +13,16 @@ from drawbar.jax import JaxConfig, JaxTrainer
 from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 from drawbar.train.testing import BackendContract, run_in_threads
 
+RAY_VERSION = tuple(map(int, importlib.metadata.version("ray").split(".")[:2]))
+needs_slices = pytest.mark.skipif(RAY_VERSION < (2, 54), reason="TPU slices need Ray 2.54")
+
 
 @pytest.mark.usefixtures("ray_cluster")
 class TestContract(BackendContract):
     backend_config = JaxConfig()
 
 
+@needs_slices
 def test_platform_follows_scaling_config() -> None:
     gpus = JaxTrainer(print, scaling_config=ScalingConfig(num_workers=2, use_gpu=True))
     tpus = JaxTrainer(print, scaling_config=slice_of(num_workers=2))
@@ -38,6 +44,13 @@ def slice_of(num_workers: int | tuple[int, int], **options: Any) -> ScalingConfi
     )
 
 
+def test_slice_with_older_ray_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.util.tpu", None)
+    with pytest.raises(ImportError, match=r"topology='2x2x2'\) needs Ray 2\.54 or later, found"):
+        slice_of(num_workers=2)
+
+
+@needs_slices
 def test_worker_resources_match_slice_host() -> None:
     config = slice_of(num_workers=2, label_selector={"ray.io/tpu-slice-name": "a"})
     assert config.bundle == {"TPU": 4, "accelerator_type:TPU-V4": 0.001}
@@ -46,6 +59,7 @@ def test_worker_resources_match_slice_host() -> None:
     assert slice_of(num_workers=8, resources_per_worker={"TPU": 1}).num_tpus_per_worker == 1
 
 
+@needs_slices
 @pytest.mark.parametrize(
     ("options", "message"),
     [

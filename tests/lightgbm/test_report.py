@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -191,6 +192,19 @@ def test_mean_of_auc_mu_is_a_warning(declare: Callable[..., Result]) -> None:
     params = {"objective": "multiclass", "num_class": 3, "metric": "auc_mu"}
     with pytest.warns(UserWarning, match="'auc_mu' is the mean of the workers' values"):
         declare(params, rows, rows, num_boost_round=2)
+
+
+def test_metrics_that_lightgbm_ignores_are_a_warning(declare: Callable[..., Result]) -> None:
+    rows = pd.DataFrame({"x": np.arange(90.0), "y": np.arange(90) + 1.0})
+    names = ["mse", "l2_root", "MAE", "mean_absolute_percentage_error", "none"]
+    with pytest.warns(UserWarning, match=r"has ignored \['acuracy', 'ndcg@3'\] in params\['metric"):
+        declare({"metric": [*names, "acuracy", "ndcg@3"]}, rows, rows, num_boost_round=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for objective in ("binary", "xentropy", "xentlambda"):
+            data = rows.assign(y=rows["x"] > 40)
+            params = {"objective": objective, "metric": f"{objective},kldiv"}
+            declare(params, data, data, num_boost_round=1, num_workers=1, name=objective)
 
 
 def test_ranking_metrics_are_means_over_all_groups(

@@ -11,6 +11,7 @@ from typing import Any
 import lightgbm
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from drawbar.lightgbm import RayTrainReportCallback, train
@@ -174,6 +175,26 @@ def test_training_function_resumes_from_checkpoint(
     for one, other in zip(whole, failed, strict=True):
         assert np.array_equal(one[0], other[0])
         assert one[1:] == other[1:]
+
+
+@pytest.mark.skipif(lightgbm.__version__ < "4.7", reason="LightGBM 4.7 reads Arrow streams")
+def test_training_on_arrow_streams_resumes(fit: Callable[..., Result]) -> None:
+    rows = declared()["train"]
+    features, label = rows.drop(columns="y"), rows["y"]
+
+    def fail_once(env: Any) -> None:
+        if env.iteration == 7 and get_context().get_attempt() == 0:
+            raise InterruptedError
+
+    def function() -> Any:
+        table = pa.Table.from_pandas(features, preserve_index=False)
+        data = lightgbm.Dataset(table, pa.chunked_array([label]))
+        callbacks = [RayTrainReportCallback(frequency=5), fail_once]
+        return train({"verbosity": -1}, data, 10, callbacks=callbacks).predict(table)
+
+    result = fit(function, num_workers=1, max_failures=1)
+    alone = lightgbm.train({"verbosity": -1}, lightgbm.Dataset(features, label), 10)
+    assert result.return_value == pytest.approx(alone.predict(features), abs=1e-6)
 
 
 def test_resume_after_last_round_trains_nothing(fit: Callable[..., Result]) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from drawbar.torch import _compat
 
+TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 Pair = namedtuple("Pair", ["x", "y"])  # torch maps its fields
 
 
@@ -51,7 +52,8 @@ def test_group_activity_counts_collectives_and_groups() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_abort_ends_default_group() -> None:
-    assert hasattr(dist.distributed_c10d, "_abort_process_group")
+    if TORCH_VERSION >= (2, 6):  # with an older version, the group is destroyed
+        assert hasattr(dist.distributed_c10d, "_abort_process_group")
     _compat.abort_default_group()
     assert not dist.is_initialized()
 

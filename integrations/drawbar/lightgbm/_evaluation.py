@@ -18,7 +18,7 @@ values with one collective, and every rank gets the same global values:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ from lightgbm import Booster, Dataset
 from lightgbm.callback import CallbackEnv
 
 from drawbar.lightgbm import _c_api
+from drawbar.lightgbm._parameters import get_parameter
 from drawbar.train import collective, get_context
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -60,8 +61,55 @@ class GlobalEvaluation:
     def __call__(self, env: CallbackEnv) -> None:
         """Replace this rank's metrics by global metrics."""
         results = env.evaluation_result_list
-        if results and isinstance(env.model, Booster):
+        if not isinstance(env.model, Booster):
+            return
+        if env.iteration == env.begin_iteration and (results or env.model.name_valid_sets):
+            _warn_of_ignored_metrics(env.params, results or ())
+        if results:
             results[:] = global_evaluation(env.model, results)
+
+
+_METRIC_ALIASES = {
+    "l1": ("mean_absolute_error", "mae", "regression_l1"),
+    "l2": ("mean_squared_error", "mse", "regression_l2", "regression"),
+    "rmse": ("root_mean_squared_error", "l2_root"),
+    "mape": ("mean_absolute_percentage_error",),
+    "ndcg": ("lambdarank", "rank_xendcg", "xendcg", "xe_ndcg", "xe_ndcg_mart", "xendcg_mart"),
+    "map": ("mean_average_precision",),
+    "binary_logloss": ("binary",),
+    "multi_logloss": ("multiclass", "softmax", "multiclassova", "multiclass_ova", "ova", "ovr"),
+    "cross_entropy": ("xentropy",),
+    "cross_entropy_lambda": ("xentlambda",),
+    "kullback_leibler": ("kldiv",),
+}
+"""Other names of metrics, by the name that results have."""
+
+_NO_METRICS = ("", "none", "null", "custom", "na")
+
+
+def _warn_of_ignored_metrics(params: Mapping[str, object], results: Sequence[EvalResult]) -> None:
+    """Warn of names that LightGBM does not know. It ignores them silently.
+
+    Args:
+        params: LightGBM's parameters.
+        results: Metrics of the first round.
+    """
+    value = get_parameter(params, "metric", ())
+    names = value.split(",") if isinstance(value, str) else value
+    evaluated = {str(result[1]).partition("@")[0] for result in results}
+    known = {alias for name in evaluated for alias in (name, *_METRIC_ALIASES.get(name, ()))}
+    ignored = [
+        name
+        for name in (names if isinstance(names, list | tuple | set) else ())
+        if isinstance(name, str) and name.strip().lower() not in known.union(_NO_METRICS)
+    ]
+    if ignored and get_context().get_world_rank() == 0:
+        warnings.warn(
+            f"LightGBM {lightgbm.__version__} has ignored {sorted(ignored)} in params['metric'], "
+            "because it has no metrics with these names. Check their spelling; positions of "
+            "ranking metrics are set with params['eval_at'].",
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True)

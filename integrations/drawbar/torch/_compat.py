@@ -1,6 +1,6 @@
 """Private APIs of torch, Accelerate, DeepSpeed, and Hugging Face's datasets.
 
-They were read in torch 2.4 to 2.13, Accelerate 1.0 to 1.15, DeepSpeed 0.16 to 0.19, and datasets
+They were read in torch 2.4 to 2.15, Accelerate 1.0 to 1.15, DeepSpeed 0.16 to 0.19, and datasets
 5.2.
 
 No other file of this package uses them.

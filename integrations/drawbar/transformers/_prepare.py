@@ -21,7 +21,7 @@ except ImportError as error:
 from drawbar.accelerate.integration import allow_sharding_on_cpu, require_matching_ranks
 from drawbar.torch.integration import disable_deepspeed_shm
 from drawbar.train import Checkpoint, get_all_reported_checkpoints, get_context
-from drawbar.transformers._compat import BestModelTrainer, make_collator
+from drawbar.transformers._compat import BestModelTrainer, get_train_batch_size, make_collator
 from drawbar.transformers._data import (
     EpochFromStepsCallback,
     ShardIterableDataset,
@@ -195,7 +195,7 @@ class PreparedTransformersTrainer(BestModelTrainer):
         """Return the data loader of the training data."""
         data = self.train_dataset
         if is_shard(data) or is_batch_iterable(data):
-            return self._make_local_loader(data, self.args.train_batch_size)
+            return self._make_local_loader(data, get_train_batch_size(self))
         loader = super().get_train_dataloader()
         if has_length(loader) or not self.is_in_train or not self.skips_stream:
             return loader

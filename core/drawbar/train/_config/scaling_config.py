@@ -286,14 +286,14 @@ def compute_slice_workers(
 
     Raises:
         ValueError: The slice does not exist, or workers cannot divide it evenly.
-        ImportError: This version of Ray does not support slices.
+        ImportError: Ray is older than 2.54.
     """
     try:
         from ray.util.tpu import get_tpu_worker_resources
     except ImportError as error:
         raise ImportError(
-            f"ScalingConfig(topology={topology!r}) needs a later version of Ray than "
-            f"{importlib.metadata.version('ray')}; run: pip install --upgrade ray"
+            f"ScalingConfig(topology={topology!r}) needs Ray 2.54 or later, found "
+            f"{importlib.metadata.version('ray')}. Run: pip install --upgrade ray"
         ) from error
 
     try:
