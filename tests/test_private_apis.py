@@ -202,7 +202,7 @@ def test_import_without_private_names_succeeds_and_use_raises() -> None:
     assert {"lightgbm", "ray", "torch", "xgboost"} <= set(packages)
     program = f"""
 import importlib
-from drawbar.train._config import packages
+from drawbar.train import _packages as packages
 import lightgbm.sklearn, ray.tune, torch.utils._pytree, xgboost.sklearn
 for module, name in {names}:
     delattr(importlib.import_module(module), name)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from drawbar.train import backend, collective
 from drawbar.train._config.data_config import TRAIN_DATASET_KEY, DataConfig
 from drawbar.train._config.failure_config import FailureConfig
-from drawbar.train._config.packages import find_shadowing_file as _find_shadowing_file
 from drawbar.train._config.run_config import (
     AttemptInfo,
     CheckpointConfig,
@@ -62,6 +61,7 @@ from drawbar.train._errors import (
 from drawbar.train._import_paths import ALIASES as _ALIASES
 from drawbar.train._import_paths import explain_missing_name as _explain_missing_name
 from drawbar.train._import_paths import install_aliases as _install_aliases
+from drawbar.train._packages import find_shadowing_file as _find_shadowing_file
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train._worker.context import (
@@ -197,7 +197,7 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
         """Import trainers, results, and integrations such as `train.torch` on first use."""
         if name in _DRIVER_NAMES:
             if _find_shadowing_file("ray"):  # a run would fail with an unrelated error
-                raise backend.make_import_error("ray", extra="all")
+                raise backend.make_import_error("ray", extra="")
             return _import_names(_DRIVER_NAMES)[name]
         if name in _HISTORY_NAMES:
             return _import_names(_HISTORY_NAMES)[name]

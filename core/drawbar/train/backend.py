@@ -17,15 +17,15 @@ from drawbar.train._config.backend import (
     LauncherStore,
 )
 from drawbar.train._config.fields import at_least, parse_duration, resolve_config
-from drawbar.train._config.packages import (
+from drawbar.train._config.train_function import TrainFunction
+from drawbar.train._driver_env import DriverContext, set_tune_trial
+from drawbar.train._import_paths import explain_missing_name, find_public_module
+from drawbar.train._packages import (
     import_private,
     make_import_error,
     require_package,
     require_version,
 )
-from drawbar.train._config.train_function import TrainFunction
-from drawbar.train._driver_env import DriverContext, set_tune_trial
-from drawbar.train._import_paths import explain_missing_name, find_public_module
 from drawbar.train._worker.context import get_node_address, get_worker_address
 from drawbar.train._worker.instrumentation import get_forward_callback, measure_data_wait
 from drawbar.train._worker.integration_api import (

@@ -24,6 +24,7 @@ from drawbar.train._history.journal import decode_readable_events
 from drawbar.train._history.live_events import Event, Notice
 from drawbar.train._history.metrics_exporter import CONTENT_TYPE, format_metrics
 from drawbar.train._history.run_metrics import METRICS, MetricValue, RunMetrics
+from drawbar.train._packages import make_import_error
 from drawbar.train._wording import escape_surrogates
 
 PORT_VARIABLE = "DRAWBAR_METRICS_PORT"
@@ -68,9 +69,7 @@ class MetricsServer:
         try:
             import prometheus_client  # noqa: F401
         except ImportError as error:
-            raise ImportError(
-                f'{error}. Install it with: pip install "drawbar[metrics]"'
-            ) from error
+            raise make_import_error("prometheus_client", extra="metrics") from error
         host = os.environ.get(HOST_VARIABLE) or "127.0.0.1"
         port = int(os.environ[PORT_VARIABLE])
         self._server = _HttpServer(host, port, self._format)

@@ -22,6 +22,7 @@ from drawbar.train._history.report_columns import make_frame
 from drawbar.train._history.run_history import RunHistory
 from drawbar.train._history.timeline import Timeline
 from drawbar.train._metrics import Metrics, describe_available
+from drawbar.train._packages import make_import_error
 from drawbar.train._storage.checkpoint import Checkpoint
 from drawbar.train._storage.checkpoint_store import CheckpointStore
 from drawbar.train._storage.filesystem import AnyFileSystem, make_local_filesystem
@@ -168,9 +169,7 @@ class Result:
         try:
             return make_frame(self._read_history())
         except ImportError as error:
-            raise ImportError(
-                'Result.metrics_dataframe needs pandas. Run: pip install "drawbar[data]"'
-            ) from error
+            raise make_import_error("pandas", extra="data") from error
 
     @property
     def data_ledger(self) -> DataLedger:
