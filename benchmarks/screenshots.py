@@ -19,7 +19,6 @@ from typing import Any
 
 from drawbar import ui
 
-Image = importlib.import_module("PIL.Image")
 webdriver = importlib.import_module("selenium.webdriver")
 support = importlib.import_module("selenium.webdriver.support.ui")
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
@@ -70,6 +69,7 @@ def take(browser: Any, url: str, selector: str, name: str, height: int) -> None:
     )
     if selector == ".charts":
         wait_for_curves(browser)
+    Image = importlib.import_module("PIL.Image")
     image = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
     IMAGES.mkdir(exist_ok=True)
     image.quantize(128).save(IMAGES / name, optimize=True)

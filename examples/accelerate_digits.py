@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drawbar import train
 from drawbar.accelerate import launch, load_state, report_state
 from drawbar.torch import prepare_data_loader
+from drawbar.train.runs import get_default_storage_path
 
 
 def digits():
@@ -48,8 +49,9 @@ def train_func(epochs):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("epochs", 12), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("epochs", 12)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     workers = train.ScalingConfig(num_workers=args.num_workers)
     run = train.RunConfig(name="accelerate-digits", storage_path=args.storage_path)

@@ -17,6 +17,7 @@ from sklearn.model_selection import train_test_split
 
 from drawbar import train
 from drawbar.jax import JaxTrainer, load_state, report_state
+from drawbar.train.runs import get_default_storage_path
 
 BATCH = 96  # over all workers
 
@@ -73,8 +74,9 @@ def train_loop(config):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("epochs", 12), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("epochs", 12)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     config = {"epochs": args.epochs, "lr": 0.003}
     workers = train.ScalingConfig(num_workers=args.num_workers)

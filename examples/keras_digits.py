@@ -18,6 +18,7 @@ from drawbar.keras import (
     prepare_dataset,
     prepare_model,
 )
+from drawbar.train.runs import get_default_storage_path
 
 
 def digits():
@@ -59,8 +60,9 @@ def train_loop(config):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("epochs", 8), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("epochs", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     parser.add_argument("--backend", choices=("torch", "jax", "tensorflow"), default="torch")
     args = parser.parse_args()
     result = KerasTrainer(

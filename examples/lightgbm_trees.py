@@ -13,6 +13,7 @@ from sklearn.model_selection import train_test_split
 
 from drawbar import train
 from drawbar.lightgbm import LightGBMTrainer, RayTrainReportCallback
+from drawbar.train.runs import get_default_storage_path
 
 
 def digits():
@@ -34,8 +35,9 @@ def plot(result, booster):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("rounds", 60), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("rounds", 60)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     training, validation = digits()
     metrics = ["multi_logloss", "multi_error"]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drawbar.lightning import DrawbarLogger, RayDDPStrategy
 from drawbar.torch import TorchTrainer
 from drawbar.train import RunConfig, ScalingConfig
+from drawbar.train.runs import get_default_storage_path
 
 
 class Digits(pl.LightningDataModule):
@@ -74,8 +75,9 @@ def train_loop(config):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("epochs", 8), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("epochs", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     result = TorchTrainer(
         train_loop,

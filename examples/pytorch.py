@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drawbar import train
 from drawbar.torch import TorchTrainer, enable_reproducibility, prepare_data_loader, prepare_model
+from drawbar.train.runs import get_default_storage_path
 
 
 def digits():
@@ -80,8 +81,9 @@ def restore(net, optimizer):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("epochs", 12), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("epochs", 12)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     config = {"epochs": args.epochs, "lr": 0.002}
     workers = train.ScalingConfig(num_workers=args.num_workers)

@@ -17,6 +17,7 @@ from torch import nn
 
 from drawbar import train
 from drawbar.torch import TorchTrainer, enable_reproducibility, prepare_model
+from drawbar.train.runs import get_default_storage_path
 
 
 def train_loop(config):
@@ -70,7 +71,7 @@ if __name__ == "__main__":
     spared = max((os.cpu_count() or 2) - 1, 1)  # leave one CPU for Ray Data
     parser.add_argument("--num-workers", type=int, default=min(2, spared))
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--storage-path", default="~/drawbar_results")
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     frame = load_breast_cancer(as_frame=True).frame
     training, held_out = train_test_split(frame, test_size=0.2, random_state=0)

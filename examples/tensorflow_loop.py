@@ -12,6 +12,7 @@ from sklearn.model_selection import train_test_split
 
 from drawbar import train
 from drawbar.tensorflow import TensorflowTrainer, prepare_dataset_shard
+from drawbar.train.runs import get_default_storage_path
 
 BATCH = 96  # over all workers
 
@@ -79,8 +80,9 @@ def train_loop(config):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("epochs", 12), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("epochs", 12)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     config = {"epochs": args.epochs}
     workers = train.ScalingConfig(num_workers=args.num_workers)

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from drawbar import train
 from drawbar.torch import TorchTrainer
+from drawbar.train.runs import get_default_storage_path
 from drawbar.transformers import prepare_trainer
 
 WINDOW = 64
@@ -69,8 +70,9 @@ def continue_text(path, text, count=60):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("steps", 200), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("steps", 200)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     run = train.RunConfig(name="gpt", storage_path=args.storage_path)
     result = TorchTrainer(

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drawbar import train
 from drawbar.torch import TorchTrainer, prepare_data_loader, prepare_model
+from drawbar.train.runs import get_default_storage_path
 
 EPOCHS = 8
 
@@ -67,8 +68,9 @@ def plot(results, path):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("trials", 6), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("trials", 6)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     storage = os.path.expanduser(args.storage_path)
     trainer = TorchTrainer(

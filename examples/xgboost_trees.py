@@ -12,6 +12,7 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
 
 from drawbar import train
+from drawbar.train.runs import get_default_storage_path
 from drawbar.xgboost import RayTrainReportCallback, XGBoostTrainer
 
 
@@ -34,8 +35,9 @@ def plot(result, booster):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("num-workers", 2), ("rounds", 200), ("storage-path", "~/drawbar_results")):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, value in (("num-workers", 2), ("rounds", 200)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--storage-path", default=get_default_storage_path())
     args = parser.parse_args()
     training, validation = cells()
     result = XGBoostTrainer(

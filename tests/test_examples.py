@@ -36,7 +36,12 @@ def run(tmp_path: Path, forks: Forks) -> Callable[..., str]:
         tests_ray["RAY_AUTH_TOKEN_PATH"] = str(token)
 
     def run(script: str, *arguments: str) -> str:
-        environment = {**os.environ, **tests_ray, "HOME": str(tmp_path)}
+        environment = {
+            **os.environ,
+            **tests_ray,
+            "HOME": str(tmp_path),
+            "DRAWBAR_STORAGE": str(tmp_path / "runs"),
+        }
         return forks.run(str(EXAMPLES / script), *arguments, folder=tmp_path, **environment)
 
     return run
@@ -45,13 +50,13 @@ def run(tmp_path: Path, forks: Forks) -> Callable[..., str]:
 def test_example_quickstart_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("quickstart.py")
     assert float(re.findall(r"'loss': ([\d.e-]+)", output)[0]) < 0.5
-    assert str(tmp_path / "drawbar_results") in output
+    assert str(tmp_path / "runs") in output
 
 
 def test_example_pytorch_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("pytorch.py", "--epochs", "6")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.9
-    assert (tmp_path / "drawbar_results/digits/curves.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "runs/digits/curves.png").read_bytes().startswith(PNG)
     again = run("pytorch.py", "--epochs", "7", "--num-workers", "0")
     assert "'epoch': 6" in again
     assert "checkpoint_000006" in again
@@ -96,7 +101,7 @@ def test_example_accelerate_resumes_in_local_mode(run: Callable[..., str]) -> No
 def test_example_jax_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("jax_digits.py", "--epochs", "4")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
-    assert (tmp_path / "drawbar_results/digits-jax/curves.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "runs/digits-jax/curves.png").read_bytes().startswith(PNG)
     again = run("jax_digits.py", "--epochs", "5", "--num-workers", "0")
     assert "'epoch': 4" in again
     assert "checkpoint_000004" in again
@@ -108,7 +113,7 @@ def test_example_keras_resumes_with_another_backend(
 ) -> None:
     first = run("keras_digits.py")
     assert float(re.findall(r"'val_accuracy': ([\d.]+)", first)[0]) > 0.9
-    assert (tmp_path / "drawbar_results/digits-keras/curves.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "runs/digits-keras/curves.png").read_bytes().startswith(PNG)
     again = run("keras_digits.py", "--epochs", "9", "--backend", "jax", "--num-workers", "0")
     assert "checkpoint_000008" in again
 
@@ -117,7 +122,7 @@ def test_example_keras_resumes_with_another_backend(
 def test_example_tensorflow_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("tensorflow_loop.py", "--epochs", "10")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.93
-    assert (tmp_path / "drawbar_results/digits-tensorflow/curves.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "runs/digits-tensorflow/curves.png").read_bytes().startswith(PNG)
     again = run("tensorflow_loop.py", "--epochs", "11", "--num-workers", "0")
     assert "'epoch': 10" in again
     assert "checkpoint_000010" in again
@@ -126,7 +131,7 @@ def test_example_tensorflow_resumes_in_local_mode(run: Callable[..., str], tmp_p
 def test_example_xgboost_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("xgboost_trees.py")
     assert float(re.findall(r"'validation-error': ([\d.]+)", output)[0]) < 0.06
-    figure = tmp_path / "drawbar_results/cancer/learning.png"
+    figure = tmp_path / "runs/cancer/learning.png"
     assert figure.read_bytes().startswith(PNG)
 
 
@@ -134,7 +139,7 @@ def test_example_xgboost_trains(run: Callable[..., str], tmp_path: Path) -> None
 def test_example_lightgbm_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("lightgbm_trees.py", "--rounds", "30")
     assert float(re.findall(r"'validation-multi_error': ([\d.]+)", output)[0]) < 0.06
-    figure = tmp_path / "drawbar_results/digits-trees/learning.png"
+    figure = tmp_path / "runs/digits-trees/learning.png"
     assert figure.read_bytes().startswith(PNG)
 
 
@@ -143,11 +148,11 @@ def test_example_ray_data_trains(run: Callable[..., str], tmp_path: Path) -> Non
     output = run("ray_data.py", "--num-workers", "2", "--epochs", "8")
     assert float(re.findall(r"'accuracy': ([\d.]+)", output)[0]) > 0.9
     assert "rows of each epoch: [454, 454, 454, 454, 454, 454, 454, 454]" in output  # of 455
-    assert (tmp_path / "drawbar_results/tumours/curves.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "runs/tumours/curves.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.nightly
 def test_example_tune_runs_a_sweep(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("tune_digits.py", "--trials", "2")
     assert float(re.findall(r"best: ([\d.]+)", output)[0]) > 0.5  # two guesses
-    assert (tmp_path / "drawbar_results/digits-sweep/sweep.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "runs/digits-sweep/sweep.png").read_bytes().startswith(PNG)

@@ -17,7 +17,13 @@ import pytest
 
 REPO = Path(__file__).parents[1]
 OWN_ROOTS = {"drawbar", "tests", "benchmarks"}
-COMPAT_FILES = {"_compat.py", "_base/ray_compat.py", "test_compat.py", "test_ray_compat.py"}
+COMPAT_FILES = {
+    "_compat.py",
+    "ray_compat.py",
+    "_ray_compat.py",
+    "test_compat.py",
+    "test_ray_compat.py",
+}
 RAY_PRIVATE_FILES = {
     "core/drawbar/_base/ray_compat.py",
     "tests/_ray_compat.py",
@@ -202,7 +208,7 @@ def test_import_without_private_names_succeeds_and_use_raises() -> None:
     assert {"lightgbm", "ray", "torch", "xgboost"} <= set(packages)
     program = f"""
 import importlib
-from drawbar.train._config import packages
+from drawbar._base import packages as packages
 import lightgbm.sklearn, ray.tune, torch.utils._pytree, xgboost.sklearn
 for module, name in {names}:
     delattr(importlib.import_module(module), name)

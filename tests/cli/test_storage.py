@@ -58,6 +58,8 @@ def test_default_storage_path_is_used_by_runs_and_found_by_all_commands(
         monkeypatch.setenv("DRAWBAR_STORAGE", storage)
     assert get_default_storage_path() == storage
     assert cli("runs").out == f"No runs in {storage}.\n"
+    catalog = RunCatalog()
+    assert (catalog.list_runs(), catalog.errors) == ([], [])
     result = DataParallelTrainer(
         train_func,
         scaling_config=ScalingConfig(num_workers=0),
@@ -70,7 +72,7 @@ def test_default_storage_path_is_used_by_runs_and_found_by_all_commands(
         assert cli(command, "exp/first").code == 0
     assert cli("clean").code == cli("clean", "exp/first").code == 0
     assert ReportFeed("exp/first").read()
-    (record,) = RunCatalog().list_runs()
+    (record,) = catalog.list_runs()
     assert [run.path for run in list_runs()] == [record.path] == [find_run("exp/first").path]
     assert cli("delete", "exp/first", "--yes").out.startswith("Deleted 'first'")
     assert list(list_runs()) == []
@@ -138,10 +140,21 @@ def test_delete_removes_run_and_keeps_others(cli: Command, storage: Path) -> Non
     assert (result.code, result.err.count("\n")) == (2, 1)
 
 
-@pytest.mark.parametrize(("reply", "is_deleted"), [("y", True), ("", False)])
-def test_delete_asks_for_confirmation(storage: Path, reply: str, is_deleted: bool) -> None:
+# Ctrl-C while `input()` waits, which reads the terminal
+INTERRUPTED_PROMPT = """
+import builtins, signal
+builtins.input = lambda prompt: signal.raise_signal(signal.SIGINT)
+from drawbar.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("reply", "code"), [("y", 0), ("", 1), ("interrupt", 130)])
+def test_delete_asks_for_confirmation(storage: Path, reply: str, code: int) -> None:
     terminal, terminal_of_command = pty.openpty()
     command = [sys.executable, "-m", "drawbar.cli", "delete", str(storage / "long")]
+    if reply == "interrupt":
+        command[1:3] = ["-c", INTERRUPTED_PROMPT]
     os.write(terminal, f"{reply}\n".encode())
     result = subprocess.run(
         command, stdin=terminal_of_command, capture_output=True, text=True, check=False
@@ -150,8 +163,8 @@ def test_delete_asks_for_confirmation(storage: Path, reply: str, is_deleted: boo
     os.close(terminal_of_command)
     assert f"{storage}/long: finished, " in result.stderr
     assert ", 3 checkpoints\nDelete this run? [y/N]:" in result.stderr
-    assert result.returncode == (0 if is_deleted else 1)
-    assert (storage / "long").exists() != is_deleted
+    assert result.returncode == code
+    assert (storage / "long").exists() == (code != 0)
 
 
 def test_delete_without_terminal_requires_yes(

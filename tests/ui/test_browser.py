@@ -19,7 +19,9 @@ from drawbar import train, ui
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, WorkerGroupError
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+exceptions = pytest.importorskip("selenium.common.exceptions")
 waiting = pytest.importorskip("selenium.webdriver.support.ui")
+screenshots = pytest.importorskip("benchmarks.screenshots")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
     pytest.skip("Chromium and chromedriver are not installed", allow_module_level=True)
@@ -260,3 +262,36 @@ def test_live_run_is_updated_until_the_server_stops(page: Page, tmp_path: Path) 
     assert server.returncode == 0
     page.wait_for_text(".stopped", "The server has stopped. Data as of")
     page.driver.get_log("browser")  # failed connections
+
+
+DRAW_CURVE = """
+const context = document.querySelectorAll("canvas")[arguments[0]].getContext("2d");
+context.fillStyle = "rgb(0, 180, 90)";
+context.fillRect(0, 50, 300, 2);
+"""
+
+
+def test_screenshot_of_page_with_chart_without_curve_raises(page: Page) -> None:
+    page.open("data:text/html,<div class=charts></div>")
+    errors = [wait_for_missing_curve(page)]
+    for number in range(2):  # of two charts, none has a curve, and then one
+        page.driver.execute_script(
+            "document.querySelector('.charts')"
+            ".insertAdjacentHTML('beforeend', '<figure><canvas></canvas></figure>')"
+        )
+        errors.append(wait_for_missing_curve(page))
+        page.driver.execute_script(DRAW_CURVE, number)
+        screenshots.wait_for_curves(page.driver)
+    assert errors == ["A chart in the window has no curve."] * 3
+
+
+def wait_for_missing_curve(page: Page) -> str:
+    with pytest.raises(exceptions.TimeoutException) as caught:
+        screenshots.wait_for_curves(page.driver, timeout=0.1)
+    return str(caught.value.msg)
+
+
+def test_screenshot_of_run_waits_for_curves(page: Page) -> None:
+    page.open_run("failed")
+    page.wait_for_chart()
+    screenshots.wait_for_curves(page.driver)

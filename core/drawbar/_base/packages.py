@@ -36,7 +36,7 @@ def require_package(module: str, extra: str, min_version: str | None = None) -> 
         raise error
     if min_version is not None:
         version = importlib.metadata.version(module)
-        require_version(module, version, min_version, requirement=f"drawbar[{extra}]")
+        require_version(module, version, min_version)
 
 
 def make_import_error(module: str, extra: str) -> ImportError:
@@ -59,7 +59,7 @@ def make_import_error(module: str, extra: str) -> ImportError:
     """
     return _find_import_error(module, extra) or ImportError(
         f"{module} is installed, but cannot be imported; "
-        f'run: pip install --upgrade "drawbar[{extra}]"',
+        f"run: pip install --upgrade {_format_requirements(module, extra)}",
         name=module,
     )
 
@@ -74,9 +74,52 @@ def _find_import_error(module: str, extra: str) -> ImportError | None:
         )
     if importlib.util.find_spec(module) is None:
         return ModuleNotFoundError(
-            f'{module} is not installed; run: pip install "drawbar[{extra}]"', name=module
+            f"{module} is not installed; run: pip install {_format_requirements(module, extra)}",
+            name=module,
         )
     return None
+
+
+def _format_requirements(module: str, extra: str) -> str:
+    """Return arguments of `pip install`: the packages of an extra that are not installed.
+
+    The packages, unlike the extra, can be installed by the same command however Drawbar itself was
+    installed: from a checkout, a file, or an index. If all are installed, all are returned.
+    """
+    packages = list(dict.fromkeys(_list_packages(extra))) or [module]
+    missing = [package for package in packages if not _is_installed(package)]
+    return " ".join(f'"{package}"' for package in missing or packages)
+
+
+def _list_packages(extra: str) -> Iterator[str]:
+    """Yield the requirements of an extra of Drawbar. None if Drawbar is not a package."""
+    from packaging.requirements import Requirement  # a dependency of Ray
+
+    try:
+        lines = importlib.metadata.requires("drawbar") or ()
+    except importlib.metadata.PackageNotFoundError:  # in PYTHONPATH or py_modules
+        return
+    for requirement in map(Requirement, lines):
+        marker = requirement.marker
+        if not marker or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
+            continue  # required without the extra, or not by it
+        if requirement.name == "drawbar":
+            for other in sorted(requirement.extras):
+                yield from _list_packages(other)
+        else:
+            requirement.marker = None
+            yield str(requirement)
+
+
+def _is_installed(package: str) -> bool:
+    from packaging.requirements import Requirement
+
+    requirement = Requirement(package)
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return requirement.specifier.contains(version, prereleases=True)
 
 
 def import_private(module: str, name: str) -> Any:
@@ -150,27 +193,28 @@ def _find_candidates(module: str) -> Iterator[tuple[str, str]]:
             yield os.path.abspath(entry), spec.origin
 
 
-def require_version(module: str, version: str, min_version: str, *, requirement: str) -> None:
+def require_version(module: str, version: str, min_version: str) -> None:
     """Check that a framework is new enough, if its package may have another name.
 
     Args:
         module: Module of the framework, such as "xgboost".
         version: Installed version, such as `module.__version__`.
         min_version: Oldest supported version.
-        requirement: Requirement that `pip install` needs, such as "drawbar[xgboost]".
 
     Raises:
-        ImportError: The version is too old. The message contains both versions and the command.
+        ImportError: The version is too old. The message contains both versions, and the command
+            that upgrades the installed package.
 
     Example:
         ```python
-        require_version("xgboost", xgboost.__version__, "2.0", requirement="drawbar[xgboost]")
+        require_version("xgboost", xgboost.__version__, "3.1")
         ```
     """
     if parse_release(version) < parse_release(min_version):
+        package, *_ = importlib.metadata.packages_distributions().get(module, [module])
         raise ImportError(
             f"{module} {version} is installed, but {min_version} or newer is needed; "
-            f'run: pip install --upgrade "{requirement}"',
+            f'run: pip install --upgrade "{package}>={min_version}"',
             name=module,
         )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar._base.api import set_public_module
 from drawbar._base.metrics import Metrics, describe_available
+from drawbar._base.packages import make_import_error
 from drawbar._data.ledger import DataLedger
 from drawbar._observe.goodput import Goodput
 from drawbar._observe.html import RunCard, extract_curves
@@ -164,9 +165,7 @@ class Result:
         try:
             return make_frame(self._read_history())
         except ImportError as error:
-            raise ImportError(
-                'Result.metrics_dataframe needs pandas. Run: pip install "drawbar[data]"'
-            ) from error
+            raise make_import_error("pandas", extra="data") from error
 
     @property
     def data_ledger(self) -> DataLedger:

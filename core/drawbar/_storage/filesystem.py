@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from drawbar._base.packages import make_import_error
 from drawbar._storage.fsspec_files import get_fsspec_filesystem
 from drawbar._storage.remote_path import RemotePath
 from drawbar._storage.uris import get_local_path, quote_uri, unquote_path
@@ -146,6 +147,6 @@ def _import_pyarrow_fs() -> ModuleType:
         return importlib.import_module("pyarrow.fs")
     except ImportError as error:
         raise ImportError(
-            "Remote storage, and storage passed as a filesystem, needs pyarrow. Run: "
-            'pip install "drawbar[data]"'
+            "Remote storage, and storage passed as a filesystem, needs pyarrow: "
+            f"{make_import_error('pyarrow', extra='data')}"
         ) from error

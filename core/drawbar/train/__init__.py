@@ -197,7 +197,7 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
         """Import trainers, results, and integrations such as `train.torch` on first use."""
         if name in _DRIVER_NAMES:
             if _find_shadowing_file("ray"):  # a run would fail with an unrelated error
-                raise backend.make_import_error("ray", extra="all")
+                raise backend.make_import_error("ray", extra="")
             return _import_names(_DRIVER_NAMES)[name]
         if name in _HISTORY_NAMES:
             return _import_names(_HISTORY_NAMES)[name]

@@ -43,12 +43,7 @@ class BoostingConfig(BackendConfig):
         """
         # Ask the module, because XGBoost is distributed in packages with several names.
         version: str = importlib.import_module(self.library_module).__version__
-        require_version(
-            self.library_module,
-            version,
-            self.min_version,
-            requirement=f"drawbar[{self.library_module}]",
-        )
+        require_version(self.library_module, version, self.min_version)
 
     @property
     def _imports(self) -> dict[str, bool | None]:

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from drawbar._base.packages import make_import_error
 from drawbar._base.wording import escape_surrogates
 from drawbar._observe.prometheus import CONTENT_TYPE, format_metrics
 from drawbar._observe.run_metrics import METRICS, MetricValue, RunMetrics
@@ -68,9 +69,7 @@ class MetricsServer:
         try:
             import prometheus_client  # noqa: F401
         except ImportError as error:
-            raise ImportError(
-                f'{error}. Install it with: pip install "drawbar[metrics]"'
-            ) from error
+            raise make_import_error("prometheus_client", extra="metrics") from error
         host = os.environ.get(HOST_VARIABLE) or "127.0.0.1"
         port = int(os.environ[PORT_VARIABLE])
         self._server = _HttpServer(host, port, self._format)

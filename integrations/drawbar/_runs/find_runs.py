@@ -192,7 +192,9 @@ class RunCatalog:
     """
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]] = ()) -> None:
-        self.paths = [os.fspath(path) for path in paths] or [get_default_storage_path()]
+        self.paths = [os.fspath(path) for path in paths]
+        self._is_default = not self.paths
+        self.paths = self.paths or [get_default_storage_path()]
         self.errors: list[str] = []
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._lock = threading.Lock()
@@ -246,7 +248,7 @@ class RunCatalog:
             yield from iter_run_records(root, self._read)
         elif can_be_run_name(path):
             yield find_run(path)
-        else:
+        elif not self._is_default:  # the first run creates the default one
             raise FileNotFoundError(f"Storage path {root} does not exist.")
 
     def _read(self, path: Path | RemotePath, name: str) -> RunRecord:

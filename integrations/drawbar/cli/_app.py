@@ -108,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: Always. The code is 0 on success, 1 for a negative result (for example a
-            damaged checkpoint), and 2 for an error, which is printed to stderr in one line.
-            `launch` exits with the code of the script.
+            damaged checkpoint), 2 for an error, which is printed to stderr in one line, and 130
+            for Ctrl-C. `launch` exits with the code of the script.
 
     Example:
         ```python
@@ -132,9 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit_with_error(" ".join(str(error).split()))
     except _UsageError as error:
         _exit_with_error(_describe_usage_error(error))
-    except typer.Abort:  # Ctrl-C, or no answer to a question
+    except typer.Abort as abort:  # Ctrl-C, or no answer to a question
         print("Aborted.", file=sys.stderr)
-        sys.exit(1)
+        is_interrupted = isinstance(abort.__cause__ or abort.__context__, KeyboardInterrupt)
+        sys.exit(130 if is_interrupted else 1)
     except BrokenPipeError:  # `drawbar runs | head`
         discard_stdout()
         sys.exit(1)

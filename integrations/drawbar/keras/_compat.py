@@ -48,8 +48,8 @@ def replace_attribute(owner: object, name: str, value: object) -> None:
 
         raise RuntimeError(
             f"{type(owner).__name__} of Keras {keras.__version__} has no {name}(), which Drawbar "
-            "needs to train on several workers. Install the Keras version that "
-            "`pip install 'drawbar[keras]'` selects."
+            "needs to train on several workers. Install an earlier version of Keras, or upgrade "
+            "Drawbar."
         )
     own_values = _replaced.attributes.setdefault(owner, {})
     own_values.setdefault(name, vars(owner).get(name, _MISSING))

@@ -71,9 +71,7 @@ def detect_package() -> Package:
         )
     candidates: list[Package] = imported or installed_packages()
     if not candidates:
-        raise ModuleNotFoundError(
-            'drawbar.lightning needs Lightning. Run: pip install "drawbar[lightning]"'
-        )
+        raise make_import_error("pytorch_lightning", extra="lightning")
     return candidates[0]
 
 
@@ -89,9 +87,7 @@ def import_lightning_class(path: str, package: Package) -> Any:
         version: str = importlib.import_module(package).__version__
     except (ImportError, AttributeError) as error:
         raise make_import_error(package, extra="lightning") from error
-    require_version(
-        package, version, MIN_VERSION, requirement=f"{package.replace('_', '-')}>={MIN_VERSION}"
-    )
+    require_version(package, version, MIN_VERSION)
     return getattr(importlib.import_module(module), name)
 
 

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from drawbar.train.backend import make_import_error
 from drawbar.train.runs import MetricsExporter
 from drawbar.ui._api import Api, RequestError
 from drawbar.ui._assets import find_asset
@@ -57,9 +58,8 @@ class UiServer(ThreadingHTTPServer):
         try:
             return self._exporter.format(run.record for run in self._index.refresh().values())
         except ImportError as error:
-            raise RequestError(
-                501, f'{error}. Install it with: pip install "drawbar[metrics]"'
-            ) from error
+            missing = make_import_error("prometheus_client", extra="metrics")
+            raise RequestError(501, str(missing)) from error
 
     def _bind_free_port(self, host: str, port: int) -> None:
         ports = [0] if port == 0 else range(port, min(port + _NUM_PORTS, 65_536))

@@ -228,7 +228,7 @@ def test_program_exit_stops_run(
         _, err = driver.communicate(timeout=300)
         wait_until_gone(int(pid) for pid in received - {"started"})
     assert driver.returncode == ending
-    assert "the program ends without wait()" in err
+    assert "the program exits before the run has ended" in err
     assert "] stopped" in err
     assert "] failed" not in err
     assert ("ArithmeticError" in err) == ("Traceback" in err) == bool(ending)

@@ -400,6 +400,34 @@ def test_ctrl_c_in_local_function_stops_gracefully(tmp_path: Path, max_failures:
     assert result.error is None
 
 
+INTERRUPTED = """
+import signal
+from drawbar import train
+
+train.DataParallelTrainer(
+    lambda: signal.raise_signal(signal.SIGINT),
+    scaling_config=train.ScalingConfig(num_workers=0),
+    run_config=train.RunConfig(name="run", storage_path="."),
+).fit()
+"""
+
+
+def test_ctrl_c_ends_script_with_code_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED]
+    script = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert script.returncode == 128 + signal.SIGINT
+    assert "UserAbort: stopped by Ctrl-C; the run is in" in script.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_in_interactive_python_does_not_end_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-i", "-c", INTERRUPTED]
+    script = subprocess.run(
+        command, cwd=tmp_path, input="print('continues')", capture_output=True, text=True
+    )
+    assert (script.returncode, script.stdout) == (0, "continues\n")
+    assert "UserAbort: stopped by Ctrl-C" in script.stderr
+
+
 # -- debuggers
 
 SCRIPT = """

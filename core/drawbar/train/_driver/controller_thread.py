@@ -33,7 +33,9 @@ from drawbar.train._worker_group.worker_group import WorkerGroup
 
 DIAGNOSIS_TIMEOUT_S = 10.0
 EXIT_SECONDS = 3.0
-STOPPED_AT_EXIT = "the program ends without wait(): the run is stopped, and can be resumed"
+STOPPED_AT_EXIT = (
+    "the program exits before the run has ended: the run is stopped, and can be resumed"
+)
 
 _logger = logging.getLogger("drawbar.train")
 

@@ -17,6 +17,7 @@ from drawbar._base.frames import without_internal_frames
 from drawbar._base.metrics import Metrics
 from drawbar._observe.goodput import Goodput
 from drawbar._process.errors import UserAbort
+from drawbar._process.user_abort import make_user_abort
 from drawbar._records.result import Result
 from drawbar._records.run_history import RunHistory
 from drawbar._records.run_locations import RunLocation, locate_run
@@ -229,14 +230,12 @@ class RunHandle:
                         raise TimeoutError(self._describe_timeout(seconds))
                 except KeyboardInterrupt:
                     if self._run.is_detached:
-                        raise UserAbort(self._describe_detach()) from None
+                        raise make_user_abort(self._describe_detach()) from None
                     # The timeout does not apply while the run is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
         if interrupts:
-            raise UserAbort(
-                f"stopped by Ctrl-C; the run is in {self.path}. "
-                + describe_resume(self._run.directory)
-            )
+            resume = describe_resume(self._run.directory)
+            raise make_user_abort(f"stopped by Ctrl-C; the run is in {self.path}. {resume}")
         return self._run.get_outcome().get_result()
 
     def _interrupt(self, *, is_first: bool) -> None:

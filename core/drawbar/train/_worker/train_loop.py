@@ -77,8 +77,7 @@ def run_train_loop(
         with use_session(session, is_process_wide=is_process_wide):
             # Threads share the environment, so ranks in threads of one process do not change it.
             if is_process_wide:
-                environment = session.assignment.make_worker_env()
-                set_env_vars(environment)
+                set_env_vars(environment := session.assignment.make_worker_env())
                 set_rank(environment)
             loop, script_names = _make_copy(session, train_loop)
             session.send(FunctionImported())

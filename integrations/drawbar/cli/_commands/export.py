@@ -16,6 +16,7 @@ import typer
 
 from drawbar.cli._arguments import AsJson, RunName, open_record
 from drawbar.cli._output import CommandError, encode_json, format_os_error
+from drawbar.train.backend import make_import_error
 from drawbar.train.runs import RunRecord
 
 if TYPE_CHECKING:
@@ -90,9 +91,7 @@ def _write_parquet(record: RunRecord, file: IO[bytes]) -> None:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise CommandError(
-            "--parquet needs pyarrow. Install it with: pip install 'drawbar[data]'"
-        ) from error
+        raise CommandError(f"--parquet: {make_import_error('pyarrow', extra='data')}") from error
     try:
         # A first pass determines the columns and their types.
         schema = pyarrow.unify_schemas(

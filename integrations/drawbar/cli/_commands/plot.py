@@ -11,6 +11,7 @@ import typer
 from drawbar.cli._arguments import AsJson, RunName, open_record
 from drawbar.cli._output import CommandError, escape_control_chars, terminal_width, write_json
 from drawbar.cli._terminal_plot import draw_curve
+from drawbar.train.backend import make_import_error
 
 _COLUMNS = 72
 
@@ -73,9 +74,7 @@ def _save_figure(curves: Curves, output: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise CommandError(
-            "--output needs matplotlib. Install it with: pip install 'drawbar[cli]'"
-        ) from error
+        raise CommandError(f"--output: {make_import_error('matplotlib', extra='cli')}") from error
     figure = Figure(figsize=(7, 2.2 * len(curves)), layout="constrained")
     for axes, (name, points) in zip(
         figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves.items(), strict=True

@@ -133,7 +133,7 @@ def check_requirements() -> Iterator[CheckResult]:
     try:
         requirements = requires("drawbar") or ()
     except PackageNotFoundError:
-        advice = "Install it with: pip install drawbar"
+        advice = "Install Drawbar with pip, so that the versions of its packages are checked."
         yield CheckResult("warning", "versions", "drawbar is not installed as a package", advice)
         return
     for requirement in map(Requirement, requirements):

@@ -69,7 +69,7 @@ export function CheckpointDetail({id, checkpoint, close}) {
   const metrics = Object.entries(checkpoint.metrics || {});
   return html`<div class="detail" role="region" aria-label="Checkpoint">
     <div class="bar"><h3 style=${{margin: 0}}>${checkpoint.name}</h3><span class="muted small">${
-      [dateTime(checkpoint.time), `attempt ${checkpoint.attempt}`, bytes(checkpoint.bytes), stateText(checkpoint)].join(" · ")}</span><span class="spacer"></span>
+      [dateTime(checkpoint.time), `attempt ${checkpoint.attempt}`, bytes(checkpoint.bytes), statusText(checkpoint)].join(" · ")}</span><span class="spacer"></span>
       ${!exported && html`<button disabled=${current.isBusy} onClick=${verify}>Verify</button>`}<button onClick=${close}>Close</button></div>
     <div role="status">${current.text}</div>
     ${checkpoint.validation && checkpoint.validation.error && html`<p>Validation failed: ${checkpoint.validation.error}</p>`}
