@@ -22,6 +22,8 @@ from drawbar._console.console import Console
 from drawbar._console.slow_phases import print_if_slow
 from drawbar._data.data_config import DataConfig
 from drawbar._data.user_datasets import check_datasets
+from drawbar._observe.metrics_publisher import MetricsPublisher
+from drawbar._observe.resource_log import ResourceLog
 from drawbar._process.errors import UserAbort
 from drawbar._records.result import Result
 from drawbar._storage.checkpoint import Checkpoint
@@ -32,7 +34,7 @@ from drawbar.train._config.backend import BackendConfig, LauncherStore
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._controller.run import RunSpec
+from drawbar.train._controller.run import MakeWatcher, RunSpec
 from drawbar.train._driver import preflight, start_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._handle.run_handle import RunHandle
@@ -278,12 +280,12 @@ class DataParallelTrainer(ArgumentErrors):
                 spec,
                 payload,
                 self.validation_config,
-                self._make_console,
+                self._make_watchers(),
                 use_caller_thread=use_caller_thread,
             )
         if not self._uses_ray:
             return start_run.start_program_run(
-                spec, payload, self._make_console, use_caller_thread=use_caller_thread
+                spec, payload, self._make_watchers(), use_caller_thread=use_caller_thread
             )
         start_run.check_before_ray(spec)
         # Only now, so that errors in arguments are raised without waiting for Ray.
@@ -294,20 +296,32 @@ class DataParallelTrainer(ArgumentErrors):
             text = "[drawbar] joined the running Ray cluster at"
             print(text, f"{joined_address}. RAY_ADDRESS=local starts a new one.", file=sys.stderr)
         # Here, because this module imports Ray, which other runs do not need.
+        from drawbar._modes.host_actor import HostedRun
         from drawbar._modes.host_actor_run import start_host_actor_run
 
         if self.run_config.detached or is_ray_client():
             if self.run_config.detached:
                 start_run.warn_if_driver_owns_ray()
                 start_run.warn_if_driver_owns_objects(spec)
-            return start_host_actor_run(spec)
+            return start_host_actor_run(
+                HostedRun(
+                    spec,
+                    _make_observers(is_on_ray=True),
+                    partial(Console, self.run_config.logging_config.level_number),
+                )
+            )
         return start_run.start_ray_run(
-            spec, self._make_console, use_caller_thread=use_caller_thread
+            spec, self._make_watchers(is_on_ray=True), use_caller_thread=use_caller_thread
         )
 
-    def _make_console(self, path: str) -> Console:
+    def _make_watchers(self, *, is_on_ray: bool = False) -> list[MakeWatcher]:
+        """Return functions that create the watchers of a run in this process."""
+        level = self.run_config.logging_config.level_number
         is_live = self.scaling_config.max_workers > 0
-        return Console(self.run_config.logging_config.level_number, path, is_live=is_live)
+        return [
+            lambda run, emit: Console(level, run.directory.uri, is_live=is_live),
+            *_make_observers(is_on_ray=is_on_ray),
+        ]
 
     # -- restore
 
@@ -388,6 +402,13 @@ class DataParallelTrainer(ArgumentErrors):
     def __repr__(self) -> str:
         name = getattr(self.train_loop_per_worker, "__name__", self.train_loop_per_worker)
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
+
+
+def _make_observers(*, is_on_ray: bool) -> list[MakeWatcher]:
+    return [
+        lambda run, emit: ResourceLog(run.directory),
+        partial(MetricsPublisher, is_on_ray=is_on_ray),
+    ]
 
 
 def _make_torchrun_starter(store: LauncherStore) -> Callable[..., RunView]:
