@@ -22,8 +22,6 @@ from drawbar._console.console import Console
 from drawbar._console.slow_phases import print_if_slow
 from drawbar._data.data_config import DataConfig
 from drawbar._data.user_datasets import check_datasets
-from drawbar._observe.metrics_publisher import MetricsPublisher
-from drawbar._observe.resource_log import ResourceLog
 from drawbar._process.errors import UserAbort
 from drawbar._records.result import Result
 from drawbar._storage.checkpoint import Checkpoint
@@ -39,6 +37,7 @@ from drawbar.train._driver import preflight, start_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._handle.run_handle import RunHandle
 from drawbar.train._handle.run_view import RunView
+from drawbar.train._watchers import make_observers, make_watchers
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.cluster import connect_to_ray, is_ray_client
 
@@ -245,8 +244,7 @@ class DataParallelTrainer(ArgumentErrors):
             resume_from_checkpoint=self.resume_from_checkpoint,
             validation_config=self.validation_config,
         )
-        run = self._start_run(spec, payload, use_caller_thread=use_caller_thread)
-        return RunHandle(run)
+        return RunHandle(self._start_run(spec, payload, use_caller_thread=use_caller_thread))
 
     def _function_identity(self) -> FunctionIdentity:
         if self._script is None:
@@ -303,25 +301,16 @@ class DataParallelTrainer(ArgumentErrors):
             if self.run_config.detached:
                 start_run.warn_if_driver_owns_ray()
                 start_run.warn_if_driver_owns_objects(spec)
-            return start_host_actor_run(
-                HostedRun(
-                    spec,
-                    _make_observers(is_on_ray=True),
-                    partial(Console, self.run_config.logging_config.level_number),
-                )
-            )
+            make_console = partial(Console, self.run_config.logging_config.level_number)
+            observers = make_observers(is_on_ray=True)
+            return start_host_actor_run(HostedRun(spec, observers, make_console))
         return start_run.start_ray_run(
             spec, self._make_watchers(is_on_ray=True), use_caller_thread=use_caller_thread
         )
 
     def _make_watchers(self, *, is_on_ray: bool = False) -> list[MakeWatcher]:
-        """Return functions that create the watchers of a run in this process."""
-        level = self.run_config.logging_config.level_number
         is_live = self.scaling_config.max_workers > 0
-        return [
-            lambda run, emit: Console(level, run.directory.uri, is_live=is_live),
-            *_make_observers(is_on_ray=is_on_ray),
-        ]
+        return make_watchers(self.run_config, is_live=is_live, is_on_ray=is_on_ray)
 
     # -- restore
 
@@ -402,13 +391,6 @@ class DataParallelTrainer(ArgumentErrors):
     def __repr__(self) -> str:
         name = getattr(self.train_loop_per_worker, "__name__", self.train_loop_per_worker)
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
-
-
-def _make_observers(*, is_on_ray: bool) -> list[MakeWatcher]:
-    return [
-        lambda run, emit: ResourceLog(run.directory),
-        partial(MetricsPublisher, is_on_ray=is_on_ray),
-    ]
 
 
 def _make_torchrun_starter(store: LauncherStore) -> Callable[..., RunView]:
