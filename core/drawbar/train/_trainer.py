@@ -18,7 +18,6 @@ from drawbar._base.api import ArgumentErrors
 from drawbar._base.fields import resolve_config
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.train_function import FunctionIdentity, TrainFunction
-from drawbar._console.console import Console
 from drawbar._console.slow_phases import print_if_slow
 from drawbar._data.data_config import DataConfig
 from drawbar._data.user_datasets import check_datasets
@@ -37,7 +36,7 @@ from drawbar.train._driver import preflight, start_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._handle.run_handle import RunHandle
 from drawbar.train._handle.run_view import RunView
-from drawbar.train._watchers import make_observers, make_watchers
+from drawbar.train._watchers import SAMPLERS, make_remote_watchers, make_watchers
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.cluster import connect_to_ray, is_ray_client
 
@@ -243,6 +242,7 @@ class DataParallelTrainer(ArgumentErrors):
             metadata=self.metadata,
             resume_from_checkpoint=self.resume_from_checkpoint,
             validation_config=self.validation_config,
+            samplers=SAMPLERS,
         )
         return RunHandle(self._start_run(spec, payload, use_caller_thread=use_caller_thread))
 
@@ -301,9 +301,7 @@ class DataParallelTrainer(ArgumentErrors):
             if self.run_config.detached:
                 start_run.warn_if_driver_owns_ray()
                 start_run.warn_if_driver_owns_objects(spec)
-            make_console = partial(Console, self.run_config.logging_config.level_number)
-            observers = make_observers(is_on_ray=True)
-            return start_host_actor_run(HostedRun(spec, observers, make_console))
+            return start_host_actor_run(HostedRun(spec, *make_remote_watchers(self.run_config)))
         return start_run.start_ray_run(
             spec, self._make_watchers(is_on_ray=True), use_caller_thread=use_caller_thread
         )
