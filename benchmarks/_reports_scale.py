@@ -60,7 +60,7 @@ def write_run(path: Path, num_reports: int, num_ranks: int) -> float:
         closing(Journal(path / "journal.jsonl")) as journal,
         closing(ReportLog(RunDirectory(path), journal)) as log,
     ):
-        events = EventStream(journal, log, RunState(), [])
+        events = EventStream(journal, log, RunState())
         events.emit(RunStarted(time=now, run_id="benchmark", name=path.name, config={}))
         events.emit(
             AttemptStarted(time=now, attempt=0, first_report_index=0, resume_checkpoint=None)

@@ -47,7 +47,7 @@ def _write_run(path: Path, num_reports: int, num_metrics: int) -> None:
         closing(Journal(path / "journal.jsonl")) as journal,
         closing(ReportLog(RunDirectory(path), journal)) as log,
     ):
-        events = EventStream(journal, log, RunState(), [])
+        events = EventStream(journal, log, RunState())
         config: dict[str, object] = {"train_loop_config": {"num_metrics": num_metrics}}
         events.emit(RunStarted(time=now, run_id=path.name, name=path.name, config=config))
         events.emit(

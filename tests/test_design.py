@@ -22,7 +22,7 @@ POLLING = {
     "_controller/node_watcher.py",
     "_controller/diagnosis.py",
     "_modes/host_actor.py",
-    "_records/run_output.py",
+    "_runs/run_output.py",
     "_storage/journal_file.py",
     "_storage/retries.py",
     "_process/output.py",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -234,27 +233,6 @@ def test_curves_by_step_time_and_rank(client: Client) -> None:
     part = client.get(base, metric="loss", **{"from": 1, "to": 1})
     assert part["curves"]["loss"] == {"x": [1], "y": [0.5]}
     assert "bad" not in client.get(base)["curves"]
-
-
-def test_curves_keep_lowest_and_highest_value_of_each_pixel_column(tmp_path: Path) -> None:
-    from drawbar import train
-
-    def train_func() -> None:
-        for step in range(1_000):
-            train.report({"loss": 100.0 if step == 567 else math.sin(step)})
-
-    train.DataParallelTrainer(
-        train_func,
-        scaling_config=train.ScalingConfig(num_workers=0),
-        run_config=train.RunConfig(name="spike", storage_path=tmp_path),
-    ).fit()
-    with ui.start_server([tmp_path], port=0) as server:
-        client = Client(server.url)
-        reply = client.get(f"api/runs/{client.find_id('spike')}/curves", points=10, metric="loss")
-    curve = reply["curves"]["loss"]
-    assert len(curve["x"]) <= 20
-    assert curve["y"][curve["x"].index(567)] == 100.0
-    assert curve["x"] == sorted(curve["x"])
 
 
 def test_log_is_read_in_parts(client: Client) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -21,12 +21,12 @@ from drawbar._base.ray_compat import is_worker_process_dead
 from drawbar._process.driver_env import DriverEnvironment
 from drawbar._process.serialization import Serialized, serialize, serialize_without_references
 from drawbar._process.worker_env import get_runtime_env_vars
-from drawbar._records.event_stream import EventBuffer, EventPosition
+from drawbar._records.event_stream import EventBuffer, EventPosition, Watcher
 from drawbar._records.live_events import Event
 from drawbar._records.timeline import RunState
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
-from drawbar.train._controller.run import RunOutcome, RunSpec
+from drawbar.train._controller.run import MakeWatcher, RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.start_run import start_ray_run
 
@@ -41,18 +41,36 @@ START_TIMEOUT_S = 60.0
 _logger = logging.getLogger("drawbar.train")
 
 
+MakeConsole = Callable[[str], Watcher]
+
+
+@dataclass(frozen=True)
+class HostedRun:
+    """A run, and how it is watched.
+
+    Attributes:
+        spec: The run.
+        watchers: Create watchers in the host actor.
+        make_console: Creates the console of each client from the path of the run.
+    """
+
+    spec: RunSpec
+    watchers: Sequence[MakeWatcher]
+    make_console: MakeConsole
+
+
 @dataclass(frozen=True)
 class HostedRunInfo:
     """Constant information about a hosted run.
 
     Attributes:
         directory: Run directory.
-        level: Level of its console.
+        make_console: Creates the console of a client from the path of the run.
         is_detached: Whether the run is detached.
     """
 
     directory: RunDirectory
-    level: int
+    make_console: MakeConsole
     is_detached: bool
 
 
@@ -100,11 +118,14 @@ class HostActor:
     def start_run(self, serialized: Serialized) -> HostedRunInfo:
         """Check, open, and start the run."""
         with self._start_lock:
-            spec: RunSpec = serialized.deserialize()
+            hosted: HostedRun = serialized.deserialize()
+            spec = hosted.spec
             spec.backend_config.check_requirements(spec.scaling_config)
-            self._controller_thread = start_ray_run(spec, lambda path: self._event_buffer)
-            level = spec.run_config.logging_config.level_number
-            self._info = HostedRunInfo(self._controller_thread.directory, level, self._is_detached)
+            watchers = [lambda run, emit: self._event_buffer, *hosted.watchers]
+            self._controller_thread = start_ray_run(spec, watchers)
+            self._info = HostedRunInfo(
+                self._controller_thread.directory, hosted.make_console, self._is_detached
+            )
             self._clients.record(_STARTER_ID)
             self._started.set()
             return self._info

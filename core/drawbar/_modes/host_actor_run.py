@@ -15,8 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar._base.ray_compat import get_actor_id, get_actor_info
-from drawbar._console.console import Console
-from drawbar._modes.host_actor import POLL_SECONDS, EventBatch, HostActor, HostedRunInfo
+from drawbar._modes.host_actor import POLL_SECONDS, EventBatch, HostActor, HostedRun, HostedRunInfo
 from drawbar._process.errors import ControllerError, RunInProgressError
 from drawbar._process.serialization import serialize
 from drawbar._records.event_stream import EventPosition
@@ -61,7 +60,7 @@ class HostActorRun(RunView):
     def __init__(self, actor: HostHandle, info: HostedRunInfo, *, should_replay: bool) -> None:
         self._actor = actor
         self.directory = info.directory
-        self._console = Console(info.level, self.directory.uri)
+        self._console = info.make_console(self.directory.uri)
         self._position = EventPosition(0, 0) if should_replay else None
         self._outcome: RunOutcome | None = None
         self._last_poll_reply = time.monotonic()
@@ -202,19 +201,19 @@ class HostActorRun(RunView):
         self._thread.join(2 * POLL_SECONDS)
 
 
-def start_host_actor_run(spec: RunSpec) -> HostActorRun:
+def start_host_actor_run(hosted: HostedRun) -> HostActorRun:
     """Start a run in a new host actor, on the node of this driver or of its Ray Client server.
 
     Args:
-        spec: The run.
+        hosted: The run, its watchers, and its console.
 
     Raises:
         RunInProgressError: A detached run with this name is in progress.
         Exception: The run cannot start.
     """
-    actor = _create_host_actor(spec)
+    actor = _create_host_actor(hosted.spec)
     try:
-        reply: ObjectRef[HostedRunInfo] = actor.start_run.remote(serialize(spec))
+        reply: ObjectRef[HostedRunInfo] = actor.start_run.remote(serialize(hosted))
         info = ray.get(reply)
     except RayTaskError as error:
         ray.kill(actor)

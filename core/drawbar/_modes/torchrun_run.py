@@ -14,12 +14,11 @@ import pickle
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 
 import cloudpickle
 
-from drawbar._console.console import Console
 from drawbar._modes.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
 from drawbar._modes.torchrun_messages import (
     CaptureStack,
@@ -47,7 +46,7 @@ from drawbar._process.worker_env import read_ranks_from_env
 from drawbar._records.timeline import RunState
 from drawbar.train._config.backend import LauncherStore
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
+from drawbar.train._controller.run import ControllerOutcome, MakeWatcher, RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import CallerExecutor, ControllerThread
 from drawbar.train._handle.run_view import RunView
 from drawbar.train._protocol.assignment import WorkerAssignment
@@ -69,7 +68,7 @@ def start_or_join_torchrun_run(
     spec: RunSpec,
     payload: TrainLoop,
     validation_config: ValidationConfig | None,
-    make_console: Callable[[str], Console],
+    watchers: Sequence[MakeWatcher],
     *,
     use_caller_thread: bool,
 ) -> ControllerThread | TorchrunRun:
@@ -80,7 +79,7 @@ def start_or_join_torchrun_run(
         spec: The run.
         payload: The training function.
         validation_config: Validation of checkpoints, or None.
-        make_console: Creates the console from the path of the run directory.
+        watchers: Create the watchers of the run, in the process of rank 0.
         use_caller_thread: Run the training function in the thread that waits for the run.
 
     Raises:
@@ -95,7 +94,7 @@ def start_or_join_torchrun_run(
     server = TorchrunServer(ranks.world_size - 1, get_peer_address(ranks))
     try:
         host = _start_rank_zero(
-            spec, payload, ranks, server, validation_config, make_console, use_caller_thread
+            spec, payload, ranks, server, validation_config, watchers, use_caller_thread
         )
     except Exception as error:
         server.publish_error(store, key, error)
@@ -110,7 +109,7 @@ def _start_rank_zero(
     ranks: Ranks,
     server: TorchrunServer,
     validation_config: ValidationConfig | None,
-    make_console: Callable[[str], Console],
+    watchers: Sequence[MakeWatcher],
     use_caller_thread: bool,
 ) -> ControllerThread:
     gpu_ids = _get_gpu_ids(spec, ranks)
@@ -126,7 +125,7 @@ def _start_rank_zero(
     host = ControllerThread(
         _disable_restarts(spec),
         make_worker_group,
-        make_console,
+        watchers,
         validator,
         use_caller_thread=use_caller_thread,
         on_end=lambda outcome: server.end(EndRun(outcome.serialize(serialize_without_references))),

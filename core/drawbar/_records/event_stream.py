@@ -9,7 +9,7 @@ import copy
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,39 +28,42 @@ _logger = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
-    """Observer of a run, such as the console, callbacks, or a handle in another process."""
+    """Observer of a run, such as the console, callbacks, or a handle in another process.
+
+    The features beside the kernel observe runs as watchers. Callbacks of users receive the events
+    with `UserCallback.on_event`.
+    """
 
     def on_event(self, event: Event) -> None:
-        """Handle the next event without blocking."""
+        """Handle the next event without blocking. Called in the thread that emits it."""
         ...
 
     def close(self) -> None:
-        """Show buffered output. No more events follow."""
+        """Write or show buffered events, before the files of the run are uploaded."""
         ...
 
 
 class EventStream:
-    """Deliver each event once and in order, first to the files of the run, then to all others.
+    """Deliver each event once and in order, first to the files of the run, then to the watchers.
+
+    Exceptions of watchers are logged and do not affect the run.
 
     Args:
         journal: Stores events of type `JournalEntry`.
         reports: Stores reports.
         state: Current state of the run.
-        watchers: Observers. Their exceptions are logged and do not affect the run.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        reports: ReportLog,
-        state: RunState,
-        watchers: Sequence[Watcher],
-    ) -> None:
+    def __init__(self, journal: Journal, reports: ReportLog, state: RunState) -> None:
         self._journal = journal
         self._reports = reports
         self._state = state
-        self._watchers = watchers
+        self._watchers: list[Watcher] = []
         self._lock = threading.Lock()
+
+    def add(self, watcher: Watcher) -> None:
+        """Deliver events to another watcher from now on."""
+        self._watchers.append(watcher)
 
     def emit(self, event: Event) -> None:
         """Deliver an event. When this returns, it is stored.
@@ -86,6 +89,14 @@ class EventStream:
                     type(event).__name__,
                     exc_info=True,
                 )
+
+    def close(self) -> None:
+        """Close the watchers, the last one first: it can still emit events to those before it."""
+        for watcher in reversed(self._watchers):
+            try:
+                watcher.close()
+            except Exception:
+                _logger.warning("%s failed to close.", type(watcher).__name__, exc_info=True)
 
     def copy_state(self) -> RunState:
         """Return a copy of the state of the run. Can be called from any thread."""

@@ -65,9 +65,16 @@ class RunStarted(JournalEntry, frozen=True, kw_only=True, tag="run_started"):
 
 
 class AttemptStarted(JournalEntry, frozen=True, kw_only=True, tag="attempt_started"):
-    """The workers are about to start. Their reports are numbered from `first_report_index`.
+    """The workers are about to start.
 
-    Reports of earlier attempts with this number or a higher one are no longer part of the history.
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        attempt: Number of the attempt.
+        first_report_index: Number of the first report. Reports of earlier attempts with this number
+            or a higher one are no longer part of the history.
+        resume_checkpoint: Path or URI of the checkpoint from which the attempt resumes, or None.
+
+    Example: `print(event.attempt, event.resume_checkpoint)`
     """
 
     attempt: int
@@ -130,7 +137,19 @@ class ReportsLost(JournalEntry, frozen=True, kw_only=True, tag="reports_lost"):
 
 
 class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint"):
-    """A checkpoint is committed. `seconds` is the time since the last rank's report."""
+    """A checkpoint is committed.
+
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        attempt: Number of the attempt.
+        index: Number of the report.
+        name: Name of the checkpoint.
+        nbytes: Size of its files in bytes.
+        seconds: Time since the last rank's report.
+        metrics: Reported metrics of the checkpoint, as in `Manifest`.
+
+    Example: `print(event.name, event.nbytes / event.seconds)`
+    """
 
     attempt: int
     index: int
@@ -158,7 +177,19 @@ class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
 
 
 class CheckpointValidated(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_validated"):
-    """The validation of a checkpoint has ended; see `Validation` for the fields."""
+    """The validation of a checkpoint has ended.
+
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        index: Number of the report.
+        name: Name of the checkpoint.
+        status: Whether the validation succeeded.
+        metrics: Metrics that the validation returned.
+        error: Error of a failed validation, else "".
+        seconds: Duration of the validation.
+
+    Example: `print(event.name, event.metrics or event.error)`
+    """
 
     index: int
     name: str
@@ -182,7 +213,14 @@ class CheckpointValidated(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
 
 
 class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_deleted"):
-    """Retention has deleted a checkpoint."""
+    """Retention has deleted a checkpoint.
+
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        name: Name of the checkpoint.
+
+    Example: `remove_link(event.name)`
+    """
 
     name: str
 
@@ -198,10 +236,17 @@ class ProgressRecorded(JournalEntry, frozen=True, kw_only=True, tag="progress"):
 
 
 class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended"):
-    """The attempt ended early. `failure_headlines` begins with the root cause.
+    """The attempt ended early.
 
-    `num_reports` is the number of reports of all ranks in the attempt; None if unknown.
-    `failure_time` is the time of the root cause, in seconds since the epoch; None if unknown.
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        attempt: Number of the attempt.
+        cause: Cause of the end.
+        failure_headlines: One line for each failure, the root cause first.
+        num_reports: Number of reports of all ranks in the attempt; None if unknown.
+        failure_time: Time of the root cause, in seconds since the epoch; None if unknown.
+
+    Example: `print(event.cause, event.failure_headlines[:1])`
     """
 
     attempt: int
@@ -212,7 +257,15 @@ class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended")
 
 
 class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
-    """The set of stalled ranks has changed. `descriptions` is empty if no rank is stalled."""
+    """The set of stalled ranks has changed.
+
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        attempt: Number of the attempt.
+        descriptions: Location of each stalled rank; empty if no rank is stalled.
+
+    Example: `send_alert(event.descriptions)`
+    """
 
     attempt: int
     descriptions: dict[int, str]
@@ -231,7 +284,18 @@ class RankTimesRecorded(JournalEntry, frozen=True, kw_only=True, tag="rank_times
 
 
 class StragglerFound(JournalEntry, frozen=True, kw_only=True, tag="straggler"):
-    """A rank needs longer than the others in a part of its steps; see `Straggler`."""
+    """A rank needs longer than the others in a part of its steps.
+
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        attempt: Number of the attempt.
+        rank: Rank of the worker.
+        part: Part of the step, as in `drawbar.train.runs.Straggler`.
+        ratio: Time of this rank divided by the median of all ranks.
+        seconds_per_step: Time of this rank in seconds per step.
+
+    Example: `print(event.rank, event.part, event.ratio)`
+    """
 
     attempt: int
     rank: int
@@ -254,9 +318,15 @@ class RunStopRequested(JournalEntry, frozen=True, kw_only=True, tag="stop_reques
 
 
 class RunEnded(JournalEntry, frozen=True, kw_only=True, tag="run_ended"):
-    """The run has ended with the outcome "finished", "failed", or "stopped".
+    """The run has ended.
 
-    `num_reports` is the number of reports of all ranks in the last attempt; None if unknown.
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        outcome: "finished", "failed", or "stopped".
+        error: Error message of a failed run, else "".
+        num_reports: Number of reports of all ranks in the last attempt; None if unknown.
+
+    Example: `print(event.outcome, event.error)`
     """
 
     outcome: str

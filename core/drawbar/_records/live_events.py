@@ -13,7 +13,18 @@ from typing import Literal
 from drawbar._base.metrics import Metrics
 from drawbar._process.output_lines import OutputLine
 from drawbar._process.worker_failure import WorkerFailure
-from drawbar._records.events import AttemptEndCause, JournaledEvent
+from drawbar._records.events import (
+    AttemptEndCause,
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointValidated,
+    JournaledEvent,
+    RanksStalled,
+    RunEnded,
+    StragglerFound,
+)
 from drawbar._records.resources import ResourceSample
 from drawbar._records.run_progress import RunProgress
 from drawbar._storage.checkpoint import Checkpoint
@@ -29,6 +40,8 @@ class ReportsReceived:
         indices: Number of each report.
         times: Time of each report, in seconds since the epoch.
         metrics: Metrics of each report.
+
+    Example: `print(event.rank, event.indices[-1], event.metrics[-1])`
     """
 
     attempt: int
@@ -46,14 +59,26 @@ class ReportsReceived:
 
 @dataclass(frozen=True)
 class ProgressReceived:
-    """Rank 0 has set its progress, at most once per second."""
+    """Rank 0 has set its progress, at most once per second.
+
+    Attributes:
+        progress: Progress, with percent, rate, and ETA.
+
+    Example: `print(event.progress.percent)`
+    """
 
     progress: RunProgress
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A message for the user."""
+    """A message for the user.
+
+    Attributes:
+        text: One or more sentences.
+
+    Example: `print(event.text)`
+    """
 
     text: str
 
@@ -83,7 +108,13 @@ class RankImported:
 
 @dataclass(frozen=True)
 class ResourcesSampled:
-    """A resource sample of a node. Stored in a `ResourceLog`."""
+    """A resource sample of a node. Stored in a `ResourceLog`.
+
+    Attributes:
+        sample: CPU, memory, GPUs, and free disk space of the node.
+
+    Example: `print(event.sample.node, event.sample.cpu_percent)`
+    """
 
     sample: ResourceSample
 
@@ -145,3 +176,19 @@ Event = (
     | ValidationsPending
     | ControllerFailed
 )
+
+PublicEvent = (
+    AttemptStarted
+    | AttemptEnded
+    | CheckpointCommitted
+    | CheckpointDeleted
+    | CheckpointValidated
+    | RanksStalled
+    | StragglerFound
+    | RunEnded
+    | ReportsReceived
+    | ProgressReceived
+    | ResourcesSampled
+    | Notice
+)
+"""Events that `UserCallback.on_event` receives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from dataclasses import KW_ONLY, dataclass, field
@@ -11,10 +12,9 @@ from drawbar._base.api import set_public_module
 from drawbar._base.metrics import Metrics, describe_available
 from drawbar._base.packages import make_import_error
 from drawbar._data.ledger import DataLedger
-from drawbar._observe.goodput import Goodput
-from drawbar._observe.html import RunCard, extract_curves
 from drawbar._process.errors import TrainingFailedError
 from drawbar._records.checkpoint_config import parse_checkpoint_config
+from drawbar._records.goodput import Goodput
 from drawbar._records.ranking import describe_missing_scores, get_score, rank_checkpoints
 from drawbar._records.report_columns import make_frame
 from drawbar._records.run_history import RunHistory
@@ -194,7 +194,10 @@ class Result:
                 print(result.goodput)
         """
         is_active = self._directory is not None and is_locked(self._directory.journal_path)
-        return self._read_history().compute_goodput(is_active=is_active)
+        # On first use, because it is a feature beside the kernel.
+        run_goodput = importlib.import_module("drawbar._observe.run_goodput")
+        goodput: Goodput = run_goodput.compute_goodput(self._read_history(), is_active=is_active)
+        return goodput
 
     def _read_history(self) -> RunHistory:
         if self._history is not None:
@@ -254,14 +257,15 @@ class Result:
         If the run can no longer be read, or the result was created by hand, the card shows only the
         attributes of the result.
         """
+        html = importlib.import_module("drawbar._observe.html")
         status, curves = "", {}
         try:
             history = self._read_history()
             status = history.state.status if history.events else ""
-            curves = extract_curves(history, is_sampled=True)
+            curves = html.extract_curves(history, is_sampled=True)
         except (OSError, ValueError):
             pass
-        return RunCard(
+        card: str = html.RunCard(
             title=os.path.basename(self.path.rstrip("/")),
             status="failed" if self.error else status,
             path=self.uri,
@@ -273,6 +277,7 @@ class Result:
                 for checkpoint, metrics in self.best_checkpoints
             ],
         ).render()
+        return card
 
 
 def _get_report_index(checkpoint: Checkpoint) -> int:

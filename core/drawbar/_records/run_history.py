@@ -5,14 +5,11 @@ from __future__ import annotations
 import io
 import math
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from drawbar._base.metrics import Metrics, flatten
-from drawbar._observe.goodput import Goodput
-from drawbar._observe.goodput_meter import GoodputMeter
 from drawbar._process.errors import DamagedRunError, UnsupportedFormatError
 from drawbar._records.events import CheckpointCommitted, JournaledEvent
 from drawbar._records.journal import (
@@ -159,13 +156,6 @@ class RunHistory:
                 f'{reason}. The checkpoints are not affected; fit() with resume="auto" resumes '
                 "from the newest intact one and records in the journal which reports are missing."
             )
-
-    def compute_goodput(self, *, is_active: bool) -> Goodput:
-        """Return the goodput until the end of the run, or until now if a process hosts it."""
-        meter = GoodputMeter(self.reports.get_last_time)
-        for event in self.events:
-            meter.apply(event)
-        return meter.compute(now=time.time() if is_active else None)
 
     # -- last reports
 

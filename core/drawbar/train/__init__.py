@@ -83,7 +83,7 @@ from drawbar.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar._data.ledger import DataLedger, DatasetEpoch
-    from drawbar._observe.goodput import Goodput
+    from drawbar._records.goodput import Goodput
     from drawbar._records.result import Result
     from drawbar._records.timeline import AttemptTimes, Timeline
     from drawbar.train import huggingface as huggingface
@@ -178,7 +178,7 @@ _HISTORY_NAMES = {
     "AttemptTimes": "drawbar._records.timeline",
     "DataLedger": "drawbar._data.ledger",
     "DatasetEpoch": "drawbar._data.ledger",
-    "Goodput": "drawbar._observe.goodput",
+    "Goodput": "drawbar._records.goodput",
     "Result": "drawbar._records.result",
     "Timeline": "drawbar._records.timeline",
 }

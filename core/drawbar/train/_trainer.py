@@ -18,7 +18,6 @@ from drawbar._base.api import ArgumentErrors
 from drawbar._base.fields import resolve_config
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.train_function import FunctionIdentity, TrainFunction
-from drawbar._console.console import Console
 from drawbar._console.slow_phases import print_if_slow
 from drawbar._data.data_config import DataConfig
 from drawbar._data.user_datasets import check_datasets
@@ -32,11 +31,12 @@ from drawbar.train._config.backend import BackendConfig, LauncherStore
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._controller.run import RunSpec
+from drawbar.train._controller.run import MakeWatcher, RunSpec
 from drawbar.train._driver import preflight, start_run
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._handle.run_handle import RunHandle
 from drawbar.train._handle.run_view import RunView
+from drawbar.train._watchers import SAMPLERS, make_remote_watchers, make_watchers
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.cluster import connect_to_ray, is_ray_client
 
@@ -242,9 +242,9 @@ class DataParallelTrainer(ArgumentErrors):
             metadata=self.metadata,
             resume_from_checkpoint=self.resume_from_checkpoint,
             validation_config=self.validation_config,
+            samplers=SAMPLERS,
         )
-        run = self._start_run(spec, payload, use_caller_thread=use_caller_thread)
-        return RunHandle(run)
+        return RunHandle(self._start_run(spec, payload, use_caller_thread=use_caller_thread))
 
     def _function_identity(self) -> FunctionIdentity:
         if self._script is None:
@@ -278,12 +278,12 @@ class DataParallelTrainer(ArgumentErrors):
                 spec,
                 payload,
                 self.validation_config,
-                self._make_console,
+                self._make_watchers(),
                 use_caller_thread=use_caller_thread,
             )
         if not self._uses_ray:
             return start_run.start_program_run(
-                spec, payload, self._make_console, use_caller_thread=use_caller_thread
+                spec, payload, self._make_watchers(), use_caller_thread=use_caller_thread
             )
         start_run.check_before_ray(spec)
         # Only now, so that errors in arguments are raised without waiting for Ray.
@@ -294,20 +294,21 @@ class DataParallelTrainer(ArgumentErrors):
             text = "[drawbar] joined the running Ray cluster at"
             print(text, f"{joined_address}. RAY_ADDRESS=local starts a new one.", file=sys.stderr)
         # Here, because this module imports Ray, which other runs do not need.
+        from drawbar._modes.host_actor import HostedRun
         from drawbar._modes.host_actor_run import start_host_actor_run
 
         if self.run_config.detached or is_ray_client():
             if self.run_config.detached:
                 start_run.warn_if_driver_owns_ray()
                 start_run.warn_if_driver_owns_objects(spec)
-            return start_host_actor_run(spec)
+            return start_host_actor_run(HostedRun(spec, *make_remote_watchers(self.run_config)))
         return start_run.start_ray_run(
-            spec, self._make_console, use_caller_thread=use_caller_thread
+            spec, self._make_watchers(is_on_ray=True), use_caller_thread=use_caller_thread
         )
 
-    def _make_console(self, path: str) -> Console:
+    def _make_watchers(self, *, is_on_ray: bool = False) -> list[MakeWatcher]:
         is_live = self.scaling_config.max_workers > 0
-        return Console(self.run_config.logging_config.level_number, path, is_live=is_live)
+        return make_watchers(self.run_config, is_live=is_live, is_on_ray=is_on_ray)
 
     # -- restore
 

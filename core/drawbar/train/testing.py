@@ -143,7 +143,7 @@ class _ThreadTrainer(DataParallelTrainer):
             spec,
             payload,
             self.validation_config,
-            self._make_console,
+            self._make_watchers(),
             use_caller_thread=use_caller_thread,
             num_threads=self.scaling_config.max_workers,
         )
@@ -210,7 +210,7 @@ class _SimulatedTrainer(DataParallelTrainer):
             lambda path, _: SimulatedWorkerGroup(
                 self._function, self.scaling_config.max_workers, path
             ),
-            self._make_console,
+            self._make_watchers(),
             None,
             use_caller_thread=use_caller_thread,
         )

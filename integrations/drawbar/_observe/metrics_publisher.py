@@ -164,10 +164,11 @@ class MetricsPublisher:
 
     Args:
         run: The open run.
+        emit: Callback that publishes events. It receives a notice with the URL or a warning.
         is_on_ray: Whether this process is connected to Ray.
     """
 
-    def __init__(self, run: OpenRun, *, is_on_ray: bool) -> None:
+    def __init__(self, run: OpenRun, emit: Emit, *, is_on_ray: bool) -> None:
         self._has_server = bool(os.environ.get(PORT_VARIABLE))
         self._is_enabled = self._has_server or is_on_ray
         self._metrics = RunMetrics(run.spec.name)
@@ -181,9 +182,6 @@ class MetricsPublisher:
             threading.Thread(
                 target=self._update_ray, name="drawbar-ray-metrics", daemon=True
             ).start()
-
-    def start(self, emit: Emit) -> None:
-        """Start to serve the metrics, and emit a notice with the URL or a warning."""
         if self._has_server and (text := SERVER.add(self._metrics)):
             emit(Notice(text))
 

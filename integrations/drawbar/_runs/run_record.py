@@ -9,11 +9,12 @@ import msgspec
 from msgspec.structs import replace
 
 from drawbar._base.metrics import Metrics
-from drawbar._observe.goodput import Goodput
 from drawbar._observe.html import extract_curves
 from drawbar._observe.rank_times import Straggler
+from drawbar._observe.run_goodput import compute_goodput
 from drawbar._process.errors import CheckpointError, RunInProgressError
 from drawbar._records.events import RunStarted, StragglerFound
+from drawbar._records.goodput import Goodput
 from drawbar._records.report_columns import ReportColumns, select_columns
 from drawbar._records.report_ranges import (
     describe_missing,
@@ -21,10 +22,10 @@ from drawbar._records.report_ranges import (
     list_committed_names,
 )
 from drawbar._records.run_history import RunHistory
-from drawbar._records.run_output import RunOutput
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import FINAL_STATUSES, Timeline
 from drawbar._runs.cleanup import UnusedFile, delete_run, find_unused_files
+from drawbar._runs.run_output import RunOutput
 from drawbar._storage.contents import MANIFEST_FILE
 from drawbar._storage.external_checkpoints import INDEX_FILE
 from drawbar._storage.journal_file import is_locked
@@ -240,7 +241,7 @@ class RunRecord(RunEvents):
     def goodput(self) -> Goodput:
         """Productive share of the time of the run; until now if it is in progress."""
         is_active = self.status not in (*FINAL_STATUSES, INTERRUPTED, UNKNOWN)
-        return self._history.compute_goodput(is_active=is_active)
+        return compute_goodput(self._history, is_active=is_active)
 
     @property
     def resume_hint(self) -> str:

@@ -21,6 +21,8 @@ _MAX_BAND_POINTS = 200
 
 Sample = tuple[int, float, float]
 """Number, time, and value of a report."""
+Value = tuple[int, int, float, str, float]
+"""Rank, report number, time, metric, and value."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,10 @@ def _read_series(run: IndexedRun, metric: str) -> list[Sample]:
     """Return the reports of a metric on the lowest rank: some of a long run, else all."""
 
     def read() -> list[Sample]:
-        values = _iter_values(_read_blocks(run), [metric])
-        samples = [(step, time, value) for _, step, time, name, value in values if name == metric]
-        for event in run.events:
-            if event["event"] == "checkpoint_validated":
-                value = as_number(flatten_settings(event["metrics"]).get(metric))
-                if value is not None:
-                    samples.append((event["index"], event["time"], value))
-        return sorted(samples)
+        values = itertools.chain(_iter_values(_read_blocks(run), [metric]), _iter_validations(run))
+        return sorted(
+            (step, time, value) for _, step, time, name, value in values if name == metric
+        )
 
     result: list[Sample] = run.compute_once(f"series {metric}", read)
     return result
@@ -125,9 +123,7 @@ def list_numeric_metrics(run: IndexedRun) -> list[str]:
             for column, values in block.metrics.items():
                 if column not in names:
                     names |= dict.fromkeys(_find_numeric_names(column, values))
-        for event in run.events:
-            if event["event"] == "checkpoint_validated":
-                names |= dict.fromkeys(name for name, _ in _iter_numbers(event["metrics"]))
+        names |= dict.fromkeys(name for *_, name, _ in _iter_validations(run))
         return list(names)
 
     result: list[str] = run.compute_once("numeric metrics", read)
@@ -141,10 +137,8 @@ def _find_numeric_names(column: str, values: Sequence[Any]) -> list[str]:
     return [name for value in mappings for name, _ in _iter_numbers({column: value})]
 
 
-def _iter_values(
-    blocks: Iterable[ReportColumns], metrics: Sequence[str]
-) -> Iterator[tuple[int, int, float, str, float]]:
-    """Yield rank, report number, time, metric, and value."""
+def _iter_values(blocks: Iterable[ReportColumns], metrics: Sequence[str]) -> Iterator[Value]:
+    """Yield the values of metrics in reports."""
     columns = {column for metric in metrics for column in _list_columns(metric)}
     for block in blocks:
         for column in block.metrics.keys() & columns:
@@ -156,6 +150,15 @@ def _iter_values(
                         yield block.rank, step, time, name, value
                 elif (number := as_number(item)) is not None:
                     yield block.rank, step, time, column, number
+
+
+def _iter_validations(run: IndexedRun) -> Iterator[Value]:
+    """Yield the metrics of validations, which belong to the lowest rank."""
+    rank = next((block.rank for block in _read_blocks(run)), 0)
+    for event in run.events:
+        if event["event"] == "checkpoint_validated":
+            for name, value in _iter_numbers(event["metrics"]):
+                yield rank, event["index"], event["time"], name, value
 
 
 def _list_columns(metric: str) -> list[str]:
@@ -178,10 +181,10 @@ def make_curves(run: IndexedRun, query: CurveQuery) -> dict[str, Any]:
     is_exact = query.is_exact or query.ranks != "lowest"
     lines: dict[str, dict[int, _Line]] = {name: {} for name in metrics}
     points = min(query.points, _MAX_BAND_POINTS) if query.ranks == "band" else query.points
+    values = _iter_series(run, lines)
     if is_exact:
-        values = _iter_values(run.record.iter_report_columns(), metrics)
-    else:
-        values = _iter_series(run, lines)
+        reported = _iter_values(run.record.iter_report_columns(), metrics)
+        values = itertools.chain(reported, _iter_validations(run))
     for rank, step, time, name, value in values:
         if (ranks := lines.get(name)) is not None:
             line = ranks.get(rank)
@@ -197,9 +200,7 @@ def make_curves(run: IndexedRun, query: CurveQuery) -> dict[str, Any]:
     }
 
 
-def _iter_series(
-    run: IndexedRun, metrics: Mapping[str, Any]
-) -> Iterator[tuple[int, int, float, str, float]]:
+def _iter_series(run: IndexedRun, metrics: Iterable[str]) -> Iterator[Value]:
     for name in metrics:
         for step, time, value in _read_series(run, name):
             yield 0, step, time, name, value

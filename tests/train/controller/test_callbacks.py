@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from drawbar.train import (
     ScalingConfig,
     UserCallback,
     WorkerGroupError,
+    events,
     runs,
 )
 from tests.train.runs import fit
@@ -215,3 +217,47 @@ def test_callback_that_never_returns_is_named_and_skipped_by_stop(
     assert (run.status, run.is_done, run.diagnose()) == ("finished", False, "")
     run.stop(save=False)
     assert run.wait().metrics == {"a": 1}
+
+
+class EventRecorder(UserCallback):
+    """Watcher as a user writes it: with public names only."""
+
+    def __init__(self) -> None:
+        self.events: list[events.Event] = []
+
+    def on_event(self, run_context: RunContext, event: events.Event) -> None:
+        self.events.append(event)
+
+
+def test_on_event_receives_public_events_of_all_ranks_in_order(tmp_path: Path) -> None:
+    def function() -> None:
+        rank = train.get_context().get_world_rank()
+        train.report({"rank": rank})
+        train.set_progress(1, 2)
+        with train.checkpoint_dir() as path:
+            train.report({"saved": 1}, checkpoint=path if rank == 0 else None)
+        if rank == 1 and train.get_context().get_attempt() == 0:
+            raise ValueError("boom")
+
+    recorder = EventRecorder()
+    fit(
+        function,
+        tmp_path,
+        num_workers=2,
+        in_threads=True,
+        max_failures=1,
+        callbacks=[recorder],
+    )
+    types = list(dict.fromkeys(type(event) for event in recorder.events))
+    assert {events.AttemptStarted, events.ReportsReceived, events.ProgressReceived} <= set(types)
+    assert {type(event) for event in recorder.events} <= set(typing.get_args(events.Event))
+    assert types[0] is events.AttemptStarted
+    reports = [each for each in recorder.events if isinstance(each, events.ReportsReceived)]
+    assert {each.rank for each in reports} == {0, 1}
+    commits = [each for each in recorder.events if isinstance(each, events.CheckpointCommitted)]
+    assert commits[0].name == "checkpoint_000001"
+    (failed,) = (each for each in recorder.events if isinstance(each, events.AttemptEnded))
+    assert "boom" in failed.failure_headlines[0]
+    last = recorder.events[-1]
+    assert isinstance(last, events.RunEnded)
+    assert last.outcome == "finished"

@@ -280,7 +280,8 @@ def test_emit_journals_event_before_watchers_see_it(
     new_path: Path, journal: Journal, reports: ReportLog
 ) -> None:
     watcher = Recorder(new_path)
-    stream = EventStream(journal, reports, RunState(), [watcher])
+    stream = EventStream(journal, reports, RunState())
+    stream.add(watcher)
     events: list[Event] = [attempt_started(0), Notice("wait"), workers_started(2)]
     for event in events:
         stream.emit(event)
@@ -290,7 +291,7 @@ def test_emit_journals_event_before_watchers_see_it(
 
 
 def test_emit_updates_run_state(journal: Journal, reports: ReportLog) -> None:
-    stream = EventStream(journal, reports, RunState(), [])
+    stream = EventStream(journal, reports, RunState())
     stream.emit(workers_started(2))
     stream.emit(reported(1, 0, {"loss": 1}))
     before = stream.copy_state()
@@ -303,7 +304,9 @@ def test_emit_with_failing_watcher_reaches_other_watchers(
     new_path: Path, journal: Journal, reports: ReportLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     watcher = Recorder(new_path)
-    stream = EventStream(journal, reports, RunState(), [Broken(new_path), watcher])
+    stream = EventStream(journal, reports, RunState())
+    stream.add(Broken(new_path))
+    stream.add(watcher)
     stream.emit(RunEnded(time=0, outcome="finished"))
     assert watcher.events == [RunEnded(time=0, outcome="finished")]
     assert "Broken failed to handle the event RunEnded" in caplog.text
@@ -313,7 +316,8 @@ def test_emit_with_failed_journal_write_reaches_no_watcher(
     new_path: Path, journal: Journal, reports: ReportLog
 ) -> None:
     watcher = Recorder(new_path)
-    stream = EventStream(journal, reports, RunState(), [watcher])
+    stream = EventStream(journal, reports, RunState())
+    stream.add(watcher)
     new_path.unlink()
     with pytest.raises(FileNotFoundError):
         stream.emit(RunEnded(time=0, outcome="finished"))

@@ -24,6 +24,7 @@ from drawbar.train._config.forkserver_preload import check_interpreter, check_mo
 
 if TYPE_CHECKING:
     from drawbar._process.errors import PreemptionInfo
+    from drawbar._records.live_events import PublicEvent as Event
     from drawbar._storage.checkpoint import Checkpoint
     from drawbar.train._config.scaling_config import ScalingConfig
 
@@ -186,6 +187,16 @@ class UserCallback:
         Args:
             run_context: The run.
             info: Outcome of the run.
+        """
+
+    def on_event(self, run_context: RunContext, event: Event) -> None:
+        """Handle any event of the run: reports, checkpoints, failures, stalls, resource samples.
+
+        There can be thousands of events per second.
+
+        Args:
+            run_context: The run.
+            event: One of the types in `drawbar.train.events`. Ignore types that you do not know.
         """
 
 

@@ -21,6 +21,7 @@ from drawbar._records.live_events import (
     ControllerFailed,
     Event,
     Notice,
+    PublicEvent,
     RoundCompleted,
     WorkersFailed,
 )
@@ -30,6 +31,8 @@ from drawbar.train._worker_group.worker_group import WorkerGroup
 
 DRAIN_NOTICE_S = 5.0
 """Time that the end of a run waits for callbacks before it emits a notice."""
+
+_IGNORE_EVENT = UserCallback.on_event
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -62,6 +65,10 @@ class CallbackRunner:
         if isinstance(event, AttemptStarted):
             self._attempt_started = event
         for callback in self._callbacks:
+            # Most callbacks do not override it, and there may be thousands of events per second.
+            is_overridden = getattr(callback.on_event, "__func__", None) is not _IGNORE_EVENT
+            if is_overridden and isinstance(event, PublicEvent):
+                self._submit(callback.on_event, event)
             match event:
                 case WorkersStarted() if self._attempt_started is not None:
                     info = _describe_attempt(self._attempt_started, len(event.workers))

@@ -12,6 +12,7 @@ from drawbar._base.train_function import FunctionIdentity
 from drawbar._data.data_config import DataConfig
 from drawbar._process.errors import TrainingFailedError
 from drawbar._process.serialization import Serialized
+from drawbar._records.event_stream import Emit, Watcher
 from drawbar._records.events import AttemptEndCause
 from drawbar._records.journal import Journal
 from drawbar._records.report_log import ReportLog
@@ -131,6 +132,9 @@ class ControllerOutcome:
         )
         return list(dict.fromkeys(notices))
 
+
+MakeWatcher = Callable[[OpenRun, Emit], Watcher]
+"""Creates a watcher of a run. It may emit events, which the watchers before it receive at once."""
 
 SerializedT = TypeVar("SerializedT", Serialized, bytes)
 

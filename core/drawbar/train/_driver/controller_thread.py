@@ -9,14 +9,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from drawbar._modes.control_socket import ControlSocket
-from drawbar._observe.metrics_publisher import MetricsPublisher
-from drawbar._observe.resource_log import ResourceLog
 from drawbar._process.errors import ControllerError
 from drawbar._process.threads import run_in_daemon_thread
-from drawbar._records.event_stream import Emit, EventStream, Watcher
+from drawbar._records.event_stream import Emit, EventStream
 from drawbar._records.live_events import ControllerFailed, Notice
 from drawbar._records.result import Result
 from drawbar._records.timeline import FINAL_STATUSES, RunState
@@ -24,7 +22,13 @@ from drawbar._storage.files import inherit_directory_mode, write_atomically
 from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.callbacks import CallbackRunner
 from drawbar.train._controller.controller import Controller
-from drawbar.train._controller.run import ControllerOutcome, OpenRun, RunOutcome, RunSpec
+from drawbar.train._controller.run import (
+    ControllerOutcome,
+    MakeWatcher,
+    OpenRun,
+    RunOutcome,
+    RunSpec,
+)
 from drawbar.train._driver.open_run import open_run
 from drawbar.train._worker_group.cluster import is_connected_to_ray
 from drawbar.train._worker_group.thread_group import SubmitCall
@@ -89,7 +93,8 @@ class ControllerThread:
         spec: The run.
         make_worker_group: Creates the worker group. Receives the local path of the run, and a
             function that submits calls to a thread of this process, which `num_workers=0` needs.
-        make_console: Creates the console from the path or URI of the run.
+        watchers: Create the watchers of the run, such as the console. The callbacks of the user
+            follow them.
         validator: Runs validations, or None.
         is_on_ray: Whether the workers die when this process disconnects from Ray.
         use_caller_thread: Run calls, and start the controller, in the thread that calls `join`, so
@@ -111,7 +116,7 @@ class ControllerThread:
         self,
         spec: RunSpec,
         make_worker_group: Callable[[str, SubmitCall], WorkerGroup],
-        make_console: Callable[[str], Watcher],
+        watchers: Sequence[MakeWatcher],
         validator: Validator | None,
         *,
         is_on_ray: bool = False,
@@ -135,23 +140,19 @@ class ControllerThread:
         self.directory = self._open_run.directory
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._open_run.journal.close)
-            self._console = make_console(self.path)
-            on_error.callback(self._console.close)
-            self._callbacks = CallbackRunner(spec.run_config.callbacks, self._open_run.context)
-            self._resources = ResourceLog(self.directory)
-            self._metrics = MetricsPublisher(self._open_run, is_on_ray=is_on_ray)
             self._events = EventStream(
-                self._open_run.journal,
-                self._open_run.reports,
-                self._open_run.state,
-                [self._console, self._callbacks, self._resources, self._metrics],
+                self._open_run.journal, self._open_run.reports, self._open_run.state
             )
+            on_error.callback(self._events.close)
+            for make_watcher in watchers:
+                self._events.add(make_watcher(self._open_run, self._events.emit))
+            self._callbacks = CallbackRunner(spec.run_config.callbacks, self._open_run.context)
+            self._events.add(self._callbacks)
             # Under the lock of the journal: only its holder may replace the socket of a killed
             # process.
             self._socket = ControlSocket(self.directory.local_path, self)
             on_error.pop_all()  # from here on, `_close` closes them
         try:
-            self._metrics.start(self._events.emit)
             self._plan = _plan_run(self._open_run, self._events.emit)
         except BaseException:
             self._close()
@@ -223,13 +224,11 @@ class ControllerThread:
 
     def _close(self) -> None:
         with contextlib.ExitStack() as reversed_steps:  # all steps run, even if one raises
-            reversed_steps.callback(self._console.close)
-            reversed_steps.callback(self._metrics.close)
             reversed_steps.callback(self._open_run.journal.close)
             reversed_steps.callback(self._socket.close)  # under the lock, before another start
             reversed_steps.callback(self._upload_and_finish)
             reversed_steps.callback(self._open_run.reports.close)
-            reversed_steps.callback(self._resources.close)
+            reversed_steps.callback(self._events.close)
             reversed_steps.callback(self._callbacks.drain, self._events.emit)
 
     def _notify_end(self) -> None:

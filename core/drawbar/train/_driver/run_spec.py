@@ -23,7 +23,7 @@ from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver import preflight
 from drawbar.train._driver.open_run import add_defaults
-from drawbar.train._protocol.assignment import WorkerSpec
+from drawbar.train._protocol.assignment import Sampler, WorkerSpec
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.validators import ValidationTask
 
@@ -39,6 +39,7 @@ def make_run_spec(
     metadata: Mapping[str, object],
     resume_from_checkpoint: Checkpoint | None,
     validation_config: ValidationConfig | None,
+    samplers: tuple[Sampler, ...],
 ) -> RunSpec:
     """Serialize the arguments of a trainer into a `RunSpec`.
 
@@ -52,6 +53,7 @@ def make_run_spec(
         metadata: As in the trainer.
         resume_from_checkpoint: As in the trainer.
         validation_config: As in the trainer.
+        samplers: As in `WorkerSpec`.
 
     Returns:
         The spec.
@@ -70,6 +72,7 @@ def make_run_spec(
         metadata=dict(metadata),
         num_cpus=(scaling_config.resources_per_worker or {}).get("CPU"),
         default_validation=validation_config.default_validation if validation_config else None,
+        samplers=samplers,
     )
     trainer_arguments: dict[str, object] = {
         "train_loop_per_worker": payload.function,

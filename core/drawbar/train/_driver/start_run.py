@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from drawbar._data import split
 from drawbar._modes.program_launch import ProgramForkServer
 from drawbar._process import sentinel
 from drawbar._process.worker_env import get_visible_gpu_ids
-from drawbar._records.event_stream import Watcher
 from drawbar.train._config.forkserver_preload import read_default_modules
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._controller.run import RunSpec
+from drawbar.train._controller.run import MakeWatcher, RunSpec
 from drawbar.train._driver import preflight
 from drawbar.train._driver.controller_thread import ControllerThread
 from drawbar.train._driver.fork_servers import make_fork_server_spec
@@ -61,13 +60,13 @@ def check_before_ray(spec: RunSpec) -> None:
 
 
 def start_ray_run(
-    spec: RunSpec, make_console: Callable[[str], Watcher], *, use_caller_thread: bool = False
+    spec: RunSpec, watchers: Sequence[MakeWatcher], *, use_caller_thread: bool = False
 ) -> ControllerThread:
     """Check that the cluster has room for a run, and start it in this process.
 
     Args:
         spec: The run.
-        make_console: As in `ControllerThread`.
+        watchers: As in `ControllerThread`.
         use_caller_thread: As in `ControllerThread`.
 
     Returns:
@@ -107,7 +106,7 @@ def start_ray_run(
     return ControllerThread(
         spec,
         make_worker_group,
-        make_console,
+        watchers,
         validator,
         is_on_ray=True,
         use_caller_thread=use_caller_thread,
@@ -118,7 +117,7 @@ def start_local_run(
     spec: RunSpec,
     payload: TrainLoop,
     validation_config: ValidationConfig | None,
-    make_console: Callable[[str], Watcher],
+    watchers: Sequence[MakeWatcher],
     *,
     use_caller_thread: bool,
     num_threads: int | None = None,
@@ -129,7 +128,7 @@ def start_local_run(
         spec: The run.
         payload: The training function, which is not pickled.
         validation_config: Validation of checkpoints in threads, or None.
-        make_console: As in `ControllerThread`.
+        watchers: As in `ControllerThread`.
         use_caller_thread: As in `ControllerThread`.
         num_threads: Number of ranks, each in a separate thread. None means `num_workers=0`: one
             rank, submitted as a call.
@@ -149,14 +148,14 @@ def start_local_run(
 
     validator = ThreadValidator(validation_config) if validation_config is not None else None
     return ControllerThread(
-        spec, make_worker_group, make_console, validator, use_caller_thread=use_caller_thread
+        spec, make_worker_group, watchers, validator, use_caller_thread=use_caller_thread
     )
 
 
 def start_program_run(
     spec: RunSpec,
     payload: TrainLoop,
-    make_console: Callable[[str], Watcher],
+    watchers: Sequence[MakeWatcher],
     *,
     use_caller_thread: bool = False,
 ) -> ControllerThread:
@@ -165,7 +164,7 @@ def start_program_run(
     Args:
         spec: The run.
         payload: Training function that runs a program.
-        make_console: As in `ControllerThread`.
+        watchers: As in `ControllerThread`.
         use_caller_thread: As in `ControllerThread`.
 
     Returns:
@@ -189,7 +188,7 @@ def start_program_run(
         return ThreadWorkerGroup(payload, num_workers, gpu_ids=gpu_ids, fork_server=fork_server)
 
     return ControllerThread(
-        spec, make_worker_group, make_console, None, use_caller_thread=use_caller_thread
+        spec, make_worker_group, watchers, None, use_caller_thread=use_caller_thread
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import signal
@@ -11,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cached_property
+from typing import Any
 
 from drawbar._base.fields import parse_duration
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.metrics import Metrics
-from drawbar._observe.goodput import Goodput
 from drawbar._process.errors import UserAbort
 from drawbar._process.user_abort import make_user_abort
+from drawbar._records.goodput import Goodput
 from drawbar._records.result import Result
 from drawbar._records.run_history import RunHistory
 from drawbar._records.run_locations import RunLocation, locate_run
@@ -26,7 +29,7 @@ from drawbar._records.timeline import Timeline
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory, describe_resume, make_run_directory
-from drawbar.train._handle.run_view import EndedRun, LiveGoodput, RunView, SameHostRun
+from drawbar.train._handle.run_view import EndedRun, RunView, SameHostRun
 from drawbar.train._worker_group.cluster import try_connect_to_ray
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
@@ -53,7 +56,6 @@ class RunHandle:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
-        self._goodput = LiveGoodput(run.directory)
 
     @property
     def name(self) -> str:
@@ -121,7 +123,14 @@ class RunHandle:
 
         Example: `print(run.goodput())`
         """
-        return self._goodput.read(is_active=not self.is_done)
+        goodput: Goodput = self._live_goodput.read(is_active=not self.is_done)
+        return goodput
+
+    @cached_property
+    def _live_goodput(self) -> Any:
+        # On first use, because it is a feature beside the kernel.
+        module = importlib.import_module("drawbar._observe.run_goodput")
+        return module.LiveGoodput(self._run.directory)
 
     def get_logs(self, rank: int = 0) -> str:
         """Return the output that a rank has written so far, in all attempts.

@@ -8,7 +8,6 @@ Its implementations:
 - `TorchrunRun`: it runs in the process of rank 0.
 - `EndedRun`: the run has ended.
 
-`LiveGoodput` reads the goodput of a run in progress.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import time
 import weakref
 from dataclasses import replace
 from typing import Protocol
@@ -24,18 +22,13 @@ from typing import Protocol
 import cloudpickle
 
 from drawbar._modes import control_socket
-from drawbar._observe.goodput import Goodput
-from drawbar._observe.goodput_meter import GoodputMeter
 from drawbar._process.errors import ControllerError
-from drawbar._records.journal import decode_readable_events
 from drawbar._records.result import Result
 from drawbar._records.run_history import RunHistory
-from drawbar._records.stored_reports import StoredReports
 from drawbar._records.timeline import FINAL_STATUSES, RunState
-from drawbar._storage.journal_file import is_locked, strip_torn_line
+from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
-from drawbar._storage.storage_path import read_file_or_none
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome
 from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
 
@@ -223,28 +216,3 @@ def read_outcome(directory: RunDirectory, error: ControllerError | None = None) 
             path=directory.uri,
         )
     return RunOutcome(ControllerOutcome(error=error), _read_final_state(directory))
-
-
-class LiveGoodput:
-    """Goodput of one run. Each call of `read` reads only new events.
-
-    Args:
-        directory: Run directory.
-    """
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
-        self._meter = GoodputMeter(StoredReports(directory.run_files).get_last_time)
-        self._offset = 0
-
-    def read(self, *, is_active: bool) -> Goodput:
-        """Return the goodput until the end of the run, or until now if a process hosts it."""
-        journal = self._directory.journal_path
-        data = read_file_or_none(journal.parent, journal.name, self._offset)
-        if data is None:  # the run is on another node, or has ended and is in remote storage
-            return RunHistory.read(self._directory).compute_goodput(is_active=is_active)
-        lines = strip_torn_line(data)
-        self._offset += len(lines)
-        for event in decode_readable_events(lines)[0]:
-            self._meter.apply(event)
-        return self._meter.compute(now=time.time() if is_active else None)

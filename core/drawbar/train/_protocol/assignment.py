@@ -5,8 +5,11 @@ The controller pickles assignments, and the ranks unpickle them, because they co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from drawbar._process.codec import Codec
 from drawbar._process.driver_env import DriverEnvironment
@@ -27,6 +30,7 @@ class WorkerSpec:
         metadata: Metadata of the trainer.
         num_cpus: Number of CPUs that the user set; None if not set.
         default_validation: Validation for `report(validation=True)`.
+        samplers: Functions that observe the rank while its training function runs.
     """
 
     env_vars: dict[str, str]
@@ -34,6 +38,7 @@ class WorkerSpec:
     metadata: dict[str, object]
     num_cpus: float | None = None
     default_validation: Validation | None = None
+    samplers: tuple[Sampler, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,5 +70,8 @@ class WorkerAssignment:
         """Return the environment variables of the rank, to be set before user code runs."""
         return make_worker_env(self.ranks, self.spec.env_vars, self.spec.num_cpus)
 
+
+Sampler = Callable[[WorkerAssignment, Callable[[Any], None]], AbstractContextManager[None]]
+"""Observes a rank while a block runs: receives its assignment, and a function to send messages."""
 
 WORKER_INFO = Codec[WorkerInfo](WorkerInfo)

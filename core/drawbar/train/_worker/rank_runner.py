@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from drawbar._observe.resource_sampler import sample_resources
 from drawbar._process.failure import describe_exception
 from drawbar._process.output import capture_output, tee_output
 from drawbar._process.output_lines import OutputLine
@@ -91,7 +90,9 @@ class RankRunner:
         final_message: Message | None = RankInterrupted()
         try:
             environment = nullcontext() if use_environment is None else use_environment(session)
-            with environment, sample_resources(session.assignment, session.send):
+            with environment, contextlib.ExitStack() as samplers:
+                for sampler in session.assignment.spec.samplers:
+                    samplers.enter_context(sampler(session.assignment, session.send))
                 final_message = run_train_loop(
                     session, train_loop, is_process_wide=use_environment is not None
                 )

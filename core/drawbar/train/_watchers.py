@@ -1,0 +1,53 @@
+"""Assemble the default watchers of a run from the features beside the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from drawbar._console.console import Console
+from drawbar._observe.metrics_publisher import MetricsPublisher
+from drawbar._observe.resource_log import ResourceLog
+from drawbar._observe.resource_sampler import sample_resources
+from drawbar.train._config.run_config import RunConfig
+from drawbar.train._controller.run import MakeWatcher
+from drawbar.train._protocol.assignment import Sampler
+
+SAMPLERS: tuple[Sampler, ...] = (sample_resources,)
+"""Observe each rank while its training function runs."""
+
+
+def make_watchers(
+    run_config: RunConfig, *, is_live: bool = True, is_on_ray: bool = False
+) -> list[MakeWatcher]:
+    """Return functions that create the watchers of a run in this process.
+
+    Args:
+        run_config: Settings of the run.
+        is_live: Whether the console may have a live display; see `Console`.
+        is_on_ray: Whether this process is connected to Ray.
+    """
+    level = run_config.logging_config.level_number
+    return [
+        lambda run, emit: Console(level, run.directory.uri, is_live=is_live),
+        *_make_observers(is_on_ray=is_on_ray),
+    ]
+
+
+def make_remote_watchers(
+    run_config: RunConfig,
+) -> tuple[list[MakeWatcher], Callable[[str], Console]]:
+    """Return functions for a run in an actor: for its watchers there, and for consoles of clients.
+
+    Args:
+        run_config: Settings of the run.
+    """
+    make_console = partial(Console, run_config.logging_config.level_number)
+    return _make_observers(is_on_ray=True), make_console
+
+
+def _make_observers(*, is_on_ray: bool) -> list[MakeWatcher]:
+    return [
+        lambda run, emit: ResourceLog(run.directory),
+        partial(MetricsPublisher, is_on_ray=is_on_ray),
+    ]

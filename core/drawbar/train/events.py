@@ -1,0 +1,55 @@
+"""Events of a run in progress, for callbacks that watch it in more detail.
+
+Example:
+    Send an alert when ranks stall:
+
+        from drawbar.train import UserCallback, events
+
+        class AlertOnStall(UserCallback):
+            def on_event(self, run_context, event):
+                match event:
+                    case events.RanksStalled():
+                        send_alert(run_context.name, event.descriptions)
+
+Later versions can add types of events and attributes.
+"""
+
+from drawbar._base.api import set_public_module
+from drawbar._records.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointValidated,
+    RanksStalled,
+    RunEnded,
+    StragglerFound,
+)
+from drawbar._records.live_events import (
+    Notice,
+    ProgressReceived,
+    PublicEvent,
+    ReportsReceived,
+    ResourcesSampled,
+)
+
+Event = PublicEvent
+"""Any of these events."""
+
+__all__ = [
+    "AttemptEnded",
+    "AttemptStarted",
+    "CheckpointCommitted",
+    "CheckpointDeleted",
+    "CheckpointValidated",
+    "Event",
+    "Notice",
+    "ProgressReceived",
+    "RanksStalled",
+    "ReportsReceived",
+    "ResourcesSampled",
+    "RunEnded",
+    "StragglerFound",
+]
+
+set_public_module(globals())
