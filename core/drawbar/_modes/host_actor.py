@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import ray
 
 from drawbar._base.ray_compat import is_worker_process_dead
+from drawbar._modes.start_run import start_ray_run
 from drawbar._process.driver_env import DriverEnvironment
 from drawbar._process.serialization import Serialized, serialize, serialize_without_references
 from drawbar._process.worker_env import get_runtime_env_vars
@@ -28,7 +29,6 @@ from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
 from drawbar.train._controller.run import RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
-from drawbar.train._driver.start_run import start_ray_run
 
 POLL_SECONDS = 1.0
 CLIENT_TIMEOUT_S = 10.0
@@ -102,7 +102,9 @@ class HostActor:
         with self._start_lock:
             spec: RunSpec = serialized.deserialize()
             spec.backend_config.check_requirements(spec.scaling_config)
-            self._controller_thread = start_ray_run(spec, lambda path: self._event_buffer)
+            self._controller_thread = start_ray_run(
+                spec, make_console=lambda path: self._event_buffer
+            )
             level = spec.run_config.logging_config.level_number
             self._info = HostedRunInfo(self._controller_thread.directory, level, self._is_detached)
             self._clients.record(_STARTER_ID)
