@@ -2,7 +2,7 @@
 
     python -m benchmarks scale
 
-The controller is the real one. The ranks are simulated (`drawbar.train.testing`), in a thread whose
+The controller is the real one. The ranks are simulated (`_simulated_ranks.py`), in a thread whose
 time is not counted. 16 Ray actors show the cost of Ray's transport.
 """
 

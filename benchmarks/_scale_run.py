@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from benchmarks._simulated_rank import SimulatedRank
+from benchmarks._simulated_ranks import run_simulated_ranks
 from drawbar.train import (
     DataParallelTrainer,
     FailureConfig,
@@ -22,7 +24,6 @@ from drawbar.train import (
     ScalingConfig,
     Timeline,
 )
-from drawbar.train.testing import SimulatedRank, run_simulated_ranks
 
 METRICS = {"loss": 0.25, "accuracy": 0.75, "learning_rate": 1e-3}
 BARRIERS = 10

@@ -12,19 +12,28 @@ import contextlib
 import hashlib
 import logging
 import os
+import select
 import socket
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from drawbar._process.errors import CheckpointError
+from drawbar._process.sockets import is_dead_socket
 from drawbar._process.threads import wait_to_accept_again
-from drawbar._runs.cleanup import is_dead_socket
+from drawbar._records.timeline import RunState
 from drawbar._storage.download_cache import get_user_temp_directory
+from drawbar._storage.journal_file import is_locked
+from drawbar._storage.run_directory import RunDirectory
+from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
+from drawbar.train._driver.run_view import RunView, read_final_state
+
+REPLY_TIMEOUT_S = 10.0
+"""Time after which a process that has not replied counts as unresponsive."""
 
 WAIT_FOR_END = "follow"
 _REQUEST_TIMEOUT_S = 5.0  # from the connection to the request
@@ -44,22 +53,6 @@ class ControlReply(msgspec.Struct, frozen=True):
 _reply_decoder = msgspec.json.Decoder(ControlReply)
 
 
-class ControllableRun(Protocol):
-    """A run that accepts requests."""
-
-    def stop(self, *, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
-        ...
-
-    def kill(self) -> None:
-        """Kill every process of the run immediately."""
-        ...
-
-    def diagnose(self) -> str:
-        """Return a description of what each rank is blocked in."""
-        ...
-
-
 def _make_name_prefix(run: Path) -> str:
     """Return the prefix of the names of a run's sockets."""
     # From the real path, so that the run is found through symbolic links too.
@@ -75,7 +68,7 @@ class ControlSocket:
         run: The run.
     """
 
-    def __init__(self, path: Path, run: ControllableRun) -> None:
+    def __init__(self, path: Path, run: RunView) -> None:
         self._waiting_clients: list[socket.socket] = []
         self._handlers: Mapping[str, Callable[[], str | None]] = {
             "stop": lambda: run.stop(save=True),
@@ -209,3 +202,59 @@ def connect(run: Path, request: str) -> socket.socket | None:
             else:
                 return connection
     return None
+
+
+class SameHostRun(RunView):
+    """View of a run that another process of this user on this host controls.
+
+    That process accepts requests through a socket. Create instances with `find`.
+    """
+
+    is_detached = True  # the run continues when its clients stop waiting
+
+    def __init__(self, directory: RunDirectory, connection: socket.socket) -> None:
+        self.directory = directory
+        self._connection = connection
+        # Close the connection with the handle, so that the run does not keep a dead client.
+        weakref.finalize(self, connection.close)
+
+    @classmethod
+    def find(cls, directory: RunDirectory) -> SameHostRun | None:
+        """Return the run in a directory, or None if no process of this user here runs it."""
+        connection = connect(directory.local_path, WAIT_FOR_END)
+        return None if connection is None else cls(directory, connection)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the run has ended and return whether it has."""
+        ended, _, _ = select.select([self._connection], [], [], timeout)
+        return bool(ended)
+
+    def stop(self, *, save: bool) -> None:
+        """Stop the run: gracefully after its next commit, or immediately."""
+        self._request("stop" if save else "stop now")
+
+    def kill(self) -> None:
+        """Kill every process of the run immediately."""
+        self._request("kill")
+
+    def diagnose(self) -> str:
+        """Return a description of what each rank is blocked in, or "" if the run has ended."""
+        return self._request("diagnose", extra_seconds=DIAGNOSIS_TIMEOUT_S)
+
+    def _request(self, request: str, *, extra_seconds: float = 0.0) -> str:
+        timeout = REPLY_TIMEOUT_S + extra_seconds
+        reply = send_request(self.directory.local_path, request, timeout)
+        if reply is not None and reply.error:
+            name, uri = self.directory.name, self.directory.uri
+            raise RuntimeError(f"run {name!r} in {uri}: {reply.error}")
+        return "" if reply is None else reply.text
+
+    def get_state(self) -> RunState:
+        """Return the current or final state of the run."""
+        # After its end, another process may have resumed it.
+        is_in_progress = not self.join(0) or is_locked(self.directory.journal_path)
+        return super().get_state() if is_in_progress else read_final_state(self.directory)
+
+    def read_log(self, rank: int) -> bytes | None:
+        """Return the output that a rank has written so far, or None if there is none."""
+        return self.directory.read_log(rank)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import ray
 
 from drawbar._base.ray_compat import is_worker_process_dead
+from drawbar._modes.start_run import start_ray_run
 from drawbar._process.driver_env import DriverEnvironment
 from drawbar._process.serialization import Serialized, serialize, serialize_without_references
 from drawbar._process.worker_env import get_runtime_env_vars
@@ -28,7 +29,6 @@ from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
 from drawbar.train._controller.run import MakeWatcher, RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
-from drawbar.train._driver.start_run import start_ray_run
 
 POLL_SECONDS = 1.0
 CLIENT_TIMEOUT_S = 10.0
@@ -122,7 +122,7 @@ class HostActor:
             spec = hosted.spec
             spec.backend_config.check_requirements(spec.scaling_config)
             watchers = [lambda run, emit: self._event_buffer, *hosted.watchers]
-            self._controller_thread = start_ray_run(spec, watchers)
+            self._controller_thread = start_ray_run(spec, watchers=watchers)
             self._info = HostedRunInfo(
                 self._controller_thread.directory, hosted.make_console, self._is_detached
             )

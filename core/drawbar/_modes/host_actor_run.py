@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar._base.ray_compat import get_actor_id, get_actor_info
+from drawbar._modes.control_socket import REPLY_TIMEOUT_S
 from drawbar._modes.host_actor import POLL_SECONDS, EventBatch, HostActor, HostedRun, HostedRunInfo
 from drawbar._process.errors import ControllerError, RunInProgressError
 from drawbar._process.serialization import serialize
@@ -27,7 +28,7 @@ from drawbar.train._driver.controller_thread import (
     EXIT_SECONDS,
     STOPPED_AT_EXIT,
 )
-from drawbar.train._handle.run_view import REPLY_TIMEOUT_S, RunView, read_outcome
+from drawbar.train._driver.run_view import RunView, read_outcome
 from drawbar.train._worker_group.cluster import get_ray_worker_id
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
@@ -278,8 +278,34 @@ class ProgramForkServer:
             os.close(self._output.pop())
 
 
+class _ThreadForkServer(threading.local):
+    fork_server: ProgramForkServer | None = None
+
+
+_thread = _ThreadForkServer()
+
+
+def run_with_fork_server(
+    fork_server: ProgramForkServer, function: Callable[..., object], *arguments: object
+) -> object:
+    """Call a function, and fork the programs that it starts in this thread.
+
+    Args:
+        fork_server: Server that forks the programs.
+        function: Function to call.
+        arguments: Arguments of the function.
+
+    Returns:
+        Return value of the function.
+    """
+    _thread.fork_server = fork_server
+    try:
+        return function(*arguments)
+    finally:
+        _thread.fork_server = None
+
+
 def start_program(
-    fork_server: ProgramForkServer | None,
     arguments: Sequence[str],
     environment: Mapping[str, str],
     streams: Sequence[int],
@@ -289,7 +315,6 @@ def start_program(
     """Fork a process if possible, and otherwise start a new interpreter.
 
     Args:
-        fork_server: Fork server of the run. None if there is none.
         arguments: As for `NewProcess`.
         environment: As for `NewProcess`.
         streams: As for `NewProcess`.
@@ -300,6 +325,7 @@ def start_program(
         OSError: The process cannot be started.
     """
     environment = {name: environment[name] for name in environment if name != ERROR_VARIABLE}
+    fork_server = _thread.fork_server
     if fork_server is not None and _may_import_framework(arguments[1:]):
         try:
             return fork_server.fork(arguments, environment, streams, descriptors, wait_for_reply)

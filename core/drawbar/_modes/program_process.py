@@ -179,7 +179,6 @@ class ProgramProcess:
             child_session = stack.enter_context(self._child_session)
             self._register()
             self._process = process = start_program(
-                self._session.program_fork_server,
                 [program_main.__file__, *([] if self._is_python else [NO_PYTHON]), *arguments],
                 {**environment, PROGRAM_MARKER_VARIABLE: self._marker},
                 [null.fileno(), *outputs],

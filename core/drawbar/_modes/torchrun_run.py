@@ -13,12 +13,13 @@ import os
 import pickle
 import threading
 import traceback
-import warnings
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import cloudpickle
 
+from drawbar._base.frames import warn_caller
+from drawbar._modes.start_run import start_controller
 from drawbar._modes.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
 from drawbar._modes.torchrun_messages import (
     CaptureStack,
@@ -46,9 +47,9 @@ from drawbar._process.worker_env import read_ranks_from_env
 from drawbar._records.timeline import RunState
 from drawbar.train._config.backend import LauncherStore
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._controller.run import ControllerOutcome, MakeWatcher, RunOutcome, RunSpec
+from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
 from drawbar.train._driver.controller_thread import CallerExecutor, ControllerThread
-from drawbar.train._handle.run_view import RunView
+from drawbar.train._driver.run_view import RunView
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import InterruptFunction
 from drawbar.train._protocol.messages import Message, RankFailed
@@ -63,85 +64,77 @@ from drawbar.train._worker_group.worker_group import WorkerGroup
 _run_numbers = itertools.count()  # per process: all ranks call fit() equally often
 
 
-def start_or_join_torchrun_run(
-    store: LauncherStore,
-    spec: RunSpec,
-    payload: TrainLoop,
-    validation_config: ValidationConfig | None,
-    watchers: Sequence[MakeWatcher],
-    *,
-    use_caller_thread: bool,
-) -> ControllerThread | TorchrunRun:
-    """Run the controller in the process of rank 0, or connect another rank to it.
+@dataclass(frozen=True)
+class TorchrunMode:
+    """Run the training function in the processes that torchrun has started.
 
-    Args:
+    Attributes:
         store: Store of the launcher, through which the ranks find each other.
-        spec: The run.
-        payload: The training function.
         validation_config: Validation of checkpoints, or None.
-        watchers: Create the watchers of the run, in the process of rank 0.
         use_caller_thread: Run the training function in the thread that waits for the run.
-
-    Raises:
-        ValueError: The trainer has datasets.
-        Exception: The run cannot start. Raised on every rank.
     """
-    ranks = read_ranks_from_env(os.environ)
-    _check_no_datasets(spec, ranks)
-    key = f"drawbar/run/{next(_run_numbers)}"
-    if ranks.world_rank > 0:
-        return TorchrunRun(store, key, spec, payload, ranks, use_caller_thread=use_caller_thread)
-    server = TorchrunServer(ranks.world_size - 1, get_peer_address(ranks))
-    try:
-        host = _start_rank_zero(
-            spec, payload, ranks, server, validation_config, watchers, use_caller_thread
+
+    store: LauncherStore
+    validation_config: ValidationConfig | None
+    use_caller_thread: bool
+
+    def start(self, spec: RunSpec, train_loop: TrainLoop) -> RunView:
+        """Run the controller in the process of rank 0, or connect another rank to it.
+
+        Raises:
+            ValueError: The trainer has datasets.
+            Exception: The run cannot start. Raised on every rank.
+        """
+        ranks = read_ranks_from_env(os.environ)
+        _check_no_datasets(spec, ranks)
+        store, key = self.store, f"drawbar/run/{next(_run_numbers)}"
+        if ranks.world_rank > 0:
+            return TorchrunRun(
+                store, key, spec, train_loop, ranks, use_caller_thread=self.use_caller_thread
+            )
+        server = TorchrunServer(ranks.world_size - 1, get_peer_address(ranks))
+        try:
+            run = self._start_rank_zero(spec, train_loop, ranks, server)
+        except Exception as error:
+            server.publish_error(store, key, error)
+            raise
+        server.publish_address(store, key, run.directory)
+        return run
+
+    def _start_rank_zero(
+        self, spec: RunSpec, train_loop: TrainLoop, ranks: Ranks, server: TorchrunServer
+    ) -> ControllerThread:
+        gpu_ids = _get_gpu_ids(spec, ranks)
+
+        def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
+            local_group = ThreadWorkerGroup(train_loop, submit_call=submit_call, gpu_ids=[gpu_ids])
+            local_info = make_local_worker_info(ranks, gpu_ids)
+            return TorchrunWorkerGroup(
+                local_group, local_info, server, lambda save: run.stop(save=save)
+            )
+
+        def send_outcome(run: RunView) -> None:
+            server.end(EndRun(run.get_outcome().serialize(serialize_without_references)))
+
+        config = self.validation_config
+        run = start_controller(
+            _disable_restarts(spec),
+            make_worker_group,
+            ThreadValidator(config) if config is not None else None,
+            use_caller_thread=self.use_caller_thread,
+            on_end=send_outcome,
         )
-    except Exception as error:
-        server.publish_error(store, key, error)
-        raise
-    server.publish_address(store, key, host.directory)
-    return host
-
-
-def _start_rank_zero(
-    spec: RunSpec,
-    payload: TrainLoop,
-    ranks: Ranks,
-    server: TorchrunServer,
-    validation_config: ValidationConfig | None,
-    watchers: Sequence[MakeWatcher],
-    use_caller_thread: bool,
-) -> ControllerThread:
-    gpu_ids = _get_gpu_ids(spec, ranks)
-
-    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
-        local_group = ThreadWorkerGroup(payload, submit_call=submit_call, gpu_ids=[gpu_ids])
-        local_info = make_local_worker_info(ranks, gpu_ids)
-        return TorchrunWorkerGroup(
-            local_group, local_info, server, lambda save: host.stop(save=save)
-        )
-
-    validator = ThreadValidator(validation_config) if validation_config is not None else None
-    host = ControllerThread(
-        _disable_restarts(spec),
-        make_worker_group,
-        watchers,
-        validator,
-        use_caller_thread=use_caller_thread,
-        on_end=lambda outcome: server.end(EndRun(outcome.serialize(serialize_without_references))),
-    )
-    return host
+        return run
 
 
 def _disable_restarts(spec: RunSpec) -> RunSpec:
     """Leave restarts to the launcher, which alone can replace a process."""
     failures = spec.run_config.failure_config
     if failures.max_failures:
-        warnings.warn(
+        warn_caller(
             f"FailureConfig.max_failures={failures.max_failures} is ignored under torchrun, which "
             "restarts the processes itself. Set torchrun's --max-restarts; a run with a name and "
-            'resume="auto" then resumes from its latest checkpoint',
-            stacklevel=7,
+            'resume="auto" then resumes from its latest checkpoint'
         )
     failures = dataclasses.replace(failures, max_failures=0)
     config = dataclasses.replace(spec.run_config, failure_config=failures)
@@ -169,7 +162,7 @@ class TorchrunRun(RunView):
         store: Store of the launcher.
         key: Key under which rank 0 publishes its address.
         spec: The run, as this process would start it.
-        payload: The training function.
+        train_loop: The training function.
         ranks: Ranks of this process.
         use_caller_thread: Run the training function in the thread that calls `join`, instead of in
             a separate thread.
@@ -184,12 +177,12 @@ class TorchrunRun(RunView):
         store: LauncherStore,
         key: str,
         spec: RunSpec,
-        payload: TrainLoop,
+        train_loop: TrainLoop,
         ranks: Ranks,
         *,
         use_caller_thread: bool,
     ) -> None:
-        self._payload = payload
+        self._train_loop = train_loop
         self._env_vars = spec.worker_spec.env_vars
         self._runner = RankRunner()
         self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
@@ -259,7 +252,7 @@ class TorchrunRun(RunView):
             partial(
                 self._runner.run,
                 session,
-                self._payload,
+                self._train_loop,
                 partial(self._send_final_message, session),
                 use_environment=use_caller_process,
             )

@@ -26,6 +26,7 @@ from drawbar._base.import_paths import explain_missing_name as _explain_missing_
 from drawbar._base.import_paths import install_aliases as _install_aliases
 from drawbar._base.packages import find_shadowing_file as _find_shadowing_file
 from drawbar._data.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar._modes.session_client import get_program_session as _get_program_session
 from drawbar._process.errors import (
     CheckpointError,
     ControllerError,
@@ -65,6 +66,9 @@ from drawbar.train._config.validation_config import (
     ValidationFn,
     ValidationTaskConfig,
 )
+from drawbar.train._worker.active_session import (
+    set_program_session_finder as _set_program_session_finder,
+)
 from drawbar.train._worker.context import (
     ReportedCheckpoint,
     checkpoint_dir,
@@ -83,6 +87,7 @@ from drawbar.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar._data.ledger import DataLedger, DatasetEpoch
+    from drawbar._modes.attach import attach
     from drawbar._records.goodput import Goodput
     from drawbar._records.result import Result
     from drawbar._records.timeline import AttemptTimes, Timeline
@@ -94,7 +99,7 @@ if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar.train import tensorflow as tensorflow
     from drawbar.train import torch as torch
     from drawbar.train import xgboost as xgboost
-    from drawbar.train._handle.run_handle import RunHandle, attach
+    from drawbar.train._handle.run_handle import RunHandle
     from drawbar.train._trainer import DataParallelTrainer
 
 __all__ = [
@@ -187,20 +192,23 @@ _HISTORY_NAMES = {
 _DRIVER_NAMES = {
     "DataParallelTrainer": "drawbar.train._trainer",
     "RunHandle": "drawbar.train._handle.run_handle",
-    "attach": "drawbar.train._handle.run_handle",
 }
 """Names imported on first use, because commands that only read runs do not need them."""
+
+_ATTACH_NAMES = {"attach": "drawbar._modes.attach"}
+"""Names imported on first use, because trainers do not need them."""
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import trainers, results, and integrations such as `train.torch` on first use."""
-        if name in _DRIVER_NAMES:
-            if _find_shadowing_file("ray"):  # a run would fail with an unrelated error
+        for names in (_DRIVER_NAMES, _ATTACH_NAMES, _HISTORY_NAMES):
+            if name not in names:
+                continue
+            if names is not _HISTORY_NAMES and _find_shadowing_file("ray"):
+                # a run would fail with an unrelated error
                 raise backend.make_import_error("ray", extra="")
-            return _import_names(_DRIVER_NAMES)[name]
-        if name in _HISTORY_NAMES:
-            return _import_names(_HISTORY_NAMES)[name]
+            return _import_names(names)[name]
         if name in _INTEGRATIONS or name in _ALIASES:
             return importlib.import_module(f"{__name__}.{name}")
         if reason := _explain_missing_name(__name__, name):
@@ -223,4 +231,5 @@ def __dir__() -> list[str]:
 
 
 _install_aliases()
+_set_program_session_finder(_get_program_session)
 backend.set_public_module(globals())

@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import inspect
 import itertools
-import logging
 import os
-import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 from drawbar._base.api import ArgumentErrors
 from drawbar._base.fields import resolve_config
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.train_function import FunctionIdentity, TrainFunction
-from drawbar._console.slow_phases import print_if_slow
 from drawbar._data.data_config import DataConfig
 from drawbar._data.user_datasets import check_datasets
+from drawbar._modes.run_modes import LocalMode, RayMode
+from drawbar._modes.watchers import SAMPLERS
 from drawbar._process.errors import UserAbort
 from drawbar._records.result import Result
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.run_directory import open_run_directory
 from drawbar._storage.run_files import TRAINER_FILE
-from drawbar.train._config.backend import BackendConfig, LauncherStore
+from drawbar.train._config.backend import BackendConfig
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._controller.run import MakeWatcher, RunSpec
-from drawbar.train._driver import preflight, start_run
+from drawbar.train._driver import preflight
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
+from drawbar.train._driver.run_view import RunMode
 from drawbar.train._handle.run_handle import RunHandle
-from drawbar.train._handle.run_view import RunView
-from drawbar.train._watchers import SAMPLERS, make_remote_watchers, make_watchers
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.cluster import connect_to_ray, is_ray_client
 
 T = TypeVar("T")
 
@@ -226,14 +220,14 @@ class DataParallelTrainer(ArgumentErrors):
     def _prepare_and_start(self, *, use_caller_thread: bool) -> RunHandle:
         # First: without the framework, the following steps would fail with unrelated errors.
         self.backend_config.check_requirements(self.scaling_config)
-        payload = TrainLoop(
+        train_loop = TrainLoop(
             self.train_loop_per_worker,
             self._takes_config,
             self.train_loop_config,
             self.backend_config,
         )
         spec = make_run_spec(
-            payload,
+            train_loop,
             function=self._function_identity(),
             scaling_config=self.scaling_config,
             run_config=self.run_config,
@@ -244,71 +238,68 @@ class DataParallelTrainer(ArgumentErrors):
             validation_config=self.validation_config,
             samplers=SAMPLERS,
         )
-        return RunHandle(self._start_run(spec, payload, use_caller_thread=use_caller_thread))
+        mode = self.get_run_mode(use_caller_thread=use_caller_thread)
+        return RunHandle(mode.start(spec, train_loop))
 
     def _function_identity(self) -> FunctionIdentity:
-        if self._script is None:
+        script = self.get_script()
+        if script is None:
             return FunctionIdentity.of(self.train_loop_per_worker)
-        script, is_module = self._script
-        return FunctionIdentity.of_script(script, is_module=is_module)
+        path, is_module = script
+        return FunctionIdentity.of_script(path, is_module=is_module)
 
-    @property
-    def _script(self) -> tuple[str, bool] | None:
-        """Script that the training function runs and whether it is a module, or None.
+    # -- for subclasses
 
-        For trainers of integrations whose training function is the same for all scripts.
+    def get_run_mode(self, *, use_caller_thread: bool) -> RunMode:
+        """Return the mode in which `fit()` and `start()` start the run.
+
+        Override it to start runs in another way, with the names in `drawbar.train.run_modes`.
+
+        Args:
+            use_caller_thread: True for `fit()`, whose thread waits for the run. The training
+                function may run in that thread, where `pdb` works and Ctrl-C arrives.
+
+        Returns:
+            The mode.
+
+        Raises:
+            ValueError: A setting conflicts with the mode.
+
+        Example:
+            ```python
+            class LoggedTrainer(DataParallelTrainer):
+                def get_run_mode(self, *, use_caller_thread):
+                    return LoggedMode(super().get_run_mode(use_caller_thread=use_caller_thread))
+            ```
+        """
+        if self.scaling_config.max_workers > 0:
+            return RayMode(use_caller_thread)
+        preflight.check_not_detached(self.run_config)
+        store = self.backend_config.get_launcher_store()
+        if store is None:
+            return LocalMode(self.validation_config, use_caller_thread)
+        # Here, because few runs need this module and its connections.
+        from drawbar._modes.torchrun_run import TorchrunMode
+
+        return TorchrunMode(store, self.validation_config, use_caller_thread)
+
+    def get_script(self) -> tuple[str, bool] | None:
+        """Return the script that the training function runs, and whether it is a module.
+
+        Override it if the training function is the same for all scripts, so that a resume can
+        compare the scripts.
+
+        Returns:
+            The script, or None (the default) if the training function is the user's.
+
+        Example:
+            ```python
+            class MyScriptTrainer(DataParallelTrainer):
+                def get_script(self):
+                    return "train.py", False
+            ```
         """
         return None
-
-    @property
-    def _uses_ray(self) -> bool:
-        """True if the workers are Ray actors.
-
-        False for trainers of integrations whose training function only runs a program. Its ranks
-        are then threads of this process.
-        """
-        return True
-
-    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
-        if self.scaling_config.max_workers == 0:
-            start_run.check_not_detached(self.run_config)
-            store = self.backend_config.get_launcher_store()
-            start = start_run.start_local_run if store is None else _make_torchrun_starter(store)
-            return start(
-                spec,
-                payload,
-                self.validation_config,
-                self._make_watchers(),
-                use_caller_thread=use_caller_thread,
-            )
-        if not self._uses_ray:
-            return start_run.start_program_run(
-                spec, payload, self._make_watchers(), use_caller_thread=use_caller_thread
-            )
-        start_run.check_before_ray(spec)
-        # Only now, so that errors in arguments are raised without waiting for Ray.
-        shows_progress = self.run_config.logging_config.level_number <= logging.INFO
-        with print_if_slow("starting Ray") if shows_progress else contextlib.nullcontext():
-            joined_address = connect_to_ray()
-        if joined_address and shows_progress:
-            text = "[drawbar] joined the running Ray cluster at"
-            print(text, f"{joined_address}. RAY_ADDRESS=local starts a new one.", file=sys.stderr)
-        # Here, because this module imports Ray, which other runs do not need.
-        from drawbar._modes.host_actor import HostedRun
-        from drawbar._modes.host_actor_run import start_host_actor_run
-
-        if self.run_config.detached or is_ray_client():
-            if self.run_config.detached:
-                start_run.warn_if_driver_owns_ray()
-                start_run.warn_if_driver_owns_objects(spec)
-            return start_host_actor_run(HostedRun(spec, *make_remote_watchers(self.run_config)))
-        return start_run.start_ray_run(
-            spec, self._make_watchers(is_on_ray=True), use_caller_thread=use_caller_thread
-        )
-
-    def _make_watchers(self, *, is_on_ray: bool = False) -> list[MakeWatcher]:
-        is_live = self.scaling_config.max_workers > 0
-        return make_watchers(self.run_config, is_live=is_live, is_on_ray=is_on_ray)
 
     # -- restore
 
@@ -389,10 +380,3 @@ class DataParallelTrainer(ArgumentErrors):
     def __repr__(self) -> str:
         name = getattr(self.train_loop_per_worker, "__name__", self.train_loop_per_worker)
         return f"{type(self).__name__}({name}, {self.scaling_config!r}, {self.run_config!r})"
-
-
-def _make_torchrun_starter(store: LauncherStore) -> Callable[..., RunView]:
-    # Every worker imports this module, and few runs need multiprocessing connections.
-    from drawbar._modes.torchrun_run import start_or_join_torchrun_run
-
-    return partial(start_or_join_torchrun_run, store)

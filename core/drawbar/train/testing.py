@@ -2,18 +2,15 @@
 
 The API is stable, like the rest of the package. `run_in_threads` runs a training function on
 several ranks in threads of this process, without Ray, with real reports, checkpoints, collectives,
-and restarts, in milliseconds. `run_simulated_ranks` runs thousands of ranks that are only objects,
-so that the controller's cost can be measured. `kill_at` kills a process at a named step of a
-checkpoint commit, and `check_run` checks the run directory after that. `find_fork_obstacle` tests
-whether this machine can fork workers. `BackendContract` contains the tests that the backend of
-every integration must pass.
+and restarts, in milliseconds. `kill_at` kills a process at a named step of a checkpoint commit, and
+`check_run` checks the run directory after that. `find_fork_obstacle` tests whether this machine can
+fork workers. `BackendContract` contains the tests that the backend of every integration must pass.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from drawbar._base.api import set_public_module
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.train_function import TrainFunction
 from drawbar._fork_server.fork_check import find_fork_obstacle
+from drawbar._modes.run_modes import LocalMode
 from drawbar._process.errors import WorkerGroupError
 from drawbar._records.result import Result
 from drawbar._runs.audit import check_run
@@ -30,25 +28,18 @@ from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._controller.run import RunSpec
-from drawbar.train._driver.controller_thread import ControllerThread
-from drawbar.train._driver.start_run import start_local_run
-from drawbar.train._handle.run_view import RunView
+from drawbar.train._driver.run_view import RunMode
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train._worker.context import get_checkpoint, get_context, report
-from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.simulated_group import SimulatedRank, SimulatedWorkerGroup
 from drawbar.train.backend import BackendConfig
 
 __all__ = [
     "FAULT_POINTS",
     "BackendContract",
-    "SimulatedRank",
     "check_run",
     "find_fork_obstacle",
     "kill_at",
     "run_in_threads",
-    "run_simulated_ranks",
 ]
 
 FAULT_POINTS = fault_points.POINTS
@@ -138,86 +129,9 @@ def run_in_threads(
 
 
 class _ThreadTrainer(DataParallelTrainer):
-    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
-        return start_local_run(
-            spec,
-            payload,
-            self.validation_config,
-            self._make_watchers(),
-            use_caller_thread=use_caller_thread,
-            num_threads=self.scaling_config.max_workers,
-        )
-
-
-def run_simulated_ranks(
-    function: Callable[[SimulatedRank], Awaitable[object]],
-    *,
-    num_workers: int,
-    run_config: RunConfig | None = None,
-) -> Result:
-    """Run a coroutine function on ranks that are objects of this process, up to thousands of them.
-
-    The controller, the run directory, and all messages and commands are real. All ranks share one
-    thread, so the controller's thread (`drawbar-controller`) uses only the time of the controller.
-
-    Args:
-        function: Coroutine function that each rank runs. Its argument is the rank.
-        num_workers: Number of ranks, at least 1.
-        run_config: As in `DataParallelTrainer`.
-
-    Returns:
-        The result of the run. It has no return values.
-
-    Raises:
-        TrainingFailedError: The run failed, as in `fit()`.
-
-    Example:
-        ```python
-        async def train_func(rank):
-            rank.report({"loss": 1.0})
-            await rank.barrier()
-            if rank.world_rank == 7 and rank.attempt == 0:
-                rank.die()
-
-        result = testing.run_simulated_ranks(
-            train_func,
-            num_workers=4096,
-            run_config=RunConfig(failure_config=FailureConfig(max_failures=1)),
-        )
-        ```
-    """
-    return _SimulatedTrainer(function, num_workers, run_config).fit()
-
-
-class _SimulatedTrainer(DataParallelTrainer):
-    def __init__(
-        self,
-        function: Callable[[SimulatedRank], Awaitable[object]],
-        num_workers: int,
-        run_config: RunConfig | None,
-    ) -> None:
-        # Not passed to the trainer, which pickles its function and rejects coroutine functions.
-        self._function = function
-        super().__init__(
-            _run_nothing,
-            scaling_config=ScalingConfig(num_workers=num_workers),
-            run_config=run_config,
-        )
-
-    def _start_run(self, spec: RunSpec, payload: TrainLoop, *, use_caller_thread: bool) -> RunView:
-        return ControllerThread(
-            spec,
-            lambda path, _: SimulatedWorkerGroup(
-                self._function, self.scaling_config.max_workers, path
-            ),
-            self._make_watchers(),
-            None,
-            use_caller_thread=use_caller_thread,
-        )
-
-
-def _run_nothing() -> None:
-    """Training function of a run with simulated ranks, which run their own."""
+    def get_run_mode(self, *, use_caller_thread: bool) -> RunMode:
+        num_threads = self.scaling_config.max_workers
+        return LocalMode(self.validation_config, use_caller_thread, num_threads)
 
 
 class BackendContract:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import socket
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from drawbar._process.sockets import is_dead_socket
 from drawbar._records.checkpoint_config import CheckpointConfig, parse_checkpoint_config
 from drawbar._records.events import CheckpointDeleted, JournaledEvent, RunStarted
 from drawbar._records.journal import Journal
@@ -257,20 +257,6 @@ def find_unused_local_files(min_age_s: float) -> Iterator[UnusedFile]:
             kind = "work directory of a remote run"
             remove = partial(_remove_work_directory, path, cutoff_time)
             yield UnusedFile(kind, str(path), compute_tree_size(path), remove)
-
-
-def is_dead_socket(path: Path) -> bool:
-    """Return True if no process listens on a socket."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.setblocking(False)
-        try:
-            connection.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        # The process may be alive. For example, the queue of its socket may be full.
-        except OSError:
-            return False
-    return False
 
 
 def _is_unused_work_directory(path: Path, cutoff_time: float) -> bool:

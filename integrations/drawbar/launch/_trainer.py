@@ -19,6 +19,7 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
 )
+from drawbar.train.run_modes import ProgramMode, RunMode
 
 MAX_HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEATS_PER_HANG_TIMEOUT = 4
@@ -122,12 +123,14 @@ class ScriptTrainer(DataParallelTrainer):
             resume_from_checkpoint=resume_from_checkpoint,
         )
 
-    @property
-    def _uses_ray(self) -> bool:
-        return self._use_ray
+    def get_run_mode(self, *, use_caller_thread: bool) -> RunMode:
+        """See `DataParallelTrainer.get_run_mode`."""
+        if self._use_ray:
+            return super().get_run_mode(use_caller_thread=use_caller_thread)
+        return ProgramMode(use_caller_thread=use_caller_thread)
 
-    @property
-    def _script(self) -> tuple[str, bool]:
+    def get_script(self) -> tuple[str, bool]:
+        """See `DataParallelTrainer.get_script`."""
         assert self.train_loop_config is not None  # set by __init__ and restore()
         first, *others = self.train_loop_config["arguments"]
         return (others[0], True) if first == "-m" else (first, False)

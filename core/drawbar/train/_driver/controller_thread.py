@@ -10,8 +10,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
 
-from drawbar._modes.control_socket import ControlSocket
 from drawbar._process.errors import ControllerError
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.event_stream import Emit, EventStream
@@ -30,6 +31,7 @@ from drawbar.train._controller.run import (
     RunSpec,
 )
 from drawbar.train._driver.open_run import open_run
+from drawbar.train._driver.run_view import RunView
 from drawbar.train._worker_group.cluster import is_connected_to_ray
 from drawbar.train._worker_group.thread_group import SubmitCall
 from drawbar.train._worker_group.validators import Validator
@@ -86,7 +88,15 @@ class CallerExecutor:
         self._queue.put(None)
 
 
-class ControllerThread:
+class ControlSocket(Protocol):
+    """Socket through which other processes on this host control a run."""
+
+    def close(self) -> None:
+        """Stop handling requests."""
+        ...
+
+
+class ControllerThread(RunView):
     """Opens a run and runs its controller in a thread.
 
     Args:
@@ -95,12 +105,13 @@ class ControllerThread:
             function that submits calls to a thread of this process, which `num_workers=0` needs.
         watchers: Create the watchers of the run, such as the console. The callbacks of the user
             follow them.
+        make_control_socket: Creates the control socket from the local path of the run.
         validator: Runs validations, or None.
         is_on_ray: Whether the workers die when this process disconnects from Ray.
         use_caller_thread: Run calls, and start the controller, in the thread that calls `join`, so
             that `pdb` works and Ctrl-C arrives in the training function. Otherwise each has a new
             thread.
-        on_end: Receives the outcome of the run before `join` returns.
+        on_end: Called with this run after its end, before `join` returns.
 
     Raises:
         ResumeError: `RunConfig.resume` conflicts with the run directory.
@@ -109,19 +120,17 @@ class ControllerThread:
         CheckpointError: The initial checkpoint does not exist.
     """
 
-    is_detached = False
-    unresponsive_reason = ""
-
     def __init__(
         self,
         spec: RunSpec,
         make_worker_group: Callable[[str, SubmitCall], WorkerGroup],
         watchers: Sequence[MakeWatcher],
-        validator: Validator | None,
+        make_control_socket: Callable[[Path, RunView], ControlSocket],
         *,
+        validator: Validator | None = None,
         is_on_ray: bool = False,
         use_caller_thread: bool = False,
-        on_end: Callable[[RunOutcome], object] | None = None,
+        on_end: Callable[[RunView], object] | None = None,
     ) -> None:
         self._spec = spec
         self._on_end = on_end
@@ -148,9 +157,8 @@ class ControllerThread:
                 self._events.add(make_watcher(self._open_run, self._events.emit))
             self._callbacks = CallbackRunner(spec.run_config.callbacks, self._open_run.context)
             self._events.add(self._callbacks)
-            # Under the lock of the journal: only its holder may replace the socket of a killed
-            # process.
-            self._socket = ControlSocket(self.directory.local_path, self)
+            # Under the lock of the journal: its holder replaces the socket of a killed process.
+            self._socket = make_control_socket(self.directory.local_path, self)
             on_error.pop_all()  # from here on, `_close` closes them
         try:
             self._plan = _plan_run(self._open_run, self._events.emit)
@@ -234,7 +242,7 @@ class ControllerThread:
     def _notify_end(self) -> None:
         try:
             if self._on_end is not None:
-                self._on_end(self.get_outcome())
+                self._on_end(self)
         except Exception:
             _logger.exception("the run has ended, but not all processes received its outcome")
 

@@ -26,9 +26,10 @@ from drawbar._base.train_function import check_plain_function, get_function_name
 from drawbar._base.wording import format_size
 from drawbar._process.serialization import serialize
 from drawbar._storage.run_directory import RunDirectory
+from drawbar.train._config.run_config import RunConfig
 
 LARGE_PICKLE_BYTES = 100_000_000
-"""Bytes of a pickled training function above which `check_train_function_pickles` warns."""
+"""Bytes of a pickled training function above which `warn_of_large_function` warns."""
 
 # Objects may refer to as many others as a model does. This depth is searched in a moment.
 _SEARCH_DEPTH = 5
@@ -84,15 +85,12 @@ def warn_of_unused_config(takes_config: bool, config: object) -> None:
 def check_train_function_pickles(function: Callable[..., object]) -> None:
     """Check that a training function and the variables it captures can be sent to the workers.
 
-    Warns with a `UserWarning` that names the largest captured variables if each worker would load
-    more than `LARGE_PICKLE_BYTES` bytes.
-
     Raises:
         TypeError: A captured variable cannot be pickled. The message has the path, type, and reason
             for each variable that cannot be pickled.
     """
     try:
-        size = serialize(function, should_share_buffers=True).size
+        serialize(function, should_share_buffers=True)
     except Exception as error:
         unpicklable = _find_unpicklable(
             get_function_name(function), _get_called_function(function), _SEARCH_DEPTH, set()
@@ -105,8 +103,21 @@ def check_train_function_pickles(function: Callable[..., object]) -> None:
             f"variables that cannot be pickled:\n{lines or f'  {error}'}\n"
             "Create them inside the training function; pass their arguments as train_loop_config"
         ) from None  # the traceback of the pickler has only internal frames
-    if size > LARGE_PICKLE_BYTES:
-        warnings.warn(_describe_large_function(function, size), UserWarning, stacklevel=2)
+
+
+def warn_of_large_function(function: Callable[..., object], pickled_bytes: int) -> None:
+    """Warn if each worker would load more than `LARGE_PICKLE_BYTES` bytes of a training function.
+
+    The warning names the largest captured variables.
+
+    Args:
+        function: The training function.
+        pickled_bytes: Size of the function with its config.
+    """
+    if pickled_bytes > LARGE_PICKLE_BYTES:
+        size = serialize(function, should_share_buffers=True).size
+        if size > LARGE_PICKLE_BYTES:
+            warnings.warn(_describe_large_function(function, size), UserWarning, stacklevel=2)
 
 
 def check_pickles(name: str, value: object) -> None:
@@ -123,7 +134,7 @@ def check_pickles(name: str, value: object) -> None:
         raise TypeError(
             f"{name} cannot be sent to the workers, because it contains parts that cannot be "
             f"pickled:\n{lines}"
-        )
+        ) from None  # the traceback of the pickler has only internal frames
 
 
 def check_json_dict(name: str, value: Mapping[str, object] | None) -> dict[str, object]:
@@ -141,6 +152,19 @@ def check_json_dict(name: str, value: Mapping[str, object] | None) -> dict[str, 
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be JSON-serializable: {error}") from error
     return dict(value)
+
+
+def check_not_detached(config: RunConfig) -> None:
+    """Reject `detached=True` for a run in this process.
+
+    Raises:
+        ValueError: The run is detached.
+    """
+    if config.detached:
+        raise ValueError(
+            "RunConfig.detached=True needs workers that outlive this process, but "
+            "ScalingConfig.num_workers=0 runs the function in this process. Set num_workers=1"
+        )
 
 
 def check_storage_path(path: Path) -> None:

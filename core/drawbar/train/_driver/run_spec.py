@@ -29,7 +29,7 @@ from drawbar.train._worker_group.validators import ValidationTask
 
 
 def make_run_spec(
-    payload: TrainLoop,
+    train_loop: TrainLoop,
     *,
     function: FunctionIdentity,
     scaling_config: ScalingConfig,
@@ -44,7 +44,7 @@ def make_run_spec(
     """Serialize the arguments of a trainer into a `RunSpec`.
 
     Args:
-        payload: Training function and its config.
+        train_loop: Training function and its config.
         function: Identity of the training function.
         scaling_config: As in the trainer.
         run_config: As in the trainer.
@@ -61,11 +61,50 @@ def make_run_spec(
     Raises:
         TypeError: An argument cannot be serialized. The message names it.
     """
-    preflight.check_pickles("train_loop_config", payload.config)
-    if validation_config is not None:
-        preflight.check_pickles("validation_config.fn", validation_config.fn)
-    preflight.check_train_function_pickles(payload.function)
-    worker = WorkerSpec(
+    worker = _make_worker_spec(scaling_config, run_config, metadata, validation_config, samplers)
+    trainer_arguments: dict[str, object] = {
+        "train_loop_per_worker": train_loop.function,
+        "train_loop_config": train_loop.config,
+        "backend_config": train_loop.backend_config,
+        "scaling_config": scaling_config,
+        "dataset_config": dataset_config,
+        "metadata": metadata,
+        "validation_config": validation_config,
+    }
+    try:
+        serialized = serialize(train_loop, should_share_buffers=True)
+        trainer_state = _serialize_trainer_state(trainer_arguments)
+        validation_task = _make_validation_task(validation_config, worker, run_config)
+    except Exception:
+        _check_pickles(train_loop, validation_config)
+        raise
+    preflight.warn_of_large_function(train_loop.function, serialized.size)
+    return RunSpec(
+        train_loop=serialized,
+        function=function,
+        worker_spec=worker,
+        trainer_state=trainer_state,
+        config_record=_make_config_record(
+            train_loop, function, scaling_config, run_config, validation_config
+        ),
+        scaling_config=scaling_config,
+        run_config=add_defaults(run_config),
+        backend_config=train_loop.backend_config,
+        dataset_config=dataset_config,
+        datasets=datasets,
+        resume_from_checkpoint=resume_from_checkpoint,
+        validation_task=validation_task,
+    )
+
+
+def _make_worker_spec(
+    scaling_config: ScalingConfig,
+    run_config: RunConfig,
+    metadata: Mapping[str, object],
+    validation_config: ValidationConfig | None,
+    samplers: tuple[Sampler, ...],
+) -> WorkerSpec:
+    return WorkerSpec(
         # Captured now and not when a worker starts: users may set a variable right after `start()`.
         env_vars=select_forwarded(os.environ, run_config.forward_env),
         driver_env=DriverEnvironment.capture(),
@@ -74,31 +113,18 @@ def make_run_spec(
         default_validation=validation_config.default_validation if validation_config else None,
         samplers=samplers,
     )
-    trainer_arguments: dict[str, object] = {
-        "train_loop_per_worker": payload.function,
-        "train_loop_config": payload.config,
-        "backend_config": payload.backend_config,
-        "scaling_config": scaling_config,
-        "dataset_config": dataset_config,
-        "metadata": metadata,
-        "validation_config": validation_config,
-    }
-    return RunSpec(
-        train_loop=serialize(payload, should_share_buffers=True),
-        function=function,
-        worker_spec=worker,
-        trainer_state=_serialize_trainer_state(trainer_arguments),
-        config_record=_make_config_record(
-            payload, function, scaling_config, run_config, validation_config
-        ),
-        scaling_config=scaling_config,
-        run_config=add_defaults(run_config),
-        backend_config=payload.backend_config,
-        dataset_config=dataset_config,
-        datasets=datasets,
-        resume_from_checkpoint=resume_from_checkpoint,
-        validation_task=_make_validation_task(validation_config, worker, run_config),
-    )
+
+
+def _check_pickles(train_loop: TrainLoop, validation_config: ValidationConfig | None) -> None:
+    """Find the parts of the user's arguments that cannot be pickled.
+
+    Raises:
+        TypeError: There are such parts. The message names them.
+    """
+    preflight.check_pickles("train_loop_config", train_loop.config)
+    if validation_config is not None:
+        preflight.check_pickles("validation_config.fn", validation_config.fn)
+    preflight.check_train_function_pickles(train_loop.function)
 
 
 def _make_validation_task(
@@ -113,14 +139,14 @@ def _make_validation_task(
 
 
 def _make_config_record(
-    payload: TrainLoop,
+    train_loop: TrainLoop,
     function: FunctionIdentity,
     scaling_config: ScalingConfig,
     run_config: RunConfig,
     validation_config: ValidationConfig | None,
 ) -> dict[str, object]:
     """Return the settings that a resumed run compares with its last start, by key."""
-    config = {} if payload.config is None else payload.config
+    config = {} if train_loop.config is None else train_loop.config
     named = config if isinstance(config, Mapping) else {"": config}
     return {
         "train_loop_per_worker": str(function),

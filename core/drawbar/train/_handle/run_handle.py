@@ -1,18 +1,16 @@
-"""RunHandle and attach(): observe, stop, and wait for a run."""
+"""RunHandle: observe, stop, and wait for a run."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import math
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 from drawbar._base.fields import parse_duration
@@ -22,15 +20,10 @@ from drawbar._process.errors import UserAbort
 from drawbar._process.user_abort import make_user_abort
 from drawbar._records.goodput import Goodput
 from drawbar._records.result import Result
-from drawbar._records.run_history import RunHistory
-from drawbar._records.run_locations import RunLocation, locate_run
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import Timeline
-from drawbar._storage.filesystem import AnyFileSystem
-from drawbar._storage.journal_file import is_locked
-from drawbar._storage.run_directory import RunDirectory, describe_resume, make_run_directory
-from drawbar.train._handle.run_view import EndedRun, RunView, SameHostRun
-from drawbar.train._worker_group.cluster import try_connect_to_ray
+from drawbar._storage.run_directory import describe_resume
+from drawbar.train._driver.run_view import RunView
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
 JOIN_INTERVAL_S = 1.0
@@ -56,6 +49,7 @@ class RunHandle:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
+        self._live_goodput: Any = None
 
     @property
     def name(self) -> str:
@@ -123,14 +117,11 @@ class RunHandle:
 
         Example: `print(run.goodput())`
         """
+        if self._live_goodput is None:  # a feature beside the kernel, which few runs use
+            module = importlib.import_module("drawbar._observe.run_goodput")
+            self._live_goodput = module.LiveGoodput(self._run.directory)
         goodput: Goodput = self._live_goodput.read(is_active=not self.is_done)
         return goodput
-
-    @cached_property
-    def _live_goodput(self) -> Any:
-        # On first use, because it is a feature beside the kernel.
-        module = importlib.import_module("drawbar._observe.run_goodput")
-        return module.LiveGoodput(self._run.directory)
 
     def get_logs(self, rank: int = 0) -> str:
         """Return the output that a rank has written so far, in all attempts.
@@ -243,8 +234,10 @@ class RunHandle:
                     # The timeout does not apply while the run is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
         if interrupts:
-            resume = describe_resume(self._run.directory)
-            raise make_user_abort(f"stopped by Ctrl-C; the run is in {self.path}. {resume}")
+            raise make_user_abort(
+                f"stopped by Ctrl-C; the run is in {self.path}. "
+                + describe_resume(self._run.directory)
+            )
         return self._run.get_outcome().get_result()
 
     def _interrupt(self, *, is_first: bool) -> None:
@@ -282,114 +275,6 @@ class RunHandle:
         if state.last_metrics:
             parts.append(f"metrics={state.last_metrics[min(state.last_metrics)]!r}")
         return f"RunHandle({', '.join(parts)}, path={self.path!r})"
-
-
-def attach(
-    path_or_name: str | os.PathLike[str], storage_filesystem: AnyFileSystem | None = None
-) -> RunHandle:
-    """Return a handle to a running or finished run.
-
-    A detached run can be reached from the whole cluster. Any other run can be reached from
-    processes of the same user on the driver's machine. Output that a detached run writes from now
-    on is shown in this process too.
-
-    Args:
-        path_or_name: Run directory, URI, or name. A name refers to a detached run in progress, or
-            to a run in the default storage path.
-        storage_filesystem: Filesystem of the path, as in `RunConfig`.
-
-    Returns:
-        A handle to the run.
-
-    Raises:
-        ValueError: The path or name is empty.
-        LookupError: The run does not exist or was interrupted. The message has the details and
-            lists the detached runs of the Ray cluster, if there is one.
-        TimeoutError: The process that controls the run does not reply. The message has its address.
-
-    Example:
-        ```python
-        run = drawbar.train.attach("my-run")
-        print(run.status)
-        ```
-    """
-    target = os.fspath(path_or_name)
-    if not target:
-        raise ValueError("attach() needs the name, directory, or URI of a run, found ''")
-    is_name = "/" not in target and storage_filesystem is None
-    directory = make_run_directory(locate_run(target, storage_filesystem).path)
-    return RunHandle(_find_run(directory, is_name=is_name))
-
-
-def _find_run(directory: RunDirectory, *, is_name: bool) -> RunView:
-    """Return the view of a run.
-
-    Args:
-        directory: Run directory.
-        is_name: Whether the user passed only a name, so that a detached run of this name comes
-            first.
-    """
-    ended = None if is_name else EndedRun.find(directory)
-    if ended is not None and ended.is_complete:
-        return ended
-    # Before Ray is tried: connecting takes a second, and a run on this host does not need it.
-    same_host = SameHostRun.find(directory)
-    if same_host is not None and not same_host.get_state().is_detached:
-        return same_host
-    if same_host is None and not is_name and not _can_be_detached(directory):
-        raise LookupError(_describe_directory(directory))
-    # Here, because it imports Ray, which takes a second.
-    from drawbar._modes.host_actor_run import attach_to_host_actor, list_detached_runs
-
-    connect_error = try_connect_to_ray()
-    uri = None if is_name else directory.uri
-    hosted = attach_to_host_actor(directory.name, uri) if not connect_error else None
-    run = hosted or same_host or EndedRun.find(directory)
-    if run is not None:
-        return run
-    detached = (
-        f"unknown, since {connect_error}"
-        if connect_error
-        else ", ".join(list_detached_runs()) or "none"
-    )
-    raise LookupError(f"{_describe_directory(directory)}; detached runs in progress: {detached}")
-
-
-def _can_be_detached(directory: RunDirectory) -> bool:
-    """Return whether the run may be in progress in a Ray actor, judging by its directory."""
-    try:
-        history = RunHistory.read(directory)
-    except FileNotFoundError:
-        return True  # the directory may be on another machine
-    return not history.events or history.state.is_detached
-
-
-def _describe_directory(directory: RunDirectory) -> str:
-    name, uri = directory.name, directory.uri
-    if directory.run_files.read_journal() is None:
-        similar = ", ".join(RunLocation(directory.root.parent, name).find_similar_names())
-        hint = f" (similar names: {similar})" if similar else ""
-        return f"no detached run {name!r} is in progress, and {uri} contains no ended run{hint}"
-    if is_locked(directory.journal_path) and _can_be_detached(directory):
-        return (
-            f"run {name!r} in {uri} is in progress, detached, on a cluster that this process is "
-            "not connected to. Set RAY_ADDRESS or call ray.init(address=...)"
-        )
-    if is_locked(directory.journal_path):
-        return (
-            f"run {name!r} in {uri} is in progress in a driver of another user or machine, or with "
-            "another TMPDIR. It is not detached, so attach from there"
-        )
-    if directory.remote_path is not None:
-        return (
-            f"run {name!r} in {uri} has not ended according to its journal, and no process of this "
-            "machine hosts it: it is in progress elsewhere or was interrupted. If it was "
-            'interrupted, fit() with resume="auto" resumes from its latest checkpoint'
-        )
-    return (
-        f"run {name!r} in {uri} has not ended, and its host process died. "
-        'To resume from its latest checkpoint, call fit() with resume="auto"'
-    )
 
 
 @contextlib.contextmanager

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from drawbar._base.frames import is_drawbar_frame
-from drawbar._modes.session_client import get_program_session
 from drawbar.train._worker.session import Session
 
 
@@ -22,6 +21,21 @@ class _ThreadLocalSession(threading.local):
 
 _process_sessions: list[Session] = []
 _thread_local = _ThreadLocalSession()
+
+
+def _find_program_session() -> Session | None:
+    """Return None until `set_program_session_finder` replaces this function."""
+    return None
+
+
+def set_program_session_finder(find: Callable[[], Session | None]) -> None:
+    """Set how a process finds its session if it is a program that runs in place of a worker.
+
+    Args:
+        find: Returns the session; None if this process is no program.
+    """
+    global _find_program_session
+    _find_program_session = find
 
 
 @contextmanager
@@ -74,7 +88,7 @@ def find_session(function_name: str | None = None) -> Session:
     """
     # The thread's session first: with `drawbar.train.testing`, several ranks share this process.
     session = (
-        _thread_local.session or next(reversed(_process_sessions), None) or get_program_session()
+        _thread_local.session or next(reversed(_process_sessions), None) or _find_program_session()
     )
     if session is None:
         raise RuntimeError(

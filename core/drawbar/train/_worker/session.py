@@ -22,7 +22,6 @@ import msgspec
 from drawbar._base.frames import format_caller_location
 from drawbar._base.metrics import Metrics, normalize
 from drawbar._fork_server.imported_modules import ImportedModules
-from drawbar._modes.program_launch import ProgramForkServer
 from drawbar._process.stack import Stack
 from drawbar._process.training_thread import InterruptScope, ThreadGuard
 from drawbar._records.events import ShardEpochEnded
@@ -128,7 +127,6 @@ class Session:
         self._locals: dict[object, Any] = {}  # objects of integrations, by factory
         self.training_count = itertools.count(1)  # a training function may train several times
         self.program: ProgramProxy | None = None
-        self.program_fork_server: ProgramForkServer | None = None
         self.is_timed_by_program = False
         self.is_first_of_process = True
         self.imported_modules: ImportedModules | None = None

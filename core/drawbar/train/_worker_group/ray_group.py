@@ -47,12 +47,12 @@ class RayWorkerGroup:
 
     Args:
         pool: Processes of the workers.
-        payload: Training function that every rank runs.
+        train_loop: Training function that every rank runs.
     """
 
-    def __init__(self, pool: ActorPool, payload: ray.ObjectRef[Serialized]) -> None:
+    def __init__(self, pool: ActorPool, train_loop: ray.ObjectRef[Serialized]) -> None:
         self._pool = pool
-        self._payload = [payload]  # until stop(); Ray does not track references in lists
+        self._train_loop = [train_loop]  # until stop(); Ray does not track references in lists
         self._ranks: dict[int, ActorSlot] = {}
         self._attempt = -1
         self._undelivered_commands: set[asyncio.Future[None]] = set()
@@ -90,7 +90,7 @@ class RayWorkerGroup:
             # A stream instead of calls of the driver: messages keep their order, and the end of the
             # stream reports the death of the process.
             run = slot.actor.run.options(num_returns="streaming")
-            stream = run.remote(assignment, self._payload)
+            stream = run.remote(assignment, self._train_loop)
             slot.on_messages = on_messages
             slot.run_task = asyncio.ensure_future(
                 self._receive_messages(rank, slot, stream, on_messages)
@@ -204,7 +204,7 @@ class RayWorkerGroup:
         self.kill()
         # Ray keeps an object as long as a reference to it exists, and a `RunHandle` may outlive the
         # run.
-        self._payload.clear()
+        self._train_loop.clear()
 
     def kill(self) -> None:
         """Kill all processes and release the placement."""

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from drawbar._modes.program_launch import ProgramForkServer
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
 from drawbar._process.threads import run_in_daemon_thread
@@ -43,26 +42,23 @@ class ThreadWorkerGroup(InProcessExecution):
     """Workers as threads of this process.
 
     Args:
-        payload: Training function that every rank runs.
+        train_loop: Training function that every rank runs.
         num_workers: Number of ranks.
         submit_call: Runs a call in the thread of rank 0, or None to start a thread for each rank.
         gpu_ids: GPU IDs of each rank. Default: none.
-        fork_server: Fork server for the programs that the ranks run. Default: none.
     """
 
     def __init__(
         self,
-        payload: TrainLoop,
+        train_loop: TrainLoop,
         num_workers: int = 1,
         submit_call: SubmitCall | None = None,
         gpu_ids: Sequence[tuple[str, ...]] | None = None,
-        fork_server: ProgramForkServer | None = None,
     ) -> None:
-        self._payload = payload
+        self._train_loop = train_loop
         self._num_workers = num_workers
         self._submit_call = submit_call
         self._gpu_ids = gpu_ids or [()] * num_workers
-        self._fork_server = fork_server
         self._runners = [RankRunner() for _ in range(num_workers)]
         self._functions_ended: dict[int, asyncio.Event] = {}
 
@@ -104,12 +100,11 @@ class ThreadWorkerGroup(InProcessExecution):
             send = partial(_send_from_thread, loop, on_messages, rank)
             runner = self._runners[rank]
             session = runner.start_attempt(assignment, send)
-            session.program_fork_server = self._fork_server
             is_only_rank = self._submit_call is not None
             call = partial(
                 runner.run,
                 session,
-                self._payload,
+                self._train_loop,
                 partial(_finish_from_thread, loop, on_messages, rank, ended),
                 use_environment=use_caller_process if is_only_rank else None,
             )
@@ -161,8 +156,6 @@ class ThreadWorkerGroup(InProcessExecution):
     async def stop(self) -> None:
         """Interrupt running functions, which would wait forever for a failed controller."""
         await self.end_attempt(AttemptEnd(grace=STOP_SECONDS))
-        if self._fork_server is not None:
-            self._fork_server.close()
 
     def kill(self) -> None:
         """Kill the programs of running functions. Threads cannot be killed."""

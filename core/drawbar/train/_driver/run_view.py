@@ -1,72 +1,133 @@
-"""`RunView`: one view of a run, in this process, in another one, or ended.
+"""`RunMode` starts a run, and `RunView` shows it: in this process, in another one, or ended.
 
-Its implementations:
-
-- `ControllerThread`: the controller runs in this process.
-- `SameHostRun`: it runs in another process of this user on this host.
-- `HostActorRun`: it runs in an actor (detached runs, Ray Client).
-- `TorchrunRun`: it runs in the process of rank 0.
-- `EndedRun`: the run has ended.
-
+Each mode has a subclass of `RunView`, such as `ControllerThread`. `EndedRun` shows a run that has
+ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
-import weakref
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Protocol
 
 import cloudpickle
 
-from drawbar._modes import control_socket
 from drawbar._process.errors import ControllerError
 from drawbar._records.result import Result
 from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import FINAL_STATUSES, RunState
-from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
-from drawbar.train._controller.run import ControllerOutcome, RunOutcome
-from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
-
-REPLY_TIMEOUT_S = 10.0
-"""Time after which a process that has not replied counts as unresponsive."""
+from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
+from drawbar.train._worker.train_loop import TrainLoop
 
 
-class RunView(control_socket.ControllableRun, Protocol):
+class RunView(ABC):
     """View of a run: its state, logs, and outcome, and the way to control it.
 
-    By default, the view reads state, logs, and outcome from the run directory.
+    A `RunMode` returns a view of the run that it has started, and `RunHandle` shows it to the user.
+    By default, a view reads state, logs, and outcome from the run directory.
+
+    Attributes:
+        directory: Run directory. Set it in the constructor.
+        is_detached: Whether the run continues when this process stops waiting for it.
+        unresponsive_reason: Why the process that controls the run counts as unresponsive, or "".
+
+    Example:
+        ```python
+        class ProcessRun(RunView):
+            def __init__(self, process, directory):
+                self.process = process
+                self.directory = directory
+
+            def join(self, timeout=None):
+                self.process.join(timeout)
+                return not self.process.is_alive()
+        ```
     """
 
     directory: RunDirectory
-    """Run directory."""
     is_detached: bool = False
-    """True if the run continues when this process stops waiting for it."""
 
     @property
     def unresponsive_reason(self) -> str:
-        """Reason why the process that controls the run counts as unresponsive, or ""."""
+        """Why the process that controls the run counts as unresponsive, or ""."""
         return ""
 
+    @abstractmethod
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the run has ended and return whether it has."""
-        ...
+        """Wait until the run has ended and return whether it has.
+
+        Args:
+            timeout: Maximum number of seconds to wait. None waits without limit.
+        """
+
+    @abstractmethod
+    def stop(self, *, save: bool) -> None:
+        """Request the run to stop. Do not wait for its end.
+
+        Args:
+            save: Stop after the next commit, instead of immediately.
+        """
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill every process of the run immediately."""
+
+    @abstractmethod
+    def diagnose(self) -> str:
+        """Return a description of what each rank is blocked in."""
 
     def get_state(self) -> RunState:
         """Return the current or final state of the run."""
         return RunHistory.read(self.directory).make_state()
 
     def read_log(self, rank: int) -> bytes | None:
-        """Return the output that a rank has written so far, or None if there is none."""
+        """Return the output that a rank has written so far, or None if there is none.
+
+        Args:
+            rank: World rank.
+        """
         return self.directory.run_files.read(f"logs/rank_{rank}.log")
 
     def get_outcome(self) -> RunOutcome:
         """Return the outcome of the run, after its end."""
         return read_outcome(self.directory)
+
+
+class RunMode(Protocol):
+    """Way to start a run: it decides in which processes the controller and the workers run.
+
+    `DataParallelTrainer.get_run_mode` returns the mode of a trainer.
+
+    Example:
+        ```python
+        class LoggedMode:
+            def __init__(self, mode):
+                self.mode = mode
+
+            def start(self, spec, train_loop):
+                run = self.mode.start(spec, train_loop)
+                print("started", run.directory.uri)
+                return run
+        ```
+    """
+
+    def start(self, spec: RunSpec, train_loop: TrainLoop) -> RunView:
+        """Start a run and return at once.
+
+        Args:
+            spec: Settings of the run, and the serialized training function. It can be pickled.
+            train_loop: The training function with its config, as an object of this process.
+
+        Returns:
+            View of the run.
+
+        Raises:
+            Exception: The run cannot start. `fit()` and `start()` raise this exception.
+        """
+        ...
 
 
 class EndedRun(RunView):
@@ -132,63 +193,7 @@ class EndedRun(RunView):
         return self.directory.run_files.read(OUTCOME_FILE)
 
 
-class SameHostRun(RunView):
-    """View of a run that another process of this user on this host controls.
-
-    That process accepts requests through a socket. Create instances with `find`.
-    """
-
-    is_detached = True  # the run continues when its clients stop waiting
-
-    def __init__(self, directory: RunDirectory, connection: socket.socket) -> None:
-        self.directory = directory
-        self._connection = connection
-        # Close the connection with the handle, so that the run does not keep a dead client.
-        weakref.finalize(self, connection.close)
-
-    @classmethod
-    def find(cls, directory: RunDirectory) -> SameHostRun | None:
-        """Return the run in a directory, or None if no process of this user here runs it."""
-        connection = control_socket.connect(directory.local_path, control_socket.WAIT_FOR_END)
-        return None if connection is None else cls(directory, connection)
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait until the run has ended and return whether it has."""
-        ended, _, _ = select.select([self._connection], [], [], timeout)
-        return bool(ended)
-
-    def stop(self, *, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
-        self._request("stop" if save else "stop now")
-
-    def kill(self) -> None:
-        """Kill every process of the run immediately."""
-        self._request("kill")
-
-    def diagnose(self) -> str:
-        """Return a description of what each rank is blocked in, or "" if the run has ended."""
-        return self._request("diagnose", extra_seconds=DIAGNOSIS_TIMEOUT_S)
-
-    def _request(self, request: str, *, extra_seconds: float = 0.0) -> str:
-        timeout = REPLY_TIMEOUT_S + extra_seconds
-        reply = control_socket.send_request(self.directory.local_path, request, timeout)
-        if reply is not None and reply.error:
-            name, uri = self.directory.name, self.directory.uri
-            raise RuntimeError(f"run {name!r} in {uri}: {reply.error}")
-        return "" if reply is None else reply.text
-
-    def get_state(self) -> RunState:
-        """Return the current or final state of the run."""
-        # After its end, another process may have resumed it.
-        is_in_progress = not self.join(0) or is_locked(self.directory.journal_path)
-        return super().get_state() if is_in_progress else _read_final_state(self.directory)
-
-    def read_log(self, rank: int) -> bytes | None:
-        """Return the output that a rank has written so far, or None if there is none."""
-        return self.directory.read_log(rank)
-
-
-def _read_final_state(directory: RunDirectory) -> RunState:
+def read_final_state(directory: RunDirectory) -> RunState:
     """Return the state of a run whose controller has ended or died. If it died, the run failed."""
     state = RunState()
     with contextlib.suppress(FileNotFoundError):  # the directory is on another machine, or deleted
@@ -215,4 +220,4 @@ def read_outcome(directory: RunDirectory, error: ControllerError | None = None) 
             f'directory: {directory.uri}\nTo resume from the latest checkpoint, set resume="auto".',
             path=directory.uri,
         )
-    return RunOutcome(ControllerOutcome(error=error), _read_final_state(directory))
+    return RunOutcome(ControllerOutcome(error=error), read_final_state(directory))

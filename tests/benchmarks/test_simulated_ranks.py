@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._simulated_rank import SimulatedRank
+from benchmarks._simulated_ranks import run_simulated_ranks
 from drawbar.train import DivergenceError, FailureConfig, RunConfig, WorkerGroupError
-from drawbar.train.testing import SimulatedRank, check_run, run_simulated_ranks
+from drawbar.train.testing import check_run
 
 NUM_RANKS = 16
 

@@ -1,0 +1,119 @@
+"""Start a controller in this process, with the features that every run has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from drawbar._data import split
+from drawbar._modes.control_socket import ControlSocket
+from drawbar._modes.watchers import make_watchers
+from drawbar.train._controller.run import MakeWatcher, RunSpec
+from drawbar.train._driver.controller_thread import ControllerThread
+from drawbar.train._driver.fork_servers import make_fork_server_spec
+from drawbar.train._driver.run_view import RunView
+from drawbar.train._worker_group.cluster import (
+    check_cluster_fits,
+    check_dataset_cpus,
+    check_validation_fits,
+)
+from drawbar.train._worker_group.thread_group import SubmitCall
+from drawbar.train._worker_group.validators import RayValidator, Validator
+from drawbar.train._worker_group.worker_group import WorkerGroup
+
+
+def start_controller(
+    spec: RunSpec,
+    make_worker_group: Callable[[str, SubmitCall], WorkerGroup],
+    validator: Validator | None = None,
+    *,
+    watchers: Sequence[MakeWatcher] | None = None,
+    is_on_ray: bool = False,
+    use_caller_thread: bool = False,
+    on_end: Callable[[RunView], object] | None = None,
+) -> ControllerThread:
+    """Open a run and start its controller in a thread of this process.
+
+    Args:
+        spec: The run.
+        make_worker_group: As in `ControllerThread`.
+        validator: As in `ControllerThread`.
+        watchers: As in `ControllerThread`. Default: all watchers of a run in this process.
+        is_on_ray: As in `ControllerThread`.
+        use_caller_thread: As in `ControllerThread`.
+        on_end: As in `ControllerThread`.
+
+    Returns:
+        The started run.
+
+    Raises:
+        Exception: The run cannot be opened, as in `ControllerThread`.
+    """
+    if watchers is None:
+        is_live = spec.scaling_config.max_workers > 0
+        watchers = make_watchers(spec.run_config, is_live=is_live, is_on_ray=is_on_ray)
+    return ControllerThread(
+        spec,
+        make_worker_group,
+        watchers,
+        ControlSocket,
+        validator=validator,
+        is_on_ray=is_on_ray,
+        use_caller_thread=use_caller_thread,
+        on_end=on_end,
+    )
+
+
+def start_ray_run(
+    spec: RunSpec,
+    *,
+    watchers: Sequence[MakeWatcher] | None = None,
+    use_caller_thread: bool = False,
+) -> ControllerThread:
+    """Check that the cluster has room for a run, and start it in this process.
+
+    Args:
+        spec: The run.
+        watchers: As in `start_controller`.
+        use_caller_thread: As in `ControllerThread`.
+
+    Returns:
+        The started run.
+
+    Raises:
+        InsufficientResourcesError: The cluster cannot hold the workers, datasets, or validations.
+        Exception: The run cannot be opened, as in `ControllerThread`.
+    """
+    import ray  # not at the top: runs without Ray import this module, too
+
+    from drawbar.train._worker_group.actor_pool import ActorPool
+    from drawbar.train._worker_group.placement import Placement
+    from drawbar.train._worker_group.ray_group import RayWorkerGroup
+
+    check_cluster_fits(spec.scaling_config)
+    if spec.datasets:
+        check_dataset_cpus(
+            spec.scaling_config, split.list_streamed(spec.datasets, spec.dataset_config)
+        )
+    if spec.validation_task is not None:
+        check_validation_fits(spec.validation_task.task_resources)
+
+    train_loop = ray.put(spec.train_loop)  # before the caller can change an array in it
+    parent_placement = Placement.from_current_group(spec.scaling_config)
+    fork_server = make_fork_server_spec(spec)
+
+    def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
+        runtime_env = spec.run_config.worker_runtime_env
+        setup = spec.backend_config.process_setup_hook
+        pool = ActorPool(
+            spec.scaling_config, path, runtime_env, setup, parent_placement, fork_server
+        )
+        return RayWorkerGroup(pool, train_loop)
+
+    return start_controller(
+        spec,
+        make_worker_group,
+        RayValidator(spec.validation_task) if spec.validation_task is not None else None,
+        watchers=watchers,
+        is_on_ray=True,
+        use_caller_thread=use_caller_thread,
+    )
