@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar._base.api import set_public_module
 from drawbar._base.metrics import Metrics, describe_available
-from drawbar._data.ledger import DataLedger
 from drawbar._observe.goodput import Goodput
 from drawbar._observe.html import RunCard, extract_curves
 from drawbar._process.errors import TrainingFailedError
 from drawbar._records.checkpoint_config import parse_checkpoint_config
+from drawbar._records.data_ledger import DataLedger
 from drawbar._records.ranking import describe_missing_scores, get_score, rank_checkpoints
 from drawbar._records.report_columns import make_frame
 from drawbar._records.run_history import RunHistory

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-from drawbar._data import split
 from drawbar._modes.program_launch import ProgramForkServer
 from drawbar._process import sentinel
 from drawbar._process.worker_env import get_visible_gpu_ids
@@ -33,7 +32,6 @@ from drawbar.train._worker_group.capacity import (
 )
 from drawbar.train._worker_group.cluster import (
     check_cluster_fits,
-    check_dataset_cpus,
     check_validation_fits,
     has_started_ray,
     is_connected_to_ray,
@@ -84,10 +82,8 @@ def start_ray_run(
     from drawbar.train._worker_group.ray_group import RayWorkerGroup
 
     check_cluster_fits(spec.scaling_config)
-    if spec.datasets:
-        check_dataset_cpus(
-            spec.scaling_config, split.list_streamed(spec.datasets, spec.dataset_config)
-        )
+    if spec.data_source is not None:
+        spec.data_source.check(spec.scaling_config)
     if spec.validation_task is not None:
         check_validation_fits(spec.validation_task.task_resources)
 
@@ -140,6 +136,8 @@ def start_local_run(
     Raises:
         Exception: The run cannot be opened, as in `ControllerThread`.
     """
+    if spec.data_source is not None:
+        spec.data_source.check(spec.scaling_config)
     gpu_ids = get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker))
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
