@@ -39,7 +39,6 @@ TRAINER_FILE = "trainer.pkl"
 TRACKERS_DIRECTORY = "trackers"
 RUN_FILE_NAMES = (
     "broken",
-    "comet",
     "journal.damaged",
     JOURNAL_FILE,
     "logs",
