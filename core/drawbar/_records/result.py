@@ -20,11 +20,11 @@ from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import Timeline
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import CheckpointStore
-from drawbar._storage.filesystem import AnyFileSystem, make_local_filesystem
+from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.journal_file import is_locked
 from drawbar._storage.manifest import Manifest
 from drawbar._storage.run_directory import RunDirectory, open_run_directory
-from drawbar._storage.storage_path import get_fs_path
+from drawbar._storage.storage_path import make_local_filesystem
 
 if TYPE_CHECKING:
     import pandas
@@ -119,7 +119,7 @@ class Result:
             for manifest in manifests
         }
         return cls(
-            path=get_fs_path(directory.root),
+            path=directory.root.fs_path,
             _storage_filesystem=directory.filesystem,
             _directory=directory,
             _history=history,

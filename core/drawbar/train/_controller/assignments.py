@@ -9,7 +9,6 @@ from drawbar._base.ray_compat import get_draining_nodes
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._records.events import AttemptStarted
 from drawbar._storage.checkpoint import Checkpoint
-from drawbar._storage.storage_path import get_fs_path
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
 from drawbar.train._worker_group import cluster
@@ -87,7 +86,7 @@ class RunAssignmentPlanner:
         initial_checkpoint = self._spec.resume_from_checkpoint
         if initial_checkpoint is not None and initial_checkpoint.path == start.resume_checkpoint:
             return initial_checkpoint
-        run_path = get_fs_path(self._run.directory.root)
+        run_path = self._run.directory.root.fs_path
         return self._run.directory.checkpoints.get_checkpoint(
             start.resume_checkpoint.removeprefix(f"{run_path}/")
         )

@@ -20,7 +20,6 @@ from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import UploadTarget, make_default_name
 from drawbar._storage.contents import FileEntry, is_external, list_files, scan_directory
 from drawbar._storage.files import FileIdentities, copy_files, remove_tree
-from drawbar._storage.manifest import list_user_files
 from drawbar._storage.remote_path import RemotePath, upload_files
 from drawbar._storage.retries import is_transient, warn_if_slow
 from drawbar._storage.run_directory import RunDirectory
@@ -194,7 +193,7 @@ class Uploads:
         path = self._checkpoints.path(name)
         if isinstance(path, RemotePath):
             check_remote_directory(path)
-            files = list_user_files(path)
+            files = path.list_user_files()
         else:
             files = self._offer_local(checkpoint, name, should_move=False).files
             if path.is_symlink():
