@@ -13,15 +13,15 @@ import os
 import sys
 import tempfile
 import threading
-from pathlib import Path
 from types import FrameType
 from unittest import mock
 
+import drawbar
 from drawbar import train
 from drawbar._console import console
 from drawbar._console.displays import PlainDisplay
 
-CORE = str(Path(train.__file__).parent) + os.sep
+ROOTS = tuple(os.path.join(path, "") for path in drawbar.__path__)
 SEND_FUNCTIONS = ("_send_from_thread", "put")
 """Functions that pass a message from the thread of the training function to another thread."""
 
@@ -36,9 +36,16 @@ class TracedDisplay(PlainDisplay):
 
     def on_report(self) -> None:
         """Show a report."""
-        own_file = PlainDisplay.on_report.__code__.co_filename.removeprefix(CORE)
+        own_file = get_short_name(PlainDisplay.on_report.__code__.co_filename)
         TracedDisplay.files = [*list_files(sys._getframe(0), start=RECEIVE_FUNCTIONS), own_file]
         super().on_report()
+
+
+def get_short_name(file: str) -> str:
+    """Return the path of a file of Drawbar, without the directory of the kernel."""
+    for root in ROOTS:
+        file = file.removeprefix(root)
+    return file.removeprefix(os.path.join("train", ""))
 
 
 def list_files(frame: FrameType | None, start: tuple[str, ...]) -> list[str]:
@@ -46,8 +53,8 @@ def list_files(frame: FrameType | None, start: tuple[str, ...]) -> list[str]:
     files: list[str] = []
     found: list[str] = []
     while frame is not None:
-        if frame.f_code.co_filename.startswith(CORE):
-            files.insert(0, frame.f_code.co_filename.removeprefix(CORE))
+        if frame.f_code.co_filename.startswith(ROOTS):
+            files.insert(0, get_short_name(frame.f_code.co_filename))
             if frame.f_code.co_name in start:
                 found = list(files)
         frame = frame.f_back
@@ -82,8 +89,8 @@ class FitTracer:
         code = frame.f_code
         if self._is_stopped or event != "call":
             return
-        if code.co_filename.startswith(CORE):
-            file = code.co_filename.removeprefix(CORE)
+        if code.co_filename.startswith(ROOTS):
+            file = get_short_name(code.co_filename)
             self.called_files.add(file)
             if code.co_name == "run" and file.startswith("_worker_group"):
                 self.stack_files += list_files(frame, start=("_run",))
@@ -99,7 +106,7 @@ def train_func() -> tuple[list[str], list[str]]:
 
     def on_call(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        is_send = code.co_filename.startswith(CORE) and code.co_name in SEND_FUNCTIONS
+        is_send = code.co_filename.startswith(ROOTS) and code.co_name in SEND_FUNCTIONS
         if event == "call" and is_send:
             report_files.extend(list_files(frame, start=("report",)))
 

@@ -32,6 +32,7 @@ from drawbar.train._protocol.messages import (
     RankFinished,
     RankInterrupted,
     Report,
+    StagedOffer,
     WorkerDied,
 )
 from drawbar.train._worker.command_queue import CommandKey, get_command_key
@@ -146,10 +147,10 @@ class SimulatedRank:
     def _make_offer(
         self, index: int, file: FileEntry, staging_directory: Path | None
     ) -> CheckpointOffer:
-        return CheckpointOffer(
+        kind = CheckpointOffer if staging_directory is None else StagedOffer
+        return kind(
             directory=str(staging_directory or _LOCATION),
             files=(file,),
-            is_staged=staging_directory is not None,
             checkpoint_name=make_default_name(index),
         )
 

@@ -239,7 +239,7 @@ except RuntimeError as error:
         ("from typing import Protocol\nclass A(Protocol):\n    _a: int\ndef f(x): x._a", 1),
         ("import os\nos._exit(0)", 0),
         ("class A:\n    _a = 1\ndef f(x): return x._a", 0),
-        ("from drawbar.train import _ray_compat\n_ray_compat.f", 0),
+        ("from drawbar._base import ray_compat\nray_compat.f", 0),
         ("import ray\nray.__version__", 0),
     ],
 )

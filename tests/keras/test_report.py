@@ -10,6 +10,7 @@ import pytest
 
 from drawbar.keras import ReportCheckpointCallback, load_state
 from drawbar.train import (
+    Checkpoint,
     FailureConfig,
     Result,
     RunConfig,
@@ -28,6 +29,9 @@ class Model:
 
     def save_weights(self, path: str) -> None:
         Path(path).write_text("weights")
+
+    def load_weights(self, path: str) -> None:
+        assert Path(path).read_text() == "model"
 
 
 class Counting:
@@ -50,6 +54,13 @@ def run(callback: ReportCheckpointCallback, config: RunConfig, epochs: int = 2) 
         callback.on_train_end({})
 
     return run_in_threads(function, num_workers=1, run_config=config)
+
+
+def read_progress(checkpoint: Checkpoint | None) -> dict[str, Any]:
+    assert checkpoint is not None
+    with checkpoint.as_directory() as directory:
+        progress: dict[str, Any] = json.loads(Path(directory, "progress.json").read_text())
+    return progress
 
 
 def reported(result: Result) -> list[dict[str, Any]]:
@@ -112,6 +123,52 @@ def test_report_callback_restores_stateful_callbacks(run_config: RunConfig) -> N
 
     result = run_in_threads(function, num_workers=1, run_config=run_config)
     assert result.return_values == [(2, 5)]
+
+
+def test_evaluate_outside_fit_saves_progress_of_loaded_checkpoint(run_config: RunConfig) -> None:
+    other = Counting(patience=3)
+
+    def evaluate(callback: ReportCheckpointCallback, model: Model) -> dict[str, Any]:
+        callback.set_model(model)
+        callback.set_params({"steps": 2, "epochs": 1})  # of the test data
+        callback.on_test_end({"loss": 2.0})
+        return read_progress(get_checkpoint())
+
+    def function() -> None:
+        model = Model()
+        options: Any = {"stateful_callbacks": [other]}
+        before = ReportCheckpointCallback("test_end", **options)
+        assert evaluate(before, model)["epochs"] == 0
+        callback = ReportCheckpointCallback({"train_batch_end": 3}, **options)
+        callback.set_model(model)
+        callback.set_params({"steps": 8, "epochs": 1})
+        callback.on_train_begin()
+        callback.on_epoch_begin(4)
+        other.wait = 2
+        for batch in range(3):
+            callback.on_train_batch_end(batch, {"loss": 1.0})
+        trained = read_progress(get_checkpoint())
+        assert (trained["epochs"], trained["batches"], trained["callbacks"]) == (
+            4,
+            3,
+            [{"wait": 2}],
+        )
+
+        resumed = Model()  # as after a restart
+        assert load_state(resumed) == 4
+        saved = evaluate(ReportCheckpointCallback("test_end", **options), resumed)
+        assert saved["events"].pop("test_end") == trained["events"].pop("test_end") + 1
+        assert saved == trained
+        other.wait = 0
+        callback = ReportCheckpointCallback("test_end", **options)
+        callback.set_model(resumed)
+        callback.on_train_begin()
+        assert other.wait == 2
+        callback.on_epoch_end(4, {"loss": 1.0})
+        after = evaluate(ReportCheckpointCallback("test_end"), resumed)
+        assert (after["epochs"], after["batches"]) == (5, 0)
+
+    run_in_threads(function, num_workers=1, run_config=run_config)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""MLflow, W&B, Trackio, and Comet: their stores have each report of a killed run once.
+"""MLflow, W&B, and Trackio: their stores have each report of a killed run once.
 
 The runs are killed twice. Each report that counts must be there once. Reports that a restart
 replaced may be there, too, but before the later ones and only once.
@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import struct
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,23 +111,3 @@ def test_wandb_invalid_mode_raises() -> None:
     pytest.importorskip("wandb", reason="needs wandb")
     with pytest.raises(ValueError, match="mode='local' must be"):
         trackers.WandB(mode="local")  # type: ignore[arg-type]
-
-
-def test_comet_of_killed_run_has_each_report_once(tmp_path: Path) -> None:
-    pytest.importorskip("comet_ml", reason="needs comet_ml")
-    path = run_killed_twice(tmp_path, "Comet", project="digits", archive_period=0.01)
-    archives = sorted((path / "comet").glob("*.zip"))
-    assert len(archives) > 1
-    experiments, points = [], []
-    for archive in map(zipfile.ZipFile, archives):
-        with archive:
-            experiments.append(json.loads(archive.read("experiment.json")))
-            for line in archive.read("messages.json").splitlines():
-                message = json.loads(line)["payload"].get("metric", {})
-                points.append((message.get("metricName"), message.get("step"), message))
-    assert {experiment["offline_id"] for experiment in experiments} == {read_run_id(path)}
-    strategies = [experiment["resume_strategy"] for experiment in experiments]
-    assert strategies == ["create"] + ["get"] * (len(archives) - 1)
-    values = [(step, metric["metricValue"]) for name, step, metric in points if name == LOSS]
-    check_points(values, path)
-    assert {step for name, step, _ in points if name == ODD} == set(range(30))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import drawbar
 from drawbar import train
 from drawbar.train import testing
 from tests.train.runs import fit
@@ -33,8 +34,7 @@ def count_internal_frames(function: Callable[[], object]) -> int:
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     assert files[0] == __file__
-    package = Path(train.__file__).parent
-    return sum(Path(file).is_relative_to(package) for file in files)
+    return sum(file.startswith(tuple(drawbar.__path__)) for file in files)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Start the process of a program: forked from a process with its imports, or a new interpreter.
 
 The ranks of a script on one machine do the same imports. A fork server, a child process of the
-launcher, does those at the top of the script once (see `drawbar.train._fork_server`). If it cannot
+launcher, does those at the top of the script once (see `drawbar._fork_server`). If it cannot
 be used, every rank is a new interpreter, and `ERROR_VARIABLE` in its environment states why.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from drawbar._data import split
 from drawbar._modes.control_socket import ControlSocket
 from drawbar._modes.watchers import make_watchers
 from drawbar.train._controller.run import MakeWatcher, RunSpec
@@ -13,7 +12,6 @@ from drawbar.train._driver.fork_servers import make_fork_server_spec
 from drawbar.train._driver.run_view import RunView
 from drawbar.train._worker_group.cluster import (
     check_cluster_fits,
-    check_dataset_cpus,
     check_validation_fits,
 )
 from drawbar.train._worker_group.thread_group import SubmitCall
@@ -90,10 +88,8 @@ def start_ray_run(
     from drawbar.train._worker_group.ray_group import RayWorkerGroup
 
     check_cluster_fits(spec.scaling_config)
-    if spec.datasets:
-        check_dataset_cpus(
-            spec.scaling_config, split.list_streamed(spec.datasets, spec.dataset_config)
-        )
+    if spec.data_source is not None:
+        spec.data_source.check(spec.scaling_config)
     if spec.validation_task is not None:
         check_validation_fits(spec.validation_task.task_resources)
 

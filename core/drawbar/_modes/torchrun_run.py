@@ -142,10 +142,10 @@ def _disable_restarts(spec: RunSpec) -> RunSpec:
 
 
 def _check_no_datasets(spec: RunSpec, ranks: Ranks) -> None:
-    if spec.datasets:
+    if spec.data_source is not None:
         raise ValueError(
-            f"datasets={sorted(spec.datasets)} cannot be split among the {ranks.world_size} "
-            "processes that torchrun has started, because they have no Ray. Start the script with "
+            f"the datasets of the trainer cannot be split among the {ranks.world_size} processes "
+            "that torchrun has started, because they have no Ray. Start the script with "
             f"python and ScalingConfig(num_workers={ranks.world_size}), or read the data in the "
             "training function"
         )

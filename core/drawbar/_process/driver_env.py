@@ -211,6 +211,11 @@ def set_tune_trial(*, name: str, id: str, directory: str, resources: object) -> 
     _tune_trials[:] = [trial]
 
 
+def is_in_tune_trial() -> bool:
+    """Return whether the runs that start in this process belong to a trial of Ray Tune."""
+    return bool(_tune_trials)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoggingSetup:
     """Logging setup: levels of all loggers, and stream handlers of the root logger."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from drawbar._base.api import set_public_module
 from drawbar._base.metrics import Metrics, describe_available
 from drawbar._base.packages import make_import_error
-from drawbar._data.ledger import DataLedger
 from drawbar._process.errors import TrainingFailedError
 from drawbar._records.checkpoint_config import parse_checkpoint_config
+from drawbar._records.data_ledger import DataLedger
 from drawbar._records.goodput import Goodput
 from drawbar._records.ranking import describe_missing_scores, get_score, rank_checkpoints
 from drawbar._records.report_columns import make_frame
@@ -21,11 +21,11 @@ from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import Timeline
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import CheckpointStore
-from drawbar._storage.filesystem import AnyFileSystem, make_local_filesystem
+from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.journal_file import is_locked
 from drawbar._storage.manifest import Manifest
 from drawbar._storage.run_directory import RunDirectory, open_run_directory
-from drawbar._storage.storage_path import get_fs_path
+from drawbar._storage.storage_path import make_local_filesystem
 
 if TYPE_CHECKING:
     import pandas
@@ -120,7 +120,7 @@ class Result:
             for manifest in manifests
         }
         return cls(
-            path=get_fs_path(directory.root),
+            path=directory.root.fs_path,
             _storage_filesystem=directory.filesystem,
             _directory=directory,
             _history=history,

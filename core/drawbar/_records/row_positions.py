@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.int64]
 
+TRAIN_DATASET_KEY = "train"
+"""Name of the dataset used for training."""
+
 UnevenRows = Literal["drop", "pad", "keep", "error"]
 """Handling of rows that cannot be divided evenly between ranks; see `DataConfig.uneven_rows`."""
 

@@ -13,8 +13,7 @@ from drawbar._process.errors import CheckpointError
 from drawbar._storage.default_storage import get_default_storage_path
 from drawbar._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar._storage.journal_file import JOURNAL_FILE
-from drawbar._storage.remote_path import RemotePath
-from drawbar._storage.storage_path import list_directories
+from drawbar._storage.storage_path import LocalPath, StoragePath
 
 MAX_DEPTH = 4
 """Depth of the directories that are searched for runs: a storage may also contain datasets."""
@@ -31,11 +30,11 @@ class RunLocation:
         name: Name of the run in the storage; may contain directories.
     """
 
-    storage: Path | RemotePath
+    storage: StoragePath
     name: str
 
     @property
-    def path(self) -> Path | RemotePath:
+    def path(self) -> StoragePath:
         """Directory of the run."""
         return self.storage / self.name
 
@@ -59,7 +58,7 @@ class RunLocation:
             return f"{text} Similar names: {', '.join(similar)}."
         names: list[str] = []
         with contextlib.suppress(OSError):
-            names = [name for name in list_directories(self.storage) if name != self.name]
+            names = [name for name in self.storage.list_directories() if name != self.name]
         others = f"has {len(names)} other directories" if names else "is empty or does not exist"
         return f"{text} This storage path {others}."
 
@@ -96,11 +95,11 @@ def locate_run(
     return RunLocation(path.parent, path.name)
 
 
-def _list_names(storage: Path | RemotePath, prefix: str = "", depth: int = 1) -> Iterator[str]:
+def _list_names(storage: StoragePath, prefix: str = "", depth: int = 1) -> Iterator[str]:
     """Yield the names of runs at any depth; of all directories if the storage is remote."""
-    for name in list_directories(storage):
+    for name in storage.list_directories():
         path = storage / name
-        if not isinstance(path, Path) or (path / JOURNAL_FILE).exists():
+        if not isinstance(path, LocalPath) or (path / JOURNAL_FILE).exists():
             yield prefix + name
         elif depth < MAX_DEPTH:
             with contextlib.suppress(OSError):

@@ -13,32 +13,24 @@ import pickle
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
 
 from drawbar._process.errors import CheckpointError
-from drawbar._storage.contents import MANIFEST_FILE, METADATA_FILE, list_files
+from drawbar._storage.contents import MANIFEST_FILE, METADATA_FILE
 from drawbar._storage.download_cache import keep_copy, use_cached_copy
-from drawbar._storage.files import copy_files
-from drawbar._storage.filesystem import AnyFileSystem, make_local_filesystem, resolve_path
+from drawbar._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar._storage.manifest import (
     Manifest,
     check_file_sizes,
     compute_checksum,
-    list_user_files,
     read_checksums,
     read_manifest,
 )
-from drawbar._storage.remote_path import RemotePath, download_files, is_same_filesystem
-from drawbar._storage.storage_path import (
-    get_fs_path,
-    read_file_or_none,
-    suggest_remote,
-    write_file,
-)
+from drawbar._storage.remote_path import RemotePath, is_same_filesystem
+from drawbar._storage.storage_path import LocalPath, StoragePath, suggest_remote
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -86,8 +78,11 @@ class Checkpoint:
     ) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"Checkpoint(path={path!r}) must be the path or URI of a directory.")
-        self._storage_path = resolve_path(path, filesystem)
-        self.path = get_fs_path(self._storage_path)
+        self._set_storage_path(resolve_path(path, filesystem))
+
+    def _set_storage_path(self, path: StoragePath) -> None:
+        self._storage_path = path
+        self.path = path.fs_path
         # Belongs to this object, not to the directory. It is pickled with the object, so that all
         # ranks that receive the same checkpoint share one copy.
         self._copy_key = uuid.uuid4().hex
@@ -95,16 +90,12 @@ class Checkpoint:
     @property
     def filesystem(self) -> FileSystem:
         """`pyarrow.fs.FileSystem` that `path` refers to."""
-        return (
-            make_local_filesystem()
-            if isinstance(self._storage_path, Path)
-            else self._storage_path.filesystem
-        )
+        return self._storage_path.filesystem
 
     @property
     def is_local(self) -> bool:
         """True if `path` is on a filesystem of this node, including mounted ones."""
-        return isinstance(self._storage_path, Path)
+        return isinstance(self._storage_path, LocalPath)
 
     @property
     def uri(self) -> str:
@@ -131,12 +122,10 @@ class Checkpoint:
         return cls(path)
 
     @classmethod
-    def from_storage_path(cls, storage_path: Path | RemotePath) -> Checkpoint:
+    def from_storage_path(cls, storage_path: StoragePath) -> Checkpoint:
         """Return a checkpoint that refers to an already resolved path."""
-        if isinstance(storage_path, Path):
-            return cls(storage_path)
-        checkpoint = cls(storage_path.fs_path, storage_path.filesystem)
-        checkpoint._storage_path = storage_path
+        checkpoint = cls.__new__(cls)
+        checkpoint._set_storage_path(storage_path)
         return checkpoint
 
     @contextmanager
@@ -160,11 +149,11 @@ class Checkpoint:
                     state = torch.load(os.path.join(path, "state.pt"))
         """
         self.check_exists()
-        if isinstance(self._storage_path, Path):
+        if isinstance(self._storage_path, RemotePath):
+            with use_cached_copy(self._storage_path) as path:
+                yield str(path)
+        else:
             yield self.path
-            return
-        with use_cached_copy(self._storage_path) as path:
-            yield str(path)
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Copy the files to a local directory.
@@ -190,10 +179,10 @@ class Checkpoint:
         """
         self.check_exists()
         if path is None:
-            return str(keep_copy(self._copy_key, partial(_copy_files_to, self._storage_path)))
+            return str(keep_copy(self._copy_key, self._storage_path.copy_user_files_to))
         target = Path(path)
         target.mkdir(parents=True, exist_ok=True)
-        _copy_files_to(self._storage_path, target)
+        self._storage_path.copy_user_files_to(target)
         return str(target)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -207,7 +196,7 @@ class Checkpoint:
 
                 print(checkpoint.get_metadata().get("deployed"))
         """
-        data = read_file_or_none(self._storage_path, METADATA_FILE)
+        data = self._storage_path.read_or_none(METADATA_FILE)
         return dict(json.loads(data)) if data is not None else {}
 
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
@@ -232,9 +221,12 @@ class Checkpoint:
             )
         data = json.dumps(dict(metadata)).encode()
         temp_directory = None
-        if isinstance(self._storage_path, Path) and (self._storage_path / MANIFEST_FILE).exists():
+        if (
+            isinstance(self._storage_path, LocalPath)
+            and (self._storage_path / MANIFEST_FILE).exists()
+        ):
             temp_directory = self._storage_path.parent
-        write_file(self._storage_path, METADATA_FILE, data, temp_directory=temp_directory)
+        self._storage_path.write(METADATA_FILE, data, temp_directory=temp_directory)
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add keys to the metadata. Existing keys are replaced.
@@ -310,7 +302,7 @@ class Checkpoint:
         self.check_exists()
         manifest = self.manifest
         if manifest is None:
-            written = read_file_or_none(self._storage_path, MANIFEST_FILE) is not None
+            written = self._storage_path.read_or_none(MANIFEST_FILE) is not None
             reason = "The manifest is damaged." if written else "It was never committed."
             raise CheckpointError(
                 f"{self._storage_path} has no readable manifest ({MANIFEST_FILE}). {reason}"
@@ -337,12 +329,7 @@ class Checkpoint:
         Raises:
             CheckpointError: The directory does not exist.
         """
-        exists = (
-            self._storage_path.is_dir()
-            if isinstance(self._storage_path, Path)
-            else self._storage_path.exists()
-        )
-        if not exists:
+        if not self._storage_path.is_dir():
             raise CheckpointError(
                 f"Checkpoint {self._storage_path} does not exist."
                 f"{suggest_remote(self._storage_path)}"
@@ -371,14 +358,3 @@ class Checkpoint:
         if self.is_local:
             return f"Checkpoint({self.path!r})"
         return f"Checkpoint({str(self._storage_path)!r}, filesystem={self.filesystem.type_name!r})"
-
-
-def _copy_files_to(storage_path: Path | RemotePath, target: Path) -> None:
-    if isinstance(storage_path, RemotePath):
-        download_files(storage_path, target, list_user_files(storage_path))
-        return
-    if target.samefile(storage_path):
-        raise ValueError(
-            f"to_directory(path={str(target)!r}) is the checkpoint itself. Pass another directory."
-        )
-    copy_files(storage_path, target, list_files(storage_path))

@@ -23,7 +23,6 @@ from drawbar._storage.contents import (
     METADATA_FILE,
     has_reserved_files,
     is_external,
-    list_files,
 )
 from drawbar._storage.external_checkpoints import INDEX_FILE, add_name, list_names
 from drawbar._storage.files import fsync_path
@@ -32,14 +31,12 @@ from drawbar._storage.manifest import (
     Manifest,
     assign_directory_names,
     check_file_sizes,
-    list_user_files,
     make_already_committed_error,
     read_manifest,
     write_manifest,
 )
-from drawbar._storage.remote_path import RemotePath
 from drawbar._storage.staging import AssignedFiles, StagedFiles
-from drawbar._storage.storage_path import list_directories, write_file
+from drawbar._storage.storage_path import LocalPath, StoragePath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +85,10 @@ class CheckpointStore(UploadTarget, ABC):
 
     @property
     @abstractmethod
-    def root(self) -> Path | RemotePath:
+    def root(self) -> StoragePath:
         """Directory of the run."""
 
-    def path(self, name: str) -> Path | RemotePath:
+    def path(self, name: str) -> StoragePath:
         """Return the path of a checkpoint."""
         return resolve_path(name) if is_external(name) else self.root / name
 
@@ -188,7 +185,7 @@ class CheckpointStore(UploadTarget, ABC):
 
     def _list_directories(self) -> list[str]:
         """Return the names of direct subdirectories of the run that can be checkpoints."""
-        return list_directories(self.root)
+        return self.root.list_directories()
 
     def names(self) -> list[str]:
         """Return the names of directories that can be checkpoints, without reading them."""
@@ -240,7 +237,7 @@ def check_not_committed(checkpoints: CheckpointStore, name: str) -> None:
         raise make_already_committed_error(checkpoints.path(name))
 
 
-def _find_damage(path: Path | RemotePath, manifest: Manifest) -> str:
+def _find_damage(path: StoragePath, manifest: Manifest) -> str:
     try:
         check_file_sizes(path, manifest)
     except CheckpointError as error:
@@ -248,7 +245,7 @@ def _find_damage(path: Path | RemotePath, manifest: Manifest) -> str:
     return ""
 
 
-def make_name_conflict_error(path: Path | RemotePath) -> FileExistsError:
+def make_name_conflict_error(path: Path | StoragePath) -> FileExistsError:
     """Return the error for a directory of the user that has the name of a checkpoint."""
     return FileExistsError(
         f"{path} exists, but Drawbar did not create it. Move it away, or use another "
@@ -272,38 +269,31 @@ def commit_in_place(checkpoints: CheckpointStore, draft: CheckpointDraft) -> Man
     if "/" in name:  # not a direct child of the run directory
         add_name(checkpoints.root, name)
     path = checkpoints.path(name)
-    files = list_user_files(path) if isinstance(path, RemotePath) else list_files(path)
-    manifest = draft.manifest.with_files(files)
+    manifest = draft.manifest.with_files(path.list_user_files())
     finalize(path, manifest, draft)
-    if draft.durable and isinstance(path, Path):
+    if draft.durable and isinstance(path, LocalPath):
         fsync_path(path.parent)
     fault_points.maybe_stop_at("commit.renamed")
     return manifest
 
 
-def finalize(directory: Path | RemotePath, manifest: Manifest, draft: CheckpointDraft) -> None:
+def finalize(directory: StoragePath, manifest: Manifest, draft: CheckpointDraft) -> None:
     """Write Drawbar's files into the directory of a checkpoint, the manifest last."""
-    if draft.metadata is not None and not _has_metadata(directory):
-        write_file(directory, METADATA_FILE, draft.metadata)
+    if draft.metadata is not None and directory.read_or_none(METADATA_FILE) is None:
+        directory.write(METADATA_FILE, draft.metadata)
     sums = {
         path: value for staged in draft.staged_files for path, value in staged.checksums.items()
     }
     if sums:
-        write_file(directory, CHECKSUMS_FILE, msgspec.json.encode(sums))
+        directory.write(CHECKSUMS_FILE, msgspec.json.encode(sums))
     fault_points.maybe_stop_at("commit.merged")
     # The manifest makes the directory a checkpoint, so all other files must exist before it.
-    if isinstance(directory, RemotePath):
+    if isinstance(directory, LocalPath):
+        write_manifest(directory, manifest, durable=draft.durable)
+    else:
         check_file_sizes(directory, manifest)
         directory.write(MANIFEST_FILE, manifest.encode())
-    else:
-        write_manifest(directory, manifest, durable=draft.durable)
     fault_points.maybe_stop_at("commit.manifest")
-
-
-def _has_metadata(directory: Path | RemotePath) -> bool:
-    if isinstance(directory, RemotePath):
-        return directory.read_or_none(METADATA_FILE) is not None
-    return (directory / METADATA_FILE).exists()
 
 
 MAX_HASHED_BYTES = 1_000_000_000
@@ -333,7 +323,7 @@ def quarantine(checkpoints: CheckpointStore, name: str) -> None:
       - checkpoints that are not direct children of the run directory
     """
     path = checkpoints.path(name)
-    if "/" in name or not isinstance(path, Path) or not path.is_dir():
+    if "/" in name or not isinstance(path, LocalPath) or not path.is_dir():
         return
     if is_default_name(name) or has_reserved_files(path):
         target = path.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
@@ -350,7 +340,7 @@ def _find_damage_reason(checkpoints: CheckpointStore, manifest: Manifest) -> str
     """
     path = checkpoints.path(manifest.name)
     try:
-        if isinstance(path, Path) and manifest.nbytes <= MAX_HASHED_BYTES:
+        if isinstance(path, LocalPath) and manifest.nbytes <= MAX_HASHED_BYTES:
             checkpoints.get_checkpoint(manifest.name).verify()
         else:
             check_file_sizes(path, manifest)

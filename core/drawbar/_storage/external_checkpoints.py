@@ -9,7 +9,6 @@ index before it is committed; an indexed directory without a manifest is not a c
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import msgspec
 
@@ -17,22 +16,21 @@ from drawbar._process.errors import DamagedRunError
 from drawbar._storage.contents import check_checkpoint_name
 from drawbar._storage.files import NOT_A_FILE_ERRNOS
 from drawbar._storage.manifest import DECODE_ERRORS
-from drawbar._storage.remote_path import RemotePath
-from drawbar._storage.storage_path import read_file_or_none, write_file
+from drawbar._storage.storage_path import StoragePath
 
 INDEX_FILE = "places.json"
 
 _index_lock = threading.Lock()  # commits and deletions run in different threads
 
 
-def list_names(run_path: Path | RemotePath) -> list[str]:
+def list_names(run_path: StoragePath) -> list[str]:
     """Return the names of the indexed checkpoints, in the order of their commits.
 
     Raises:
         DamagedRunError: The index cannot be read.
     """
     try:
-        data = read_file_or_none(run_path, INDEX_FILE)
+        data = run_path.read_or_none(INDEX_FILE)
         names = [] if data is None else msgspec.json.decode(data, type=list[str])
         return [check_checkpoint_name(name) for name in names]
     except (*DECODE_ERRORS, OSError) as error:
@@ -46,7 +44,7 @@ def list_names(run_path: Path | RemotePath) -> list[str]:
         ) from error
 
 
-def add_name(run_path: Path | RemotePath, name: str) -> None:
+def add_name(run_path: StoragePath, name: str) -> None:
     """Add a checkpoint that is about to be committed to the index."""
     with _index_lock:
         listed = list_names(run_path)
@@ -54,11 +52,11 @@ def add_name(run_path: Path | RemotePath, name: str) -> None:
             _write_index(run_path, [*listed, name])
 
 
-def remove_name(run_path: Path | RemotePath, name: str) -> None:
+def remove_name(run_path: StoragePath, name: str) -> None:
     """Remove a checkpoint from the index. Its files are not deleted."""
     with _index_lock:
         _write_index(run_path, [listed for listed in list_names(run_path) if listed != name])
 
 
-def _write_index(run_path: Path | RemotePath, names: list[str]) -> None:
-    write_file(run_path, INDEX_FILE, msgspec.json.encode(names))
+def _write_index(run_path: StoragePath, names: list[str]) -> None:
+    run_path.write(INDEX_FILE, msgspec.json.encode(names))

@@ -5,21 +5,17 @@ pyarrow and fsspec are imported only in this package, and only for paths that ne
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
-from drawbar._base.packages import make_import_error
 from drawbar._storage.fsspec_files import get_fsspec_filesystem
 from drawbar._storage.remote_path import RemotePath
+from drawbar._storage.storage_path import LocalPath, StoragePath, import_pyarrow_fs
 from drawbar._storage.uris import get_local_path, quote_uri, unquote_path
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from fsspec import AbstractFileSystem
     from pyarrow.fs import FileSystem
 
@@ -31,7 +27,7 @@ else:
 
 def resolve_path(
     path: str | os.PathLike[str], filesystem: AnyFileSystem | None = None
-) -> Path | RemotePath:
+) -> StoragePath:
     """Return the local or remote path that a path or URI refers to.
 
     Args:
@@ -59,7 +55,7 @@ def resolve_path(
     if not scheme:
         return _make_local_path(text)
     if scheme in ("file", "local"):
-        return Path(get_local_path(text)).absolute()
+        return LocalPath(get_local_path(text)).absolute()
     return _parse_uri(text)
 
 
@@ -74,15 +70,15 @@ def _check_local_uri(uri: str) -> None:
     )
 
 
-def _make_path(path: str, filesystem: FileSystem, uri: str) -> Path | RemotePath:
+def _make_path(path: str, filesystem: FileSystem, uri: str) -> StoragePath:
     if filesystem.type_name == "local":
         return _make_local_path(path)
     return RemotePath(path.rstrip("/"), filesystem, uri)
 
 
-def _make_local_path(path: str) -> Path:
+def _make_local_path(path: str) -> LocalPath:
     try:
-        return Path(path).expanduser().absolute()
+        return LocalPath(path).expanduser().absolute()
     except RuntimeError:
         user = path.partition("/")[0]
         raise ValueError(
@@ -91,18 +87,9 @@ def _make_local_path(path: str) -> Path:
         ) from None
 
 
-def make_local_filesystem() -> FileSystem:
-    """Return pyarrow's filesystem of this node.
-
-    Raises:
-        ImportError: pyarrow is not installed.
-    """
-    return _import_pyarrow_fs().LocalFileSystem()
-
-
 def to_pyarrow(filesystem: AnyFileSystem) -> FileSystem:
     """Return a filesystem as a `pyarrow.fs.FileSystem`; fsspec filesystems are wrapped."""
-    arrow = _import_pyarrow_fs()
+    arrow = import_pyarrow_fs()
     if isinstance(filesystem, arrow.FileSystem):
         return filesystem
     fsspec = sys.modules.get("fsspec")  # already imported if `filesystem` is one of its filesystems
@@ -114,8 +101,8 @@ def to_pyarrow(filesystem: AnyFileSystem) -> FileSystem:
     return arrow.PyFileSystem(arrow.FSSpecHandler(filesystem))
 
 
-def _parse_uri(uri: str) -> Path | RemotePath:
-    arrow = _import_pyarrow_fs()
+def _parse_uri(uri: str) -> StoragePath:
+    arrow = import_pyarrow_fs()
     try:
         # pyarrow first, because its clients need no other package; fsspec supports more schemes.
         quoted_uri = quote_uri(uri)
@@ -140,13 +127,3 @@ def _parse_fsspec_uri(uri: str, unknown: Exception) -> tuple[FileSystem, str]:
             f"({unknown}). Use a local path or a supported URI, or pass a filesystem."
         ) from None
     return to_pyarrow(filesystem), path
-
-
-def _import_pyarrow_fs() -> ModuleType:
-    try:
-        return importlib.import_module("pyarrow.fs")
-    except ImportError as error:
-        raise ImportError(
-            "Remote storage, and storage passed as a filesystem, needs pyarrow: "
-            f"{make_import_error('pyarrow', extra='data')}"
-        ) from error

@@ -36,9 +36,8 @@ from drawbar._storage.contents import (
 from drawbar._storage.external_checkpoints import remove_name
 from drawbar._storage.files import fsync_path, remove_tree
 from drawbar._storage.manifest import Manifest, compute_checksum, read_manifest
-from drawbar._storage.remote_path import RemotePath
 from drawbar._storage.staging import AssignedFiles, StagedFiles, StagingArea, merge_staged
-from drawbar._storage.storage_path import write_file
+from drawbar._storage.storage_path import LocalPath
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class LocalCheckpointStore(CheckpointStore):
     staging: StagingArea
 
     @property
-    def root(self) -> Path:
-        return self.run_path
+    def root(self) -> LocalPath:
+        return LocalPath(self.run_path)
 
     def get_child_name(self, checkpoint: Checkpoint) -> str | None:
         path = Path(checkpoint.path)
@@ -82,7 +81,7 @@ class LocalCheckpointStore(CheckpointStore):
         # If no rank has reported files, the checkpoint contains only metrics.
         merged = merge_staged(draft.staged_files) or self.staging.make_directory("empty")
         manifest = draft.manifest.with_stored_sizes(merged)
-        finalize(merged, manifest, draft)
+        finalize(LocalPath(merged), manifest, draft)
         os.rename(merged, target)
         # The rename changed the run directory. Without an fsync, a crash could undo the rename.
         if draft.durable:
@@ -102,12 +101,12 @@ class LocalCheckpointStore(CheckpointStore):
         if not is_external(name):
             remove_tree(self.staging.move_to_trash(self.run_path / name))
         if "/" in name:  # not a direct child of the run directory
-            remove_name(self.run_path, name)
+            remove_name(self.root, name)
 
     def write_checksums(self, name: str) -> None:
         directory = self.path(name)
         manifest = read_manifest(directory)
-        if manifest is None or isinstance(directory, RemotePath):
+        if manifest is None or not isinstance(directory, LocalPath):
             return
         try:
             sums = {file.path: compute_checksum(directory / file.path) for file in manifest.files}
@@ -125,7 +124,7 @@ class LocalCheckpointStore(CheckpointStore):
     ) -> None:
         # An external checkpoint may be on another filesystem, to which no file can be renamed.
         temp_directory = None if is_external(name) else self.staging.path
-        write_file(self.path(name), file, data, durable=durable, temp_directory=temp_directory)
+        self.path(name).write(file, data, durable=durable, temp_directory=temp_directory)
 
     def list_damaged(self, committed: Collection[str] = ()) -> list[str]:
         default_names = set(filter(is_default_name, committed))

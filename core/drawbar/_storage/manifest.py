@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -21,11 +20,9 @@ from drawbar._storage.contents import (
     FileEntry,
     check_checkpoint_name,
     check_relative_path,
-    is_reserved,
 )
 from drawbar._storage.files import NOT_A_FILE_ERRNOS, fsync_path, fsync_tree, write_atomically
-from drawbar._storage.remote_path import RemotePath
-from drawbar._storage.storage_path import read_file_or_none
+from drawbar._storage.storage_path import StoragePath
 
 
 class ReportedCheckpointStatus(Enum):
@@ -248,7 +245,7 @@ def assign_directory_names(manifests: Mapping[str, Manifest]) -> list[Manifest]:
     return sorted(renamed, key=lambda manifest: (manifest.index, manifest.time))
 
 
-def read_checksums(path: Path | RemotePath) -> dict[str, str] | None:
+def read_checksums(path: StoragePath) -> dict[str, str] | None:
     """Read the checksums of a checkpoint; return None if they have not been written.
 
     They are written after the commit without fsync, so a power loss may leave an empty file.
@@ -256,7 +253,7 @@ def read_checksums(path: Path | RemotePath) -> dict[str, str] | None:
     Raises:
         CheckpointError: The file is damaged.
     """
-    data = read_file_or_none(path, CHECKSUMS_FILE)
+    data = path.read_or_none(CHECKSUMS_FILE)
     if data is None or not data.strip(b"\0"):
         return None
     try:
@@ -274,12 +271,7 @@ def compute_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
-def list_user_files(path: RemotePath) -> tuple[FileEntry, ...]:
-    """Return the user's files, as `contents.list_files` does for a local directory."""
-    return tuple(file for file in path.list_files() if not is_reserved(file.path))
-
-
-def read_manifest(path: Path | RemotePath) -> Manifest | None:
+def read_manifest(path: StoragePath) -> Manifest | None:
     """Read the manifest of a checkpoint directory; return None if there is no readable one.
 
     The manifest includes the result of a finished validation.
@@ -306,9 +298,9 @@ def write_manifest(directory: Path, manifest: Manifest, *, durable: bool) -> Non
         fsync_path(directory)
 
 
-def _decode_manifest_file(path: Path | RemotePath, name: str) -> Manifest | None:
+def _decode_manifest_file(path: StoragePath, name: str) -> Manifest | None:
     try:
-        data = read_file_or_none(path, name)
+        data = path.read_or_none(name)
         return None if data is None else Manifest.decode(data, f"{path}/{name}")
     except DECODE_ERRORS:
         return None
@@ -318,16 +310,13 @@ def _decode_manifest_file(path: Path | RemotePath, name: str) -> Manifest | None
         return None
 
 
-def check_file_sizes(path: Path | RemotePath, manifest: Manifest) -> None:
+def check_file_sizes(path: StoragePath, manifest: Manifest) -> None:
     """Check that each file of the manifest exists with its size.
 
     Raises:
         CheckpointError: A file is missing, is not a regular file, or has another size.
     """
-    if isinstance(path, RemotePath):
-        sizes: dict[str, int | None] = {file.path: file.size for file in path.list_files()}
-    else:
-        sizes = {file.path: _get_size(path / file.path) for file in manifest.files}
+    sizes = path.get_sizes(manifest.files)
     for file in manifest.files:
         size = sizes.get(file.path)
         if size is None:
@@ -338,17 +327,7 @@ def check_file_sizes(path: Path | RemotePath, manifest: Manifest) -> None:
             )
 
 
-def _get_size(path: Path) -> int | None:
-    try:
-        status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file.")
-    return status.st_size
-
-
-def make_already_committed_error(path: Path | RemotePath) -> FileExistsError:
+def make_already_committed_error(path: StoragePath) -> FileExistsError:
     """Return the error for a name that a committed checkpoint has."""
     return FileExistsError(
         f"Checkpoint {path} is already committed. Use a different checkpoint_dir_name for each "

@@ -17,6 +17,7 @@ from drawbar._storage.contents import (
     FileEntry,
     check_relative_path,
     format_exact_size,
+    is_reserved,
     is_temporary,
 )
 from drawbar._storage.fsspec_files import (
@@ -109,6 +110,14 @@ class RemotePath:
         ]
         return tuple(sorted(files, key=lambda file: file.path))
 
+    def list_user_files(self) -> tuple[FileEntry, ...]:
+        """Return every file below except Drawbar's, sorted by path."""
+        return tuple(file for file in self.list_files() if not is_reserved(file.path))
+
+    def get_sizes(self, files: Sequence[FileEntry]) -> dict[str, int | None]:
+        """Return the sizes of files by path; missing ones are missing or None."""
+        return {file.path: file.size for file in self.list_files()}
+
     def list_directories(self) -> list[str]:
         """Return the names of the direct subdirectories.
 
@@ -134,6 +143,10 @@ class RemotePath:
 
     def _make_relative(self, path: str) -> str:
         return path.strip("/").removeprefix(self.fs_path.strip("/")).strip("/")
+
+    def is_dir(self) -> bool:
+        """Return True if the directory exists."""
+        return self.exists()  # object stores have no directories
 
     def exists(self) -> bool:
         """Return True if a file or directory has this path."""
@@ -182,14 +195,16 @@ class RemotePath:
                 raise ConnectionError(f"{self / name} exists, but could not be opened") from None
             raise
 
-    def read_or_none(self, name: str, size: int | None = None) -> bytes | None:
-        """Read a file, or its first `size` bytes; return None if it does not exist."""
+    def read_or_none(self, name: str, start: int = 0) -> bytes | None:
+        """Read a file from an offset; return None if it does not exist."""
         try:
-            return self.read(name, size)
+            return self.read(name)[start:]
         except FileNotFoundError:
             return None
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(
+        self, name: str, data: bytes, *, durable: bool = False, temp_directory: Path | None = None
+    ) -> None:
         """Write a file. After an error, the older file remains."""
         is_large = len(data) > _SINGLE_REQUEST_BYTES
 
@@ -211,6 +226,10 @@ class RemotePath:
             self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
         with open_output(self.filesystem, path, keeps_older=keeps_older) as stream:
             yield stream
+
+    def copy_user_files_to(self, target: Path) -> None:
+        """Copy every file below except Drawbar's to a local directory."""
+        download_files(self, target, self.list_user_files())
 
     # -- deleting
 

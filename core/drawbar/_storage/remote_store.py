@@ -43,7 +43,6 @@ from drawbar._storage.remote_path import (
 )
 from drawbar._storage.retries import warn_if_slow
 from drawbar._storage.staging import AssignedFiles, StagedFiles
-from drawbar._storage.storage_path import write_file
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,7 @@ class RemoteCheckpointStore(CheckpointStore):
         """Do nothing, because the commit has already written them."""
 
     def write_validation(self, manifest: Manifest, *, durable: bool) -> None:
-        path = self.path(manifest.name)
-        write_file(path, VALIDATION_FILE, manifest.encode(), durable=durable)
+        self.path(manifest.name).write(VALIDATION_FILE, manifest.encode(), durable=durable)
 
     def list_damaged(self, committed: Collection[str] = ()) -> list[str]:
         """Return the names of committed checkpoints that have lost files.

@@ -42,7 +42,7 @@ from drawbar._storage.remote_path import RemotePath, describe_endpoint
 from drawbar._storage.remote_store import RemoteCheckpointStore
 from drawbar._storage.run_files import OUTCOME_FILE, TRAINER_FILE, RemoteRunFiles, RunFiles
 from drawbar._storage.staging import StagingArea
-from drawbar._storage.storage_path import get_fs_path, read_file_or_none
+from drawbar._storage.storage_path import LocalPath, StoragePath, read_file_or_none
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -65,9 +65,9 @@ class RunDirectory:
     # -- location
 
     @property
-    def root(self) -> Path | RemotePath:
+    def root(self) -> StoragePath:
         """Directory of the run, local or remote."""
-        return self.local_path if self.remote_path is None else self.remote_path
+        return LocalPath(self.local_path) if self.remote_path is None else self.remote_path
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class RunDirectory:
     @property
     def storage_fs_path(self) -> str:
         """Path of the storage on its filesystem."""
-        return get_fs_path(self.root.parent)
+        return self.root.parent.fs_path
 
     @property
     def uri(self) -> str:
@@ -257,9 +257,9 @@ def open_run_directory(
     return make_run_directory(resolve_path(path, filesystem))
 
 
-def make_run_directory(root: Path | RemotePath) -> RunDirectory:
+def make_run_directory(root: StoragePath) -> RunDirectory:
     """Return the directory of a run from its resolved path; see `open_run_directory`."""
-    if isinstance(root, Path):
+    if isinstance(root, LocalPath):
         return RunDirectory(root)
     endpoint = describe_endpoint(root.filesystem)
     key = f"{root.filesystem.type_name} {root.fs_path} {endpoint}".rstrip()

@@ -8,6 +8,7 @@ docs/decisions/0005-remote-storage.md.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -39,7 +40,6 @@ TRAINER_FILE = "trainer.pkl"
 TRACKERS_DIRECTORY = "trackers"
 RUN_FILE_NAMES = (
     "broken",
-    "comet",
     "journal.damaged",
     JOURNAL_FILE,
     "logs",
@@ -208,7 +208,8 @@ class RemoteRunFiles(RunFiles):
         """Return a segment of the work directory, or of the storage if it is newer."""
         data = super().read_report(name, size) if self._has_newer_local_files else None
         if data is None:
-            data = (self.remote_path / REPORTS_DIRECTORY).read_or_none(name, size)
+            with contextlib.suppress(FileNotFoundError):
+                data = (self.remote_path / REPORTS_DIRECTORY).read(name, size)
         return data
 
     @cached_property

@@ -25,7 +25,7 @@ from drawbar._base.import_paths import ALIASES as _ALIASES
 from drawbar._base.import_paths import explain_missing_name as _explain_missing_name
 from drawbar._base.import_paths import install_aliases as _install_aliases
 from drawbar._base.packages import find_shadowing_file as _find_shadowing_file
-from drawbar._data.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar._data.data_config import DataConfig
 from drawbar._modes.session_client import get_program_session as _get_program_session
 from drawbar._process.errors import (
     CheckpointError,
@@ -47,6 +47,7 @@ from drawbar._process.errors import (
 )
 from drawbar._process.worker_failure import WorkerError, WorkerFailure
 from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._records.row_positions import TRAIN_DATASET_KEY
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train import backend, collective
@@ -86,8 +87,8 @@ from drawbar.train._worker.train_context import StorageContext, TrainContext
 from drawbar.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:  # provided by __getattr__ at run time
-    from drawbar._data.ledger import DataLedger, DatasetEpoch
     from drawbar._modes.attach import attach
+    from drawbar._records.data_ledger import DataLedger, DatasetEpoch
     from drawbar._records.goodput import Goodput
     from drawbar._records.result import Result
     from drawbar._records.timeline import AttemptTimes, Timeline
@@ -181,8 +182,8 @@ _INTEGRATIONS = (
 )
 _HISTORY_NAMES = {
     "AttemptTimes": "drawbar._records.timeline",
-    "DataLedger": "drawbar._data.ledger",
-    "DatasetEpoch": "drawbar._data.ledger",
+    "DataLedger": "drawbar._records.data_ledger",
+    "DatasetEpoch": "drawbar._records.data_ledger",
     "Goodput": "drawbar._records.goodput",
     "Result": "drawbar._records.result",
     "Timeline": "drawbar._records.timeline",

@@ -15,6 +15,7 @@ from drawbar._base.fields import resolve_config
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.train_function import FunctionIdentity, TrainFunction
 from drawbar._data.data_config import DataConfig
+from drawbar._data.run_datasets import make_data_source
 from drawbar._data.user_datasets import check_datasets
 from drawbar._modes.run_modes import LocalMode, RayMode
 from drawbar._modes.watchers import SAMPLERS
@@ -25,6 +26,7 @@ from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.run_directory import open_run_directory
 from drawbar._storage.run_files import TRAINER_FILE
 from drawbar.train._config.backend import BackendConfig
+from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
@@ -53,7 +55,8 @@ class DataParallelTrainer(ArgumentErrors):
             Hugging Face, paths of Parquet files, and map-style PyTorch datasets are split by row
             numbers. A function that creates one of these is called at each start. "train" is split
             evenly between the workers, other datasets are complete on each worker;
-            `dataset_config` changes that.
+            `dataset_config` changes that. Instead of the dict, it can be a
+            `drawbar.train.backend.DataSource`.
         dataset_config: Which datasets are split, and how.
         metadata: JSON-serializable dict, available from `get_context().get_metadata()` and in every
             checkpoint.
@@ -94,7 +97,7 @@ class DataParallelTrainer(ArgumentErrors):
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, object] | None = None,
+        datasets: Mapping[str, object] | DataSource | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
@@ -118,7 +121,7 @@ class DataParallelTrainer(ArgumentErrors):
         )
         preflight.warn_of_unused_config(self._takes_config, train_loop_config)
         check_datasets(datasets, self.dataset_config)
-        self.datasets: dict[str, Any] = dict(datasets or {})
+        self.datasets: Any = datasets if isinstance(datasets, DataSource) else dict(datasets or {})
 
     def fit(self) -> Result:
         """Run the training function and wait for the result.
@@ -231,7 +234,7 @@ class DataParallelTrainer(ArgumentErrors):
             function=self._function_identity(),
             scaling_config=self.scaling_config,
             run_config=self.run_config,
-            datasets=self.datasets,
+            data_source=make_data_source(self.datasets, self.dataset_config),
             dataset_config=self.dataset_config,
             metadata=self.metadata,
             resume_from_checkpoint=self.resume_from_checkpoint,
@@ -332,7 +335,7 @@ class DataParallelTrainer(ArgumentErrors):
         storage_filesystem: AnyFileSystem | None = None,
         *,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, object] | None = None,
+        datasets: Mapping[str, object] | DataSource | None = None,
         **overrides: object,
     ) -> Self:
         """Recreate the trainer of an earlier run. Its `fit()` resumes from the latest checkpoint.

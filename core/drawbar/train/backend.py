@@ -29,6 +29,7 @@ from drawbar.train._config.backend import (
     BackendWorkerGroup,
     LauncherStore,
 )
+from drawbar.train._config.data_source import DataSource
 from drawbar.train._worker.context import get_node_address, get_worker_address
 from drawbar.train._worker.instrumentation import get_forward_callback, measure_data_wait
 from drawbar.train._worker.integration_api import (
@@ -51,6 +52,7 @@ __all__ = [
     "Backend",
     "BackendConfig",
     "BackendWorkerGroup",
+    "DataSource",
     "DriverContext",
     "LauncherStore",
     "ProgramOutput",

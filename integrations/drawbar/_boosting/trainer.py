@@ -20,7 +20,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train.backend import TrainFunction
+from drawbar.train.backend import DataSource, TrainFunction
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -70,6 +70,11 @@ class BoostingTrainer(DataParallelTrainer):
         validation_config: ValidationConfig | None = None,
         **spec_arguments: object,
     ) -> None:
+        if isinstance(datasets, DataSource):
+            raise TypeError(
+                f"datasets must be a dict of name to table or dataset, found {datasets!r}. Only "
+                "trainers of other frameworks accept a DataSource."
+            )
         arguments = {name: value for name, value in spec_arguments.items() if value is not None}
         spec = None
         if train_loop_per_worker is None:

@@ -9,14 +9,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drawbar._base.fields import ConfigRepr, list_of
-from drawbar._records.row_positions import UnevenRows
+from drawbar._records.row_positions import TRAIN_DATASET_KEY, UnevenRows
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset, ExecutionOptions
     from ray.data.preprocessor import Preprocessor
-
-TRAIN_DATASET_KEY = "train"
-"""Name of the dataset used for training."""
 
 
 def _check_datasets_to_split(name: str, value: Any) -> str | tuple[str, ...]:

@@ -228,18 +228,6 @@ def make_position_key(dataset_name: str) -> str:
     return f"dataset:{dataset_name}"
 
 
-def fetch_shards(reference: Any) -> dict[str, DatasetShard]:
-    """Return a rank's shards, from the object store if they are a reference."""
-    if reference is None:
-        return {}
-    if isinstance(reference, dict):
-        return reference
-    import ray
-
-    shards: dict[str, DatasetShard] = ray.get(reference)
-    return shards
-
-
 def describe_left_out_rows(
     datasets: Mapping[str, object], config: DataConfig, world_size: int
 ) -> list[str]:

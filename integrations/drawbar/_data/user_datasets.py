@@ -13,9 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar._base.frames import warn_caller
-from drawbar._data.data_config import TRAIN_DATASET_KEY, DataConfig
+from drawbar._data.data_config import DataConfig
 from drawbar._data.dictionaries import check_dictionaries, widen_dictionaries
 from drawbar._data.parquet_files import read_parquet
+from drawbar._records.row_positions import TRAIN_DATASET_KEY
+from drawbar.train._config.data_source import DataSource
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,14 +25,22 @@ if TYPE_CHECKING:
     from ray.data.preprocessor import Preprocessor
 
 
-def check_datasets(datasets: Mapping[str, object] | None, config: DataConfig) -> None:
+def check_datasets(datasets: Mapping[str, object] | DataSource | None, config: DataConfig) -> None:
     """Check the names and types of datasets before anything starts.
 
     Warns about names in `DataConfig` that no dataset has.
 
     Raises:
         TypeError: The argument is not a mapping of names to datasets or dataset factories.
+        ValueError: A `DataSource` is passed with a `DataConfig`.
     """
+    if isinstance(datasets, DataSource):
+        if config != DataConfig():
+            raise ValueError(
+                f"dataset_config={config!r} has no effect on a {type(datasets).__name__}, which "
+                "splits its data itself. Remove dataset_config"
+            )
+        return
     if datasets is not None and not isinstance(datasets, Mapping):
         raise TypeError(
             "datasets must be a dict of name to ray.data.Dataset, table or path, such as "

@@ -25,10 +25,10 @@ from drawbar._storage.download_cache import get_user_temp_directory, remove_if_u
 from drawbar._storage.files import compute_tree_size, has_open_files, remove_tree
 from drawbar._storage.journal_file import JOURNAL_FILE, JournalFile, is_locked
 from drawbar._storage.manifest import Manifest, read_manifest
-from drawbar._storage.remote_path import RemotePath
 from drawbar._storage.remote_store import RemoteCheckpointStore
 from drawbar._storage.run_directory import RunDirectory, list_work_directories
 from drawbar._storage.run_files import RUN_FILE_NAMES
+from drawbar._storage.storage_path import LocalPath, StoragePath
 
 _WORK_DIRECTORY_NAME = re.compile(r".+-[0-9a-f]{12}")
 _WORK_DIRECTORY_FILES = frozenset({*RUN_FILE_NAMES, ".staging", ".workers", ".bring.lock"})
@@ -183,14 +183,14 @@ def _delete_checkpoint(directory: RunDirectory, manifest: Manifest) -> None:
 def delete_run(directory: RunDirectory) -> None:
     """Delete the directory of a run that is not in progress; see `RunRecord.delete`."""
     root = directory.root
-    if isinstance(root, Path) and root.is_symlink():
+    if isinstance(root, LocalPath) and root.is_symlink():
         raise ValueError(f"{root} is a symbolic link. Delete the directory to which it refers.")
     if nested := _find_nested_run(root):
         raise ValueError(f"{root} also contains the run {nested!r}. Delete that run first.")
     journal = JournalFile(directory.journal_path)  # so that no other process resumes the run
     try:
         # The journal is deleted last. After an interruption, the run can be deleted again.
-        if isinstance(root, Path):
+        if isinstance(root, LocalPath):
             for path in root.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     _remove_completely(path)
@@ -208,9 +208,9 @@ def delete_run(directory: RunDirectory) -> None:
         journal.close()
 
 
-def _find_nested_run(root: Path | RemotePath) -> str | None:
+def _find_nested_run(root: StoragePath) -> str | None:
     """Return the name of a run whose directory is in the directory of another run, or None."""
-    if isinstance(root, Path):
+    if isinstance(root, LocalPath):
         walk = (path for path, _, files in os.walk(root) if JOURNAL_FILE in files)
         nested = [os.path.relpath(path, root) for path in walk if Path(path) != root]
     else:

@@ -20,7 +20,7 @@ from drawbar._storage.journal_file import JOURNAL_FILE
 from drawbar._storage.remote_path import RemotePath
 from drawbar._storage.report_files import REPORTS_DIRECTORY
 from drawbar._storage.run_directory import make_run_directory
-from drawbar._storage.storage_path import list_directories
+from drawbar._storage.storage_path import LocalPath, StoragePath
 
 _REMOTE_SECONDS = 10.0
 """Time for which a run in remote storage is not read again."""
@@ -63,7 +63,7 @@ def find_run(
         raise LookupError(location.describe_missing_run()) from None
 
 
-def read_record(path: Path | RemotePath, name: str = "") -> RunRecord:
+def read_record(path: StoragePath, name: str = "") -> RunRecord:
     """Read a run. `name` is its name in the storage path that lists it.
 
     Raises:
@@ -114,8 +114,8 @@ def list_runs(
 
 
 def iter_run_records(
-    storage: Path | RemotePath,
-    read: Callable[[Path | RemotePath, str], RunRecord],
+    storage: StoragePath,
+    read: Callable[[StoragePath, str], RunRecord],
     prefix: str = "",
     depth: int = 1,
 ) -> Iterator[RunRecord]:
@@ -127,21 +127,21 @@ def iter_run_records(
         prefix: Name of the directory in the storage path, with a "/" at its end.
         depth: Number of directories from the storage path to the runs.
     """
-    for name in list_directories(storage):
+    for name in storage.list_directories():
         path = storage / name
         run = _read_run(path, prefix + name, read)
         if run is not None:
             yield run
-        elif depth < MAX_DEPTH and not (isinstance(path, Path) and path.is_symlink()):
+        elif depth < MAX_DEPTH and not (isinstance(path, LocalPath) and path.is_symlink()):
             # A directory that is unreadable or was just deleted must not hide the others.
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 yield from iter_run_records(path, read, f"{prefix}{name}/", depth + 1)
 
 
 def _read_run(
-    path: Path | RemotePath, name: str, read: Callable[[Path | RemotePath, str], RunRecord]
+    path: StoragePath, name: str, read: Callable[[StoragePath, str], RunRecord]
 ) -> RunRecord | None:
-    if isinstance(path, Path) and not _can_be_run(path):
+    if isinstance(path, LocalPath) and not _can_be_run(path):
         return None
     try:
         return read(path, name)
@@ -251,7 +251,7 @@ class RunCatalog:
         elif not self._is_default:  # the first run creates the default one
             raise FileNotFoundError(f"Storage path {root} does not exist.")
 
-    def _read(self, path: Path | RemotePath, name: str) -> RunRecord:
+    def _read(self, path: StoragePath, name: str) -> RunRecord:
         key = str(path), name or path.name
         fingerprint = _get_fingerprint(path)
         entry = self._entries.get(key)
@@ -268,13 +268,13 @@ class RunCatalog:
         return record
 
 
-def _is_run(root: Path | RemotePath) -> bool:
-    if isinstance(root, Path):
+def _is_run(root: StoragePath) -> bool:
+    if isinstance(root, LocalPath):
         return os.path.lexists(root / JOURNAL_FILE)
     return root.get_size(JOURNAL_FILE) is not None
 
 
-def _get_fingerprint(path: Path | RemotePath) -> Fingerprint:
+def _get_fingerprint(path: StoragePath) -> Fingerprint:
     """Return a value that changes if the journal or the reports of a run change."""
     if isinstance(path, RemotePath):
         return (int(time.monotonic() / _REMOTE_SECONDS),)

@@ -86,12 +86,16 @@ class ModelState:
         allreduce: Sums tensors over the ranks. It returns them unchanged with one rank and with
             JAX, which computes one model over all workers.
         loaded_progress: Progress of the loaded checkpoint, until a `fit` has resumed from it.
+        epochs: Number of completed epochs, also after `fit`.
+        batches: Number of completed batches in the next epoch, if they are counted.
         rows: Number of this worker's rows in the batch during a step, otherwise None.
         last_rows: Keras variable that keeps `rows` of the latest step.
     """
 
     allreduce: AllReduce = identity_allreduce
     loaded_progress: FitProgress = field(default_factory=FitProgress)
+    epochs: int = 0
+    batches: int = 0
     rows: Any = None
     last_rows: Any = None
 

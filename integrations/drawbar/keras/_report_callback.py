@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.keras._compat import mark_default
-from drawbar.keras._progress import FitProgress, extra_state, model_state
+from drawbar.keras._progress import FitProgress, ModelState, extra_state, model_state
 from drawbar.train import (
     CheckpointUploadMode,
     ValidationTaskConfig,
@@ -104,9 +105,8 @@ class ReportCheckpointCallback:
         if not self._checkpoint_on.keys() <= BETWEEN_EPOCHS:
             self._active_events |= {"train_batch_end"}  # to count completed batches
         self._event_counts = dict.fromkeys(EVENTS, 0)
-        self._initial_values: list[dict[str, object]] = []
-        self._epochs = 0
-        self._batches = 0
+        self._initial_values: list[dict[str, object]] | None = None  # unless `fit` has begun
+        self._params: Mapping[str, int | None] = {}
         self._num_skipped = 0
         self._batches_of_epoch: int | None = None
         self._total_epochs: int | None = None
@@ -141,19 +141,22 @@ class ReportCheckpointCallback:
         return next((name for name, source in self._metrics.items() if source == metric), None)
 
     def set_params(self, params: Mapping[str, int | None] | None) -> None:
-        """Set the number of batches per epoch, if it is known. Called by Keras."""
-        self._batches_of_epoch = (params or {}).get("steps")
-        self._total_epochs = (params or {}).get("epochs")
+        """Set the number of epochs, and of batches if it is known. Called by Keras."""
+        self._params = params or {}
 
     def on_train_begin(self, logs: object = None) -> None:
         """Restore the state of other callbacks, which they reset at this event."""
+        # Not in `set_params`, which `evaluate` calls with the batches of the test data.
+        self._batches_of_epoch = self._params.get("steps")
+        self._total_epochs = self._params.get("epochs")
         if self._is_in_run():
             self._restore()
         self._handle_event("train_begin", logs)
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         """Record the epoch and how many of its batches were completed before."""
-        progress = model_state(self._model).loaded_progress
+        state = model_state(self._model)
+        progress = state.loaded_progress
         if epoch == 0 and self._unloaded_epochs and get_context().get_world_rank() == 0:
             warnings.warn(
                 f"fit() starts at epoch 0, but the checkpoint has {self._unloaded_epochs} epochs "
@@ -162,15 +165,16 @@ class ReportCheckpointCallback:
                 stacklevel=2,
             )
         self._unloaded_epochs = 0
-        self._epochs = epoch
-        self._num_skipped = self._batches = progress.batches if epoch == progress.epochs else 0
+        self._num_skipped = progress.batches if epoch == progress.epochs else 0
+        state.epochs, state.batches = epoch, self._num_skipped
         self._handle_event("epoch_begin", logs)
 
     def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Record that the epoch is complete."""
-        self._epochs, self._batches = epoch + 1, 0
+        state = model_state(self._model)
+        state.epochs, state.batches = epoch + 1, 0
         if self._is_in_run():
-            set_progress(self._epochs, self._total_epochs or None, unit="epochs")
+            set_progress(state.epochs, self._total_epochs or None, unit="epochs")
         self._handle_event("epoch_end", logs)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +195,7 @@ class ReportCheckpointCallback:
 
     def _on_event(self, event: str, *batch_and_logs: Any, logs: Any = None) -> None:
         if event == "train_batch_end":
-            self._batches = self._num_skipped + batch_and_logs[0] + 1
+            model_state(self._model).batches = self._num_skipped + batch_and_logs[0] + 1
         self._handle_event(event, (*batch_and_logs, logs))
 
     def _handle_event(self, event: str, logs: object) -> None:
@@ -257,7 +261,10 @@ class ReportCheckpointCallback:
 
     def _progress(self) -> FitProgress:
         """Return the current progress. After an epoch's last batch, the epoch is complete."""
-        epochs, batches = self._epochs, self._batches
+        state = model_state(self._model)
+        if self._initial_values is None:
+            return self._progress_outside_fit(state)
+        epochs, batches = state.epochs, state.batches
         steps = self._batches_of_epoch or 0
         # If Keras executes several steps at once, it reports the last one, which may be > steps.
         is_epoch_complete = 0 < steps <= batches
@@ -279,6 +286,15 @@ class ReportCheckpointCallback:
                 progress.arrays[f"callbacks/{number}/{name}"] = arrays
         return progress
 
+    def _progress_outside_fit(self, state: ModelState) -> FitProgress:
+        """Return the progress of a model that is evaluated, and not trained with this callback."""
+        progress = state.loaded_progress
+        if (progress.epochs, progress.batches) != (state.epochs, state.batches):
+            progress = FitProgress(state.epochs, state.batches)  # trained since it was loaded
+        events = {name: progress.events.get(name, 0) + n for name, n in self._event_counts.items()}
+        arrays = progress.arrays or extra_state(self._model)
+        return dataclasses.replace(progress, events=events, arrays=arrays)
+
     def _restore(self) -> None:
         callbacks = [*self._stateful_callbacks, *self._monitors]
         self._initial_values = [scalar_state(callback) for callback in callbacks]
@@ -287,15 +303,16 @@ class ReportCheckpointCallback:
             return
         with checkpoint.as_directory() as directory:
             saved = FitProgress.read(Path(directory))
-        loaded = model_state(self._model).loaded_progress
-        if not loaded.epochs and get_resume_checkpoint() is not None:
+        state = model_state(self._model)
+        if not state.epochs:
+            state.epochs, state.batches = saved.epochs, saved.batches  # until an epoch begins
+        if not state.loaded_progress.epochs and get_resume_checkpoint() is not None:
             self._unloaded_epochs = saved.epochs
         self._event_counts.update(saved.events)
-        self._epochs, self._batches = saved.epochs, saved.batches  # until an epoch begins
         if not self._should_restore_monitors:
             callbacks = self._stateful_callbacks
-        for callback, state in zip(callbacks, saved.callbacks, strict=False):
-            vars(callback).update(state)
+        for callback, values in zip(callbacks, saved.callbacks, strict=False):
+            vars(callback).update(values)
         for key, arrays in saved.arrays.items():
             kind, _, rest = key.partition("/")
             number, _, name = rest.partition("/")

@@ -54,5 +54,7 @@ def load_state(model: Any) -> int:
         model.load_weights(str(path))
         progress = FitProgress.read(Path(directory))
     restore_seeds(model, progress)
-    model_state(model).loaded_progress = progress
+    state = model_state(model)
+    state.loaded_progress = progress
+    state.epochs, state.batches = progress.epochs, progress.batches
     return progress.epochs

@@ -14,7 +14,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train.backend import BackendConfig, TrainFunction
+from drawbar.train.backend import BackendConfig, DataSource, TrainFunction
 
 
 class KerasTrainer(DataParallelTrainer):
@@ -62,7 +62,7 @@ class KerasTrainer(DataParallelTrainer):
         backend_config: BackendConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, object] | None = None,
+        datasets: Mapping[str, object] | DataSource | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

@@ -14,7 +14,7 @@ from drawbar.train import (
     ScalingConfig,
     ValidationConfig,
 )
-from drawbar.train.backend import TrainFunction, resolve_config
+from drawbar.train.backend import DataSource, TrainFunction, resolve_config
 
 
 class TensorflowTrainer(DataParallelTrainer):
@@ -65,7 +65,7 @@ class TensorflowTrainer(DataParallelTrainer):
         tensorflow_config: TensorflowConfig | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        datasets: Mapping[str, object] | None = None,
+        datasets: Mapping[str, object] | DataSource | None = None,
         dataset_config: DataConfig | None = None,
         metadata: Mapping[str, object] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,

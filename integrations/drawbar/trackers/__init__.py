@@ -1,6 +1,5 @@
 """Experiment trackers: send the reports of a run to TensorBoard, MLflow, and other tools."""
 
-from drawbar.trackers._comet import Comet
 from drawbar.trackers._connection import Connection, TrackedRun
 from drawbar.trackers._cursor import Cursor
 from drawbar.trackers._mlflow import MLflow
@@ -13,7 +12,6 @@ from drawbar.train.backend import set_public_module
 
 __all__ = [
     "TRACKERS",
-    "Comet",
     "Connection",
     "Cursor",
     "MLflow",
@@ -26,7 +24,7 @@ __all__ = [
 ]
 
 TRACKERS: dict[str, type[Tracker]] = {
-    cls.kind: cls for cls in (TensorBoard, MLflow, WandB, Trackio, Comet)
+    cls.kind: cls for cls in (TensorBoard, MLflow, WandB, Trackio)
 }
 """Trackers by the name that `drawbar track --to` accepts."""
 

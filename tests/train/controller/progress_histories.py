@@ -451,9 +451,7 @@ class History:
             self._offered[rank].append(index)
             names = self._random.sample(("a", "b", "c", f"rank_{rank}"), self._random.randint(0, 3))
             files = tuple(FileEntry(name, 1) for name in names)
-            offer = CheckpointOffer(
-                directory=f"/{rank}", files=files, is_staged=False, checkpoint_name="checkpoint"
-            )
+            offer = CheckpointOffer(directory=f"/{rank}", files=files, checkpoint_name="checkpoint")
         where = f"train.py:{10 + len(self._steps[rank])} in f"
         waits = step == "save"
         report = Report(

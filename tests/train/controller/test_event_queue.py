@@ -138,7 +138,7 @@ FILES = (FileEntry("fast", 1), FileEntry("slow", 1))
 
 def make_report(rank: int) -> Report:
     offer = CheckpointOffer(
-        directory=f"/rank/{rank}", files=FILES, is_staged=False, checkpoint_name="checkpoint_000000"
+        directory=f"/rank/{rank}", files=FILES, checkpoint_name="checkpoint_000000"
     )
     return Report(index=0, metrics={}, time=0.0, location="", offer=offer)
 

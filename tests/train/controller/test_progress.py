@@ -24,11 +24,7 @@ from drawbar.train._protocol.messages import (
 def report(index: int, *files: str, waits: bool = False, metrics: float = 0) -> Report:
     """Return a report. It has a checkpoint if there are files; "" makes one without any file."""
     entries = tuple(FileEntry(name, len(name)) for name in files if name)
-    offer = (
-        CheckpointOffer(directory="/d", files=entries, is_staged=False, checkpoint_name="c")
-        if files
-        else None
-    )
+    offer = CheckpointOffer(directory="/d", files=entries, checkpoint_name="c") if files else None
     return Report(
         index=index,
         metrics={"m": metrics},

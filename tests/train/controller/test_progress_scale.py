@@ -107,9 +107,7 @@ def send_to_all(progress: AttemptProgress, method: str, message: object) -> None
 
 def make_report(index: int, *, has_offer: bool, waits: bool = False) -> Report:
     offer = (
-        CheckpointOffer(directory="", files=(), is_staged=False, checkpoint_name=f"{index}")
-        if has_offer
-        else None
+        CheckpointOffer(directory="", files=(), checkpoint_name=f"{index}") if has_offer else None
     )
     return Report(index=index, metrics={}, time=0, location="", offer=offer, is_blocking=waits)
 

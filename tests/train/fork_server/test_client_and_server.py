@@ -178,7 +178,7 @@ def test_server_ends_if_its_driver_has_ended_before_the_first_worker(
 def test_server_on_another_node_ends_with_its_raylet(
     commands: Commands, wait_until_gone: WaitUntilGone
 ) -> None:
-    on_other_node = "from drawbar.train._worker_group import fork_server_spec\n"
+    on_other_node = "from drawbar._fork_server import fork_server_spec\n"
     on_other_node += "fork_server_spec.read_node_id = lambda: 'another'\n"
     driver = commands.start([sys.executable, "-c", on_other_node + DRIVER])
     script = commands.make(PRINT_SERVER, command=read_line(driver))

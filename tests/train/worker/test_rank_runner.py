@@ -20,11 +20,11 @@ from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig, get_con
 from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
 from drawbar.train._protocol.commands import CommitCompleted
 from drawbar.train._protocol.messages import (
-    CheckpointOffer,
     CollectiveCalled,
     Message,
     RankInterrupted,
     Report,
+    StagedOffer,
 )
 from drawbar.train._worker.actor import BURST_REPORTS, Outbox
 from drawbar.train._worker.rank_runner import RankRunner
@@ -205,9 +205,7 @@ def test_outbox_sends_first_buffered_report_at_once(outbox: Outbox) -> None:
 
 
 def report_checkpoint(index: int) -> Message:
-    offer = CheckpointOffer(
-        directory="", files=(FileEntry("model", 1),), is_staged=True, checkpoint_name="c"
-    )
+    offer = StagedOffer(directory="", files=(FileEntry("model", 1),), checkpoint_name="c")
     return Report(index=index, metrics={}, time=0.0, location="", offer=offer)
 
 

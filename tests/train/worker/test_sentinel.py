@@ -27,7 +27,7 @@ def run_worker(code: str, report_file: Path, before_start: str = "") -> subproce
     prelude = (
         "import faulthandler, os, subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from drawbar.train._worker import sentinel as _sentinel\n"
+        "from drawbar._process import sentinel as _sentinel\n"
         f"faulthandler.enable(open({str(report_file)!r} + '.fault', 'w'))\n"
         "def hold(*pids): print(*pids, flush=True); time.sleep(60)\n"
         f"{before_start}\n"

@@ -30,7 +30,12 @@ from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.staging import StagedFiles, make_shared_name
 from drawbar.train._controller.progress import ReportRound
 from drawbar.train._protocol.commands import Command, PersistFiles
-from drawbar.train._protocol.messages import FilesPersisted
+from drawbar.train._protocol.messages import (
+    FilesPersisted,
+    InPlaceOffer,
+    StagedOffer,
+    UploadFnOffer,
+)
 
 _logger = logging.getLogger("drawbar.train")
 
@@ -206,11 +211,9 @@ class CheckpointCommitter:
         commands: dict[int, PersistFiles] = {}
         for rank, offer in report_round.offers.items():
             assigned_files = report_round.assigned_files[rank]
-            if offer.is_staged:
+            if isinstance(offer, StagedOffer | InPlaceOffer):
                 pending.staged_files[rank] = StagedFiles(Path(offer.directory), assigned_files)
-            # A checkpoint that is stored by a user's upload function involves all ranks, even those
-            # without assigned files: the function may write other files or call a collective.
-            elif assigned_files or offer.is_in_place:
+            elif assigned_files or isinstance(offer, UploadFnOffer):
                 pending.awaited_files[rank] = assigned_files
                 commands[rank] = PersistFiles(
                     report_index=index, files=assigned_files, checkpoint_name=pending.name
@@ -254,7 +257,7 @@ class CheckpointCommitter:
             make_manifest,
             time.monotonic(),
             self._directory.staging.path / make_shared_name(context.attempt, report_round.index),
-            any(offer.is_in_place for offer in offers.values()),
+            any(isinstance(offer, InPlaceOffer | UploadFnOffer) for offer in offers.values()),
         )
 
     async def _reserve_and_send(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from drawbar._base.train_function import FunctionIdentity
-from drawbar._data.data_config import DataConfig
 from drawbar._process.errors import TrainingFailedError
 from drawbar._process.serialization import Serialized
 from drawbar._records.event_stream import Emit, Watcher
@@ -21,6 +20,7 @@ from drawbar._records.timeline import RunState
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._config.backend import BackendConfig
+from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunConfig, RunContext
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._protocol.assignment import WorkerSpec
@@ -41,8 +41,7 @@ class RunSpec:
         scaling_config: Number and resources of the workers.
         run_config: Settings of the run. Always has a name.
         backend_config: Backend that sets up the workers.
-        dataset_config: How datasets are sharded.
-        datasets: Datasets by name.
+        data_source: Data of the workers; None if the trainer has no datasets.
         resume_from_checkpoint: Checkpoint from which a new run starts.
         validation_task: None if the trainer has no `validation_config`.
     """
@@ -55,8 +54,7 @@ class RunSpec:
     scaling_config: ScalingConfig
     run_config: RunConfig
     backend_config: BackendConfig
-    dataset_config: DataConfig
-    datasets: Mapping[str, object]
+    data_source: DataSource | None
     resume_from_checkpoint: Checkpoint | None
     validation_task: ValidationTask | None
 

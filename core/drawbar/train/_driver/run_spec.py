@@ -12,11 +12,11 @@ import cloudpickle
 from drawbar._base.fields import to_journal_dict
 from drawbar._base.secrets import redact_settings
 from drawbar._base.train_function import FunctionIdentity
-from drawbar._data.data_config import DataConfig
 from drawbar._process.driver_env import DriverEnvironment, select_forwarded
 from drawbar._process.errors import DamagedRunError
 from drawbar._process.serialization import Serialized, serialize, serialize_without_references
 from drawbar._storage.checkpoint import Checkpoint
+from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
@@ -34,8 +34,8 @@ def make_run_spec(
     function: FunctionIdentity,
     scaling_config: ScalingConfig,
     run_config: RunConfig,
-    datasets: Mapping[str, object],
-    dataset_config: DataConfig,
+    data_source: DataSource | None,
+    dataset_config: object,
     metadata: Mapping[str, object],
     resume_from_checkpoint: Checkpoint | None,
     validation_config: ValidationConfig | None,
@@ -48,8 +48,8 @@ def make_run_spec(
         function: Identity of the training function.
         scaling_config: As in the trainer.
         run_config: As in the trainer.
-        datasets: As in the trainer.
-        dataset_config: As in the trainer.
+        data_source: Data of the workers; None if the trainer has no datasets.
+        dataset_config: As in the trainer, for `restore()`.
         metadata: As in the trainer.
         resume_from_checkpoint: As in the trainer.
         validation_config: As in the trainer.
@@ -90,8 +90,7 @@ def make_run_spec(
         scaling_config=scaling_config,
         run_config=add_defaults(run_config),
         backend_config=train_loop.backend_config,
-        dataset_config=dataset_config,
-        datasets=datasets,
+        data_source=data_source,
         resume_from_checkpoint=resume_from_checkpoint,
         validation_task=validation_task,
     )

@@ -18,6 +18,7 @@ from drawbar._process.worker_env import make_worker_env
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import Validation
 from drawbar._storage.run_directory import RunDirectory
+from drawbar.train._config.data_source import OpenShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,8 @@ class WorkerSpec:
 class WorkerAssignment:
     """Assignment of one worker for one attempt.
 
-    `node_pids` are the processes of the run on its node, and `dataset_shards` refers to its
-    datasets, if any.
+    `node_pids` are the processes of the run on its node, and `open_shards` returns its shards of
+    the run's `DataSource`, if any.
     """
 
     spec: WorkerSpec
@@ -58,7 +59,7 @@ class WorkerAssignment:
     resume_checkpoint: Checkpoint | None = None
     gpu_ids: tuple[str, ...] = ()
     node_pids: tuple[int, ...] = ()
-    dataset_shards: object = None
+    open_shards: OpenShards | None = None
     data_positions: dict[str, object] = field(default_factory=dict)
 
     @property

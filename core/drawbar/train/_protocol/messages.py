@@ -35,24 +35,36 @@ class ControllerRequests:
 
 # Structs instead of dataclasses: there may be thousands of messages per second, and structs are
 # created and encoded in a fraction of the time.
-class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Files that one rank contributes to a checkpoint.
+class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Files that one rank contributes to a checkpoint. It persists those that it is assigned.
 
     Attributes:
         directory: Current directory of the files.
         files: Their paths and sizes.
-        is_staged: True if the files already are in the staging area, so the commit copies nothing.
         checkpoint_name: Name of the checkpoint's directory in the run.
-        is_in_place: True if the directory is, or will be, the checkpoint itself.
         should_move: True if the files may be moved. They are deleted after the commit.
     """
 
     directory: str
     files: tuple[FileEntry, ...]
-    is_staged: bool
     checkpoint_name: str
-    is_in_place: bool = False
     should_move: bool = False
+
+
+class StagedOffer(CheckpointOffer, frozen=True, kw_only=True):
+    """Files that are in the staging area already, so the commit copies nothing."""
+
+
+class InPlaceOffer(CheckpointOffer, frozen=True, kw_only=True):
+    """Files of a directory that becomes the checkpoint itself."""
+
+
+class UploadFnOffer(CheckpointOffer, frozen=True, kw_only=True):
+    """Files that the user's upload function stores under the name of the checkpoint.
+
+    Involves all ranks, even those without assigned files: the function may write other files or
+    call a collective.
+    """
 
 
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -93,7 +105,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     metrics: Metrics
     time: float
     location: str
-    offer: CheckpointOffer | None = None
+    offer: CheckpointOffer | StagedOffer | InPlaceOffer | UploadFnOffer | None = None
     is_blocking: bool = False
     data_positions: dict[str, object] = {}
     validation: Validation | None = None

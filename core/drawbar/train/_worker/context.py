@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from drawbar._base.fields import parse_duration
 from drawbar._base.metrics import Metrics
-from drawbar._data.data_config import TRAIN_DATASET_KEY
 from drawbar._process.errors import PreemptionInfo
+from drawbar._records.row_positions import TRAIN_DATASET_KEY
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._config.validation_config import CheckpointConsistencyMode, ValidationTaskConfig
@@ -273,7 +273,8 @@ def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
         dataset_name: Key of the dataset in the trainer's `datasets`.
 
     Returns:
-        An iterator with the methods of `ray.data.DataIterator`.
+        An iterator with the methods of `ray.data.DataIterator`, or a shard of the `DataSource` that
+        was passed as `datasets`.
 
     Raises:
         RuntimeError: Called outside a training function.
@@ -283,7 +284,7 @@ def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
         >>> for batch in train.get_dataset_shard("train").iter_torch_batches(batch_size=32):
         ...     train_step(batch)
     """
-    shard: object = current_session("get_dataset_shard").data_sources.get_shard(dataset_name)
+    shard = current_session("get_dataset_shard").data_sources.get_shard(dataset_name)
     return cast("DataIterator", shard)  # a DatasetShard has the same methods
 
 

@@ -1,45 +1,37 @@
-"""Dataset shards of a rank and the positions of its data sources."""
+"""Shards of a rank and the positions of its data sources."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from drawbar._data.shard import DatasetShard
-from drawbar._data.split import fetch_shards, make_position_key
-from drawbar._records.events import ShardEpochEnded
+from drawbar.train._config.data_source import OpenShards
 
 
 class DataSources:
     """Data sources of one rank in one attempt.
 
     Args:
-        shards: Reference to the shards of the rank's datasets, or None.
+        open_shards: Returns the shards of the rank; None if the trainer has no datasets.
         positions: Position of each source in the resume checkpoint.
-        on_epoch_ended: Callback for each finished epoch of a shard.
-        measure_wait: Yields the batches of an iterator and measures the time to wait for them.
     """
 
     def __init__(
         self,
-        shards: object,
+        open_shards: OpenShards | None,
         positions: Mapping[str, object],
-        on_epoch_ended: Callable[[ShardEpochEnded], None],
-        measure_wait: Callable[[Iterable[Any]], Iterator[Any]],
     ) -> None:
-        self._measure_wait = measure_wait
-        self._on_epoch_ended = on_epoch_ended
-        self._shards_ref = shards
+        self._open_shards = open_shards
         self._lock = threading.RLock()
-        self._shards: dict[str, DatasetShard] | None = None
+        self._shards: Mapping[str, Any] | None = None
         self._position_callbacks: dict[str, Callable[[], object]] = {}
         self._unclaimed_positions = dict(positions)  # of sources that are not open yet
         self._source_counts = Counter[str]()
 
-    def get_shard(self, name: str) -> DatasetShard:
+    def get_shard(self, name: str) -> Any:
         """Return the shard of a dataset.
 
         Raises:
@@ -47,12 +39,7 @@ class DataSources:
         """
         with self._lock:
             if self._shards is None:
-                shards = fetch_shards(self._shards_ref)
-                for dataset_name, shard in shards.items():
-                    self.track_position(make_position_key(dataset_name), shard.encode_position)
-                    shard.on_epoch_end = self._on_epoch_ended
-                    shard.measure_wait = self._measure_wait
-                self._shards = shards
+                self._shards = {} if self._open_shards is None else self._open_shards()
         try:
             return self._shards[name]
         except KeyError:

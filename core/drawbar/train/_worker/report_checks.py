@@ -20,6 +20,7 @@ from drawbar._storage.manifest import read_manifest
 from drawbar._storage.remote_path import RemotePath
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import RUN_FILE_NAMES, TRAINER_FILE
+from drawbar._storage.storage_path import LocalPath
 
 _MAX_NAME_BYTES = 255  # limit of common filesystems
 _MAX_PATH_BYTES = 4095
@@ -179,9 +180,7 @@ def _has_identity(path: Path, identity: os.stat_result) -> bool:
         return False
 
 
-def _make_reserved_error(
-    directory: Path | RemotePath, reserved_path: Path | RemotePath
-) -> ValueError:
+def _make_reserved_error(directory: object, reserved_path: object) -> ValueError:
     return ValueError(
         f"report() cannot use {directory} as a checkpoint, because {reserved_path} contains files "
         "of the run. Save into a separate directory, such as one of checkpoint_dir()."
@@ -209,7 +208,7 @@ def check_files(directory: Path, contents: DirectoryContents, run: RunDirectory)
                 f"its path there would be longer than {_MAX_PATH_BYTES} bytes. Shorten the path."
             )
     # A directory with a manifest is a copy of a checkpoint, and may contain reserved names.
-    if contents.reserved_files and read_manifest(directory) is None:
+    if contents.reserved_files and read_manifest(LocalPath(directory)) is None:
         raise ValueError(
             f"A checkpoint cannot contain {directory / contents.reserved_files[0]}, because "
             "Drawbar reserves this name. Rename the file."

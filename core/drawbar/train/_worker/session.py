@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -104,12 +103,7 @@ class Session:
         self.interrupt_scope = InterruptScope()
         self._command_queue = CommandQueue(send, self.interrupt_scope)
         self.timer = RankTimer()
-        self.data_sources = DataSources(
-            assignment.dataset_shards,
-            assignment.data_positions,
-            self._send_epoch_ended,
-            partial(self.timer.measure_items, "data_wait"),
-        )
+        self.data_sources = DataSources(assignment.open_shards, assignment.data_positions)
         self.progress = ProgressSender(assignment.ranks.world_rank, send)
         self.uploads = self._make_uploads(self.directory.checkpoints)
         self.thread_guard = ThreadGuard(assignment.ranks)
@@ -241,7 +235,8 @@ class Session:
             return ""
         return Path(checkpoint.path).name
 
-    def _send_epoch_ended(self, message: ShardEpochEnded) -> None:
+    def send_epoch_ended(self, message: ShardEpochEnded) -> None:
+        """Report the end of an iteration over a shard."""
         with self._send_lock:
             self.send(msgspec.structs.replace(message, report_index=self._next_report))
 

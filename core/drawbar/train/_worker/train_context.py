@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from drawbar._process.driver_env import TuneTrial
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.contents import list_files
-from drawbar._storage.filesystem import make_local_filesystem
 from drawbar._storage.remote_path import RemotePath, upload_files
 from drawbar._storage.run_directory import RunDirectory
-from drawbar._storage.storage_path import get_fs_path
+from drawbar._storage.storage_path import make_local_filesystem
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.session import Session
 
@@ -170,7 +169,7 @@ class StorageContext(os.PathLike[str]):
     @property
     def experiment_fs_path(self) -> str:
         """Path of the run directory on its filesystem."""
-        return get_fs_path(self._run_directory.root)
+        return self._run_directory.root.fs_path
 
     def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
         """Return the path of a checkpoint on its filesystem.

@@ -20,13 +20,18 @@ from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import UploadTarget, make_default_name
 from drawbar._storage.contents import FileEntry, is_external, list_files, scan_directory
 from drawbar._storage.files import FileIdentities, copy_files, remove_tree
-from drawbar._storage.manifest import list_user_files
 from drawbar._storage.remote_path import RemotePath, upload_files
 from drawbar._storage.retries import is_transient, warn_if_slow
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.staging import AssignedFiles, make_shared_name
 from drawbar.train._protocol.commands import CommitCompleted, PersistFiles
-from drawbar.train._protocol.messages import CheckpointOffer, FilesPersisted
+from drawbar.train._protocol.messages import (
+    CheckpointOffer,
+    FilesPersisted,
+    InPlaceOffer,
+    StagedOffer,
+    UploadFnOffer,
+)
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.report_checks import (
@@ -159,15 +164,11 @@ class Uploads:
         self._upload_fns[child_name or name] = upload_fn, checkpoint
         if child_name is not None or not checkpoint.is_local or not Path(checkpoint.path).is_dir():
             # The files are only known after the upload function has returned.
-            return CheckpointOffer(
-                directory=checkpoint.path,
-                files=(),
-                is_staged=False,
-                checkpoint_name=child_name or name,
-                is_in_place=True,
+            return UploadFnOffer(
+                directory=checkpoint.path, files=(), checkpoint_name=child_name or name
             )
         offer = self._offer_local(checkpoint, name, should_move=should_move)
-        return msgspec.structs.replace(offer, is_staged=False, is_in_place=True)
+        return UploadFnOffer(**msgspec.structs.asdict(offer))
 
     def _offer_files(
         self, checkpoint: Checkpoint, name: str, mode: CheckpointUploadMode, should_move: bool
@@ -194,7 +195,7 @@ class Uploads:
         path = self._checkpoints.path(name)
         if isinstance(path, RemotePath):
             check_remote_directory(path)
-            files = list_user_files(path)
+            files = path.list_user_files()
         else:
             files = self._offer_local(checkpoint, name, should_move=False).files
             if path.is_symlink():
@@ -204,13 +205,7 @@ class Uploads:
                 )
         if not files:
             raise FileNotFoundError(f"{source}: {path} contains no files.")
-        return CheckpointOffer(
-            directory=checkpoint.path,
-            files=files,
-            is_staged=True,
-            checkpoint_name=name,
-            is_in_place=True,
-        )
+        return InPlaceOffer(directory=checkpoint.path, files=files, checkpoint_name=name)
 
     def _offer_local(
         self, checkpoint: Checkpoint, name: str, *, should_move: bool
@@ -235,14 +230,12 @@ class Uploads:
         if in_staging and contents.symlinks:
             with _raise_storage_errors():
                 self._staging.replace_symlinks(directory)
-        return CheckpointOffer(
-            directory=str(directory),
-            files=contents.files,
-            is_staged=self._target.is_staged(directory),
-            checkpoint_name=name,
-            should_move=should_move
-            and not in_staging
-            and can_move(directory, contents.files, self._directory),
+        should_move = should_move and not in_staging
+        return self._offer_directory(
+            directory,
+            contents.files,
+            name,
+            should_move=should_move and can_move(directory, contents.files, self._directory),
         )
 
     def _copy_to_staging(self, offer: CheckpointOffer, name: str) -> CheckpointOffer:
@@ -252,17 +245,18 @@ class Uploads:
                 stage = self._staging.stage_moved(assigned_files, attempt=self._attempt)
                 return self._offer_staged(stage, name)
             stage = self._staging.stage_files(assigned_files)
-        is_staged = self._target.is_staged(stage)
-        return msgspec.structs.replace(offer, directory=str(stage), is_staged=is_staged)
+        return self._offer_directory(stage, offer.files, name, should_move=False)
 
     def _offer_staged(self, stage: Path, name: str) -> CheckpointOffer:
         """Offer files that were moved to the staging area."""
-        return CheckpointOffer(
-            directory=str(stage),
-            files=list_files(stage),
-            is_staged=self._target.is_staged(stage),
-            checkpoint_name=name,
-            should_move=True,
+        return self._offer_directory(stage, list_files(stage), name, should_move=True)
+
+    def _offer_directory(
+        self, directory: Path, files: tuple[FileEntry, ...], name: str, *, should_move: bool
+    ) -> CheckpointOffer:
+        kind = StagedOffer if self._target.is_staged(directory) else CheckpointOffer
+        return kind(
+            directory=str(directory), files=files, checkpoint_name=name, should_move=should_move
         )
 
     def _make_assigned_files(

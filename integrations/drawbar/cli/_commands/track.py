@@ -10,14 +10,14 @@ import typer
 from drawbar.cli._arguments import AsJson, RunName, open_record
 from drawbar.cli._output import CommandError, escape_control_chars, write_json
 
-TrackerKind = Literal["tensorboard", "mlflow", "wandb", "trackio", "comet"]
+TrackerKind = Literal["tensorboard", "mlflow", "wandb", "trackio"]
 
 
 def track(
     run: RunName,
     to: Annotated[TrackerKind, typer.Option("--to", help="Tracker that receives the reports.")],
     log_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory of TensorBoard, W&B, or Comet.")
+        str | None, typer.Option(metavar="DIR", help="Directory of TensorBoard or W&B.")
     ] = None,
     tracking_uri: Annotated[
         str | None, typer.Option(metavar="URI", help="Tracking server or store of MLflow.")
@@ -26,14 +26,11 @@ def track(
         str | None, typer.Option(metavar="NAME", help="Experiment of MLflow.")
     ] = None,
     project: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Project of W&B, Trackio, or Comet.")
+        str | None, typer.Option(metavar="NAME", help="Project of W&B or Trackio.")
     ] = None,
     entity: Annotated[str | None, typer.Option(metavar="NAME", help="Team or user of W&B.")] = None,
     mode: Annotated[
         str | None, typer.Option(metavar="MODE", help="Mode of W&B: online or offline.")
-    ] = None,
-    workspace: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Workspace of Comet.")
     ] = None,
     ranks: Annotated[
         str, typer.Option(metavar="RANKS", help="A rank, mean, min, max, or all.")
@@ -57,7 +54,6 @@ def track(
         "project": project,
         "entity": entity,
         "mode": mode,
-        "workspace": workspace,
     }
     tracker = _make_tracker(to, ranks, options)
     try:

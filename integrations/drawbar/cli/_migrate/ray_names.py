@@ -13,7 +13,7 @@ _RENAMED_MODULES = {
     _TUNE_CALLBACK: "drawbar.tune",
     f"{AIR}.integrations.keras": f"{NEW}.tensorflow.keras",
 }
-_TRACKERS = {"comet": "Comet", "mlflow": "MLflow", "wandb": "WandB"}
+_TRACKERS = {"mlflow": "MLflow", "wandb": "WandB"}
 
 
 def is_submodule(module: str, parent: str) -> bool:
