@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,13 +18,14 @@ import pytest
 import ray
 import torch
 
-from drawbar.cli import _ray_connection
+from drawbar.cli import _ray_probe
 from drawbar.cli._doctor import checks
 from drawbar.cli._doctor.cluster import NodeProbe, check_node_pairs
 from drawbar.cli._doctor.machine import MachineInfo
 from drawbar.cli._exit_handling import StopSignals
 from drawbar.cli._output import CommandError
-from drawbar.cli._ray_connection import check_reachable, find_local_address, num_local_cpus
+from drawbar.cli._ray_connection import find_local_address, num_local_cpus
+from drawbar.cli._ray_probe import check_reachable
 from drawbar.cli._torchrun import (
     ONLY_TORCHRUN,
     SHARED,
@@ -234,6 +235,13 @@ def serve(reply: bytes | None) -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
+TOKEN_REQUIRED = (
+    bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # SETTINGS
+    + bytes([0, 0, 15, 1, 5, 0, 0, 0, 1])  # HEADERS of the reply
+    + b"\x00\x0bgrpc-status\x0216"
+)
+
+
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_check_reachable_of_http_server_names_the_remedy(prefix: str) -> None:
     with serve_http() as address:
@@ -250,7 +258,7 @@ def test_check_reachable_of_http_server_names_the_remedy(prefix: str) -> None:
 def test_check_reachable_of_another_program_raises(
     reply: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ray_connection, "REPLY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(_ray_probe, "REPLY_TIMEOUT_S", 0.2)
     with serve(reply) as address, pytest.raises(ConnectionError, match="another program"):
         check_reachable(address)
 
@@ -261,8 +269,38 @@ def test_check_reachable_with_tls_only_connects(monkeypatch: pytest.MonkeyPatch)
         check_reachable(address)
 
 
-def test_check_reachable_accepts_ray(ray_cluster: None) -> None:
-    check_reachable(ray.get_runtime_context().gcs_address)
+def test_check_reachable_accepts_ray(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = ray.get_runtime_context().gcs_address
+    check_reachable(address)
+    requires_token = os.environ.get("RAY_AUTH_MODE") == "token"  # set by `ray.init()` since 2.60
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    check_reachable(address, sends_token=True)
+    with rejects("Set RAY_AUTH_MODE=token") if requires_token else nullcontext():
+        check_reachable(address)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another-token-" * 10)
+    with rejects("RAY_AUTH_TOKEN is wrong") if requires_token else nullcontext():
+        check_reachable(address)
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere")
+    check_reachable(address)  # Ray explains the missing token
+
+
+def rejects(advice: str) -> AbstractContextManager[object]:
+    return pytest.raises(CommandError, match=rf"cluster at \S+ requires a token\. .*{advice}")
+
+
+def test_command_with_cluster_that_rejects_token_prints_one_line(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with serve(TOKEN_REQUIRED) as address:
+        result = cli("doctor", "--address", address)
+    assert result.err == (
+        f"drawbar: error: The Ray cluster at {address} requires a token. Set RAY_AUTH_MODE=token, "
+        "and provide the token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH, or RAY_AUTH_TOKEN.\n"
+    )
+    assert result.code == 2
 
 
 def test_doctor_with_address_of_another_program_prints_one_line(cli: Command) -> None:

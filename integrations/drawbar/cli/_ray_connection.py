@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -15,18 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.cli._output import CommandError
+from drawbar.cli._ray_probe import check_reachable
 from drawbar.train.backend import get_visible_gpu_ids
 
-CONNECT_TIMEOUT_S = 5.0
 # Ray's own log lines would appear between the lines of rank 0.
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-REPLY_TIMEOUT_S = 10.0  # a busy cluster may need seconds to reply
-
-# Start of an HTTP/2 connection, on which gRPC is based: RFC 9113, sections 3.4, 4.1, and 6.5.
-_FRAME_HEADER_SIZE = 9
-_SETTINGS_TYPE = 4
-_EMPTY_SETTINGS = bytes([0, 0, 0, _SETTINGS_TYPE, 0, 0, 0, 0, 0])
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_SETTINGS
 
 
 def connect_ray(
@@ -49,7 +41,8 @@ def connect_ray(
         no cluster is named, running, or required.
 
     Raises:
-        CommandError: The arguments conflict, Ray does not start, or its version differs.
+        CommandError: The arguments conflict, Ray does not start, its version differs, or the
+            cluster requires another token.
         ConnectionError: There is no cluster at the address.
     """
     if address and standalone:
@@ -61,8 +54,8 @@ def connect_ray(
         return True
     if not standalone and (started := find_local_address()):
         with contextlib.suppress(ConnectionError):  # the cluster may have ended
-            check_reachable(started)
-            # Ray uses its token, if there is one, only if it finds the cluster by itself.
+            # Ray sends the token without RAY_AUTH_MODE only if it finds the cluster by itself.
+            check_reachable(started, sends_token=True)
             _init_ray("auto", **_QUIET)
             return True
     if must_outlive_process:
@@ -213,43 +206,3 @@ class ClusterSize:
 
 MINIMAL_CLUSTER = ClusterSize(max_cpus_per_node=1, max_gpus_per_node=1, gpus=1)
 """Assumed cluster for validating options before Ray is started."""
-
-
-def check_reachable(address: str) -> None:
-    """Check that a gRPC server, as in Ray, listens at `host:port`. Ray would wait for a long time.
-
-    With `RAY_USE_TLS`, this function checks only that a process accepts the connection.
-
-    Raises:
-        ConnectionError: No process accepts the connection, or the process is not a gRPC server.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        return  # for example "auto"
-    endpoint = (host.strip("[]"), int(port))
-    try:
-        with socket.create_connection(endpoint, timeout=CONNECT_TIMEOUT_S) as connection:
-            is_grpc = _uses_tls() or _is_grpc_server(connection)
-    except OSError as error:
-        raise ConnectionError(f"No Ray cluster at {address}: {error}") from error
-    if not is_grpc:
-        raise ConnectionError(
-            f"No Ray cluster at {address}: another program uses this port. Pass the address that "
-            "'ray start' has printed with --address, or correct or unset RAY_ADDRESS. If the "
-            "cluster uses TLS, set RAY_USE_TLS=1."
-        )
-
-
-def _uses_tls() -> bool:
-    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # as in Ray
-
-
-def _is_grpc_server(connection: socket.socket) -> bool:
-    """Return whether the reply to the start of an HTTP/2 connection is a SETTINGS frame."""
-    connection.settimeout(REPLY_TIMEOUT_S)
-    try:
-        connection.sendall(_HTTP2_PREFACE)
-        header = connection.recv(_FRAME_HEADER_SIZE, socket.MSG_WAITALL)
-    except OSError:  # also if the program does not reply
-        return False
-    return len(header) == _FRAME_HEADER_SIZE and header[3] == _SETTINGS_TYPE

@@ -12,7 +12,7 @@ import typer
 from drawbar.cli._arguments import AsJson
 from drawbar.cli._doctor.check_result import CheckResult
 from drawbar.cli._output import CommandError, escape_control_chars, write_json
-from drawbar.cli._ray_connection import check_reachable
+from drawbar.cli._ray_probe import check_reachable
 
 
 def doctor(
