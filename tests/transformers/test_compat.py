@@ -40,8 +40,12 @@ def test_trainer_loads_best_model_by_method() -> None:
 def test_best_step_of_strategy_best_is_set(tmp_path: Path) -> None:
     arguments = TrainingArguments(
         str(tmp_path),
-        **{"use_cpu": True, "report_to": "none", "per_device_train_batch_size": 3},
-        **{"save_strategy": "best", "eval_strategy": "steps", "metric_for_best_model": "loss"},
+        use_cpu=True,
+        report_to="none",
+        per_device_train_batch_size=3,
+        save_strategy="best",
+        eval_strategy="steps",
+        metric_for_best_model="loss",
     )
     trainer = BestModelTrainer(Model(), arguments, eval_dataset=[{"x": 1.0}])
     for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
