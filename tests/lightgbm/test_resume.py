@@ -189,7 +189,7 @@ def test_training_on_arrow_streams_resumes(fit: Callable[..., Result]) -> None:
     def function() -> Any:
         table = pa.Table.from_pandas(features, preserve_index=False)
         data = lightgbm.Dataset(table, pa.chunked_array([label]))
-        callbacks = [RayTrainReportCallback(frequency=5), fail_once]
+        callbacks: list[Any] = [RayTrainReportCallback(frequency=5), fail_once]
         return train({"verbosity": -1}, data, 10, callbacks=callbacks).predict(table)
 
     result = fit(function, num_workers=1, max_failures=1)
