@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from tests.cli.conftest import Command
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+TYPER_VERSION = tuple(map(int, importlib.metadata.version("typer").split(".")[:2]))
 COMMANDS = re.findall(r"^\$ drawbar (\w+) --help$", PAGE.read_text(), re.M)
 
 
@@ -41,6 +43,7 @@ def test_help_lists_the_commands_of_the_docs_page(cli: Command) -> None:
     assert sorted(re.findall(r"^  (\w+)", commands, re.M)) == sorted(COMMANDS)
 
 
+@pytest.mark.skipif(TYPER_VERSION < (0, 29), reason="older versions of Typer format it differently")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_equals_docs_page_and_fits_80_columns(
     command: str, cli: Command, monkeypatch: pytest.MonkeyPatch
@@ -68,10 +71,10 @@ def test_completion_suggests_commands() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["migrate", "--wirte", "x.py"], "No such option: --wirte"),
+        (["migrate", "--wirte", "x.py"], "No such option:? '?--wirte"),
         (["migrate"], "Missing argument 'PATH'"),
         (["shwo"], "No such command 'shwo'"),
-        (["plot", "run", "--attempt", "x"], "No such option: --attempt"),
+        (["plot", "run", "--attempt", "x"], "No such option:? '?--attempt"),
         (["clean", "--older-than", "-1"], "Invalid value for '--older-than'"),
         (["launch"], "Missing argument 'SCRIPT'"),
     ],
@@ -82,7 +85,7 @@ def test_invalid_arguments_print_one_line_and_exit_with_2(
     result = cli(*arguments)
     assert (result.code, result.out) == (2, "")
     command = "drawbar" if arguments[0] == "shwo" else f"drawbar {arguments[0]}"
-    assert result.err.startswith(f"drawbar: error: {message}")
+    assert re.match(f"drawbar: error: {message}", result.err)
     assert result.err.endswith(f" For the arguments, run: {command} --help\n")
     assert result.err.count("\n") == 1
 

@@ -22,6 +22,7 @@ from drawbar.train import InsufficientResourcesError, ScalingConfig
 from drawbar.train._worker_group.cluster import check_cluster_fits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+RAY_VERSION = tuple(map(int, ray.__version__.split(".")[:2]))
 
 
 class Actor:
@@ -42,7 +43,10 @@ def test_actor_is_described_and_its_death_is_known() -> None:
     assert not _ray_compat.is_worker_process_dead(worker_id)
     # The function returns False if Ray lacks the API, so this checks that it does not.
     assert _ray_compat.is_worker_process_dead(ray.WorkerID.from_random().hex()) is False
-    assert callable(state.state._connect_and_get_accessor().get_worker_info)
+    if RAY_VERSION >= (2, 52):
+        assert callable(state.state._connect_and_get_accessor().get_worker_info)
+    else:
+        assert callable(state.state.global_state_accessor.get_worker_info)
 
 
 def test_modules_of_a_fork_server_exist() -> None:
@@ -108,4 +112,4 @@ def test_dataset_has_block_rows_iterators_and_execution_index() -> None:
     coordinator = _ray_compat.get_split_coordinator(first)
     assert coordinator is not None
     ray.kill(coordinator)
-    assert "_execution_idx" in vars(dataset.context)
+    assert ("_execution_idx" in vars(dataset.context)) == (RAY_VERSION >= (2, 54))

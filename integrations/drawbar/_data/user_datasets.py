@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drawbar._base.frames import warn_caller
+from drawbar._base.packages import require_package
 from drawbar._data.data_config import DataConfig
 from drawbar._data.dictionaries import check_dictionaries, widen_dictionaries
 from drawbar._data.parquet_files import read_parquet
@@ -33,6 +34,7 @@ def check_datasets(datasets: Mapping[str, object] | DataSource | None, config: D
     Raises:
         TypeError: The argument is not a mapping of names to datasets or dataset factories.
         ValueError: A `DataSource` is passed with a `DataConfig`.
+        ImportError: Ray is older than 2.54, and a dataset is one of Ray Data.
     """
     if isinstance(datasets, DataSource):
         if config != DataConfig():
@@ -68,6 +70,20 @@ def _check_dataset_type(name: str, dataset: object) -> None:
             f"returns one of these, found {describe_value(dataset)}. Create one with "
             "ray.data.from_items, read_csv ..."
         )
+    if is_ray_dataset(dataset):
+        _require_ray_data()
+
+
+def _require_ray_data() -> None:
+    """Check the version of Ray Data.
+
+    Earlier versions shuffle files in another order after a restart, so that rows would be repeated
+    or left out. They also have no API to stop a split.
+
+    Raises:
+        ImportError: Ray is older than 2.54.
+    """
+    require_package("ray", extra="data", min_version="2.54")
 
 
 def is_ray_dataset(dataset: object) -> bool:
@@ -104,9 +120,9 @@ def make_datasets(datasets: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _open_dataset(name: str, dataset: object) -> object:
+    _check_dataset_type(name, dataset)
     if is_ray_dataset(dataset) or is_map_style(dataset):
         return dataset
-    _check_dataset_type(name, dataset)
     try:
         table = to_arrow_table(dataset) if is_table(dataset) else read_parquet(dataset)
         if is_ray_dataset(table):
@@ -131,6 +147,7 @@ def to_ray_datasets(datasets: Mapping[str, object]) -> dict[str, Dataset]:
 
 
 def _to_ray_dataset(source: Any) -> Dataset:
+    _require_ray_data()
     import ray.data
 
     if is_ray_dataset(source):

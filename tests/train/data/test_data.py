@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
+import pyarrow as pa
 import pytest
 import ray
 import ray.data
@@ -339,3 +341,12 @@ def test_streamed_data_without_cpu_left_by_other_runs_raises(run_config: RunConf
                 fit(ids, run_config, {"train": dataset}, num_workers=0, dataset_config=config)
         even = fit(ids, run_config, {"train": in_memory(10)}, 0, OddAndEven()).return_value
         assert sorted(even) == list(range(10))
+
+
+def test_dataset_of_older_ray_data_raises_before_start(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.53.0")
+    with pytest.raises(ImportError, match=r"ray 2.53.0 is installed, but 2.54 or newer is needed"):
+        DataParallelTrainer(print, datasets={"train": ray.data.range(2)})
+    DataParallelTrainer(print, datasets={"train": pa.table({"id": [1]})})
