@@ -59,14 +59,7 @@ def make_run_spec(
     Raises:
         TypeError: An argument cannot be serialized. The message names it.
     """
-    worker = WorkerSpec(
-        # Captured now and not when a worker starts: users may set a variable right after `start()`.
-        env_vars=select_forwarded(os.environ, run_config.forward_env),
-        driver_env=DriverEnvironment.capture(),
-        metadata=dict(metadata),
-        num_cpus=(scaling_config.resources_per_worker or {}).get("CPU"),
-        default_validation=validation_config.default_validation if validation_config else None,
-    )
+    worker = _make_worker_spec(scaling_config, run_config, metadata, validation_config)
     trainer_arguments: dict[str, object] = {
         "train_loop_per_worker": train_loop.function,
         "train_loop_config": train_loop.config,
@@ -99,6 +92,22 @@ def make_run_spec(
         datasets=datasets,
         resume_from_checkpoint=resume_from_checkpoint,
         validation_task=validation_task,
+    )
+
+
+def _make_worker_spec(
+    scaling_config: ScalingConfig,
+    run_config: RunConfig,
+    metadata: Mapping[str, object],
+    validation_config: ValidationConfig | None,
+) -> WorkerSpec:
+    return WorkerSpec(
+        # Captured now and not when a worker starts: users may set a variable right after `start()`.
+        env_vars=select_forwarded(os.environ, run_config.forward_env),
+        driver_env=DriverEnvironment.capture(),
+        metadata=dict(metadata),
+        num_cpus=(scaling_config.resources_per_worker or {}).get("CPU"),
+        default_validation=validation_config.default_validation if validation_config else None,
     )
 
 
