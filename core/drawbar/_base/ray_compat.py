@@ -147,9 +147,10 @@ def is_worker_process_dead(worker_id: str) -> bool:
     import ray
 
     with contextlib.suppress(Exception):
-        from ray._private.state import state
+        from ray._private import state as state_module
         from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defined]  # Protobuf makes it
 
+        state: Any = state_module.state  # the versions of Ray have different methods
         if hasattr(state, "_connect_and_get_accessor"):
             accessor = state._connect_and_get_accessor()
         else:  # before Ray 2.52

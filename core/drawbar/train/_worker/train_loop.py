@@ -101,8 +101,7 @@ def run_train_loop(
                 session.uploads.async_commits.flush()
                 _send_times(session)
         session.interrupt_scope.end()
-        is_in_worker_process = not isinstance(train_loop, TrainLoop)
-        return _make_finished(session, value, should_transfer_ownership=is_in_worker_process)
+        return _make_finished(session, value, train_loop)
     except AttemptInterrupted as interrupt:
         session.interrupt_scope.end()
         _retire_after_import(session, interrupt)
@@ -172,7 +171,7 @@ def _make_failed(session: Session, error: BaseException, raised_at: float | None
 
 
 def _make_finished(
-    session: Session, value: object, *, should_transfer_ownership: bool
+    session: Session, value: object, train_loop: ObjectRef[Serialized] | TrainLoop
 ) -> RankFinished:
     """Return the message with the return value.
 
@@ -181,7 +180,8 @@ def _make_finished(
     """
     notices = tuple(session.final_notices)
     try:
-        serialized = serialize(value, should_transfer_ownership=should_transfer_ownership)
+        is_in_worker_process = not isinstance(train_loop, TrainLoop)
+        serialized = serialize(value, should_transfer_ownership=is_in_worker_process)
         return RankFinished(time=time.time(), return_value=serialized, final_notices=notices)
     except Exception as error:
         reason = f"Cannot pickle the return value ({type(value).__qualname__}): {error}"
