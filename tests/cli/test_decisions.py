@@ -228,6 +228,9 @@ def serve(reply: bytes | None) -> Iterator[str]:
         with connection:
             connection.recv(4096)
             connection.sendall(reply or b"")
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):  # closing with unread data would discard the reply
+                pass
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         if reply is not None:
