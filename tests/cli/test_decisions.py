@@ -240,7 +240,7 @@ def serve(reply: bytes | None) -> Iterator[str]:
 
 TOKEN_REQUIRED = (
     bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # SETTINGS
-    + bytes([0, 0, 15, 1, 5, 0, 0, 0, 1])  # HEADERS of the reply
+    + bytes([0, 0, 16, 1, 5, 0, 0, 0, 1])  # HEADERS of the reply
     + b"\x00\x0bgrpc-status\x0216"
 )
 
