@@ -228,6 +228,9 @@ def serve(reply: bytes | None) -> Iterator[str]:
         with connection:
             connection.recv(4096)
             connection.sendall(reply or b"")
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):  # closing with unread data would discard the reply
+                pass
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         if reply is not None:
@@ -237,7 +240,7 @@ def serve(reply: bytes | None) -> Iterator[str]:
 
 TOKEN_REQUIRED = (
     bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # SETTINGS
-    + bytes([0, 0, 15, 1, 5, 0, 0, 0, 1])  # HEADERS of the reply
+    + bytes([0, 0, 16, 1, 5, 0, 0, 0, 1])  # HEADERS of the reply
     + b"\x00\x0bgrpc-status\x0216"
 )
 

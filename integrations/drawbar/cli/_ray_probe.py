@@ -31,7 +31,7 @@ def check_reachable(address: str, *, sends_token: bool | None = None) -> None:
 
     Args:
         address: `host:port`, with or without `ray://`. Others are not checked.
-        sends_token: Whether Ray sends the token, if there is one. Default: as RAY_AUTH_MODE says.
+        sends_token: Whether Ray sends the token, if there is one. Default: if RAY_AUTH_MODE=token.
 
     Raises:
         ConnectionError: No process accepts the connection, or the process is not a gRPC server.
@@ -108,7 +108,7 @@ def _rejects(connection: socket.socket, reply: BinaryIO, address: str, token: st
             kind, flags, stream = header[3], header[4], int.from_bytes(header[5:])
             if kind == _GOAWAY or (stream == 1 and (kind == _RST_STREAM or flags & _END_STREAM)):
                 return _UNAUTHENTICATED in payload
-    except OSError:  # Ray will report what is wrong
+    except OSError:  # Ray reports the problem
         pass
     return False
 
