@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
+from drawbar._base.frames import warn_caller
 from drawbar._process.worker_env import (
     compute_thread_count,
     count_available_cores,
@@ -17,8 +17,6 @@ from drawbar.train._worker_group.cluster import list_node_resources
 
 if TYPE_CHECKING:
     from drawbar._fork_server.fork_server_spec import ForkServerSpec
-
-_STACKLEVEL = 6  # the user's call of `fit()` or `start()`
 
 
 def make_fork_server_spec(spec: RunSpec) -> ForkServerSpec | None:
@@ -65,9 +63,8 @@ def _warn_of_other_interpreter() -> bool:
     reason = f"the runtime environment of this Ray job has {field!r}"
     if is_fork_command(job_env.get("py_executable")):
         reason = "fit() is called in a forked worker of another run"
-    warnings.warn(
-        f"forkserver_preload has no effect, because {reason}. The workers start without it.",
-        stacklevel=_STACKLEVEL,
+    warn_caller(
+        f"forkserver_preload has no effect, because {reason}. The workers start without it."
     )
     return True
 

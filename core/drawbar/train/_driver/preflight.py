@@ -17,7 +17,6 @@ import os
 import pwd
 import tempfile
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -117,7 +116,7 @@ def warn_of_large_function(function: Callable[..., object], pickled_bytes: int) 
     if pickled_bytes > LARGE_PICKLE_BYTES:
         size = serialize(function, should_share_buffers=True).size
         if size > LARGE_PICKLE_BYTES:
-            warnings.warn(_describe_large_function(function, size), UserWarning, stacklevel=2)
+            warn_caller(_describe_large_function(function, size))
 
 
 def check_pickles(name: str, value: object) -> None:
