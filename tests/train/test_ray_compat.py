@@ -45,7 +45,8 @@ def test_actor_is_described_and_its_death_is_known() -> None:
     if RAY_VERSION >= (2, 52):
         assert callable(state.state._connect_and_get_accessor().get_worker_info)
     else:
-        assert callable(state.state.global_state_accessor.get_worker_info)
+        older: Any = state.state
+        assert callable(older.global_state_accessor.get_worker_info)
 
 
 def test_modules_of_a_fork_server_exist() -> None:
