@@ -154,8 +154,9 @@ def is_worker_process_dead(worker_id: str) -> bool:
         if hasattr(state, "_connect_and_get_accessor"):
             accessor = state._connect_and_get_accessor()
         else:  # before Ray 2.52
-            state._check_connected()
-            accessor = state.global_state_accessor
+            older = cast("Any", state)
+            older._check_connected()
+            accessor = older.global_state_accessor
         record = accessor.get_worker_info(ray.WorkerID.from_hex(worker_id))
         worker = WorkerTableData.FromString(record)
         # If a process dies with its node, Ray does not record the end of the process.
