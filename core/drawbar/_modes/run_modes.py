@@ -20,12 +20,12 @@ from drawbar._modes.start_run import start_controller, start_ray_run
 from drawbar._modes.watchers import make_remote_watchers
 from drawbar._process import sentinel
 from drawbar._process.worker_env import get_visible_gpu_ids
+from drawbar._storage.write_checks import check_storage_before_start
 from drawbar.train._config.forkserver_preload import read_default_modules
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
-from drawbar.train._driver import preflight
 from drawbar.train._driver.open_run import get_run_directory
 from drawbar.train._driver.run_view import RunView
 from drawbar.train._worker.train_loop import TrainLoop
@@ -192,7 +192,7 @@ def _check_before_ray(spec: RunSpec) -> None:
     read_default_modules()
     is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
     if not (spec.run_config.detached or is_client or is_connected_to_ray()):
-        preflight.check_storage_before_start(get_run_directory(spec.run_config))
+        check_storage_before_start(get_run_directory(spec.run_config))
 
 
 def _connect(config: RunConfig) -> None:

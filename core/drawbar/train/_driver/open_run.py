@@ -50,9 +50,9 @@ from drawbar._storage.files import inherit_directory_mode
 from drawbar._storage.filesystem import resolve_path
 from drawbar._storage.manifest import Manifest
 from drawbar._storage.run_directory import RunDirectory, make_run_directory
+from drawbar._storage.write_checks import check_storage_path
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._controller.run import OpenRun, RunSpec
-from drawbar.train._driver.preflight import check_storage_path
 from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
 
 _PACKAGES = (

@@ -14,6 +14,11 @@ from drawbar._base.secrets import redact_settings
 from drawbar._base.train_function import FunctionIdentity
 from drawbar._process.driver_env import DriverEnvironment, select_forwarded
 from drawbar._process.errors import DamagedRunError
+from drawbar._process.pickle_checks import (
+    check_pickles,
+    check_train_function_pickles,
+    warn_of_large_function,
+)
 from drawbar._process.serialization import Serialized, serialize, serialize_without_references
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._config.data_source import DataSource
@@ -21,7 +26,6 @@ from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
-from drawbar.train._driver import preflight
 from drawbar.train._driver.open_run import add_defaults
 from drawbar.train._protocol.assignment import Sampler, WorkerSpec
 from drawbar.train._worker.train_loop import TrainLoop
@@ -78,7 +82,7 @@ def make_run_spec(
     except Exception:
         _check_pickles(train_loop, validation_config)
         raise
-    preflight.warn_of_large_function(train_loop.function, serialized.size)
+    warn_of_large_function(train_loop.function, serialized.size)
     return RunSpec(
         train_loop=serialized,
         function=function,
@@ -120,10 +124,10 @@ def _check_pickles(train_loop: TrainLoop, validation_config: ValidationConfig | 
     Raises:
         TypeError: There are such parts. The message names them.
     """
-    preflight.check_pickles("train_loop_config", train_loop.config)
+    check_pickles("train_loop_config", train_loop.config)
     if validation_config is not None:
-        preflight.check_pickles("validation_config.fn", validation_config.fn)
-    preflight.check_train_function_pickles(train_loop.function)
+        check_pickles("validation_config.fn", validation_config.fn)
+    check_train_function_pickles(train_loop.function)
 
 
 def _make_validation_task(
