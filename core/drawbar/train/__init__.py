@@ -51,6 +51,7 @@ from drawbar._records.row_positions import TRAIN_DATASET_KEY
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train import backend, collective
+from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode, CheckpointUploadMode
 from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._config.run_config import (
     AttemptInfo,
@@ -62,7 +63,6 @@ from drawbar.train._config.run_config import (
 )
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import (
-    CheckpointConsistencyMode,
     ValidationConfig,
     ValidationFn,
     ValidationTaskConfig,
@@ -82,7 +82,6 @@ from drawbar.train._worker.context import (
     should_checkpoint,
 )
 from drawbar.train._worker.instrumentation import phase, set_progress, step
-from drawbar.train._worker.report_checks import CheckpointUploadMode
 from drawbar.train._worker.train_context import StorageContext, TrainContext
 from drawbar.train.backend import Backend, BackendConfig
 

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from drawbar._storage.contents import FileEntry
-from drawbar.train._config.validation_config import CheckpointConsistencyMode
+from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._protocol.messages import (
     CheckpointListRequest,

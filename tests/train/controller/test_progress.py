@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from drawbar._storage.contents import FileEntry
-from drawbar.train._config.validation_config import CheckpointConsistencyMode
+from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._protocol.messages import (

@@ -18,7 +18,7 @@ import pytest
 
 from drawbar._base.indexed_heap import IndexedHeap
 from drawbar._records.events import ShardEpochEnded
-from drawbar.train._config.validation_config import CheckpointConsistencyMode
+from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointQueries
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry

@@ -13,7 +13,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -31,24 +30,6 @@ from drawbar._storage.manifest import Validation
 
 if TYPE_CHECKING:
     from drawbar._storage.checkpoint import Checkpoint
-
-
-class CheckpointConsistencyMode(Enum):
-    """Condition that `get_all_reported_checkpoints` waits for.
-
-    COMMITTED waits until every checkpoint of this rank's reports is committed. VALIDATED also waits
-    until the validations of these and all earlier checkpoints have ended.
-
-    Example:
-        ```python
-        checkpoints = train.get_all_reported_checkpoints(
-            consistency_mode=train.CheckpointConsistencyMode.VALIDATED
-        )
-        ```
-    """
-
-    COMMITTED = "COMMITTED"
-    VALIDATED = "VALIDATED"
 
 
 class ValidationFn(Protocol):

@@ -20,7 +20,7 @@ from drawbar._storage import fault_points
 from drawbar._storage.files import remove_tree
 from drawbar._storage.manifest import Manifest, make_already_committed_error
 from drawbar._storage.run_directory import RunDirectory
-from drawbar.train._config.validation_config import CheckpointConsistencyMode
+from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
 from drawbar.train._controller.background import BackgroundTasks, FileTransfers, run_and_log_errors
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
 from drawbar.train._controller.commits import (

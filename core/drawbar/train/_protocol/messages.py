@@ -22,7 +22,7 @@ from drawbar._records.events import ShardEpochEnded
 from drawbar._records.resources import ResourceSample
 from drawbar._storage.contents import FileEntry, check_relative_path
 from drawbar._storage.manifest import Validation
-from drawbar.train._config.validation_config import CheckpointConsistencyMode
+from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
 
 
 @dataclass(frozen=True)

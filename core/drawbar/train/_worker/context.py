@@ -19,13 +19,10 @@ from drawbar._process.errors import PreemptionInfo
 from drawbar._records.row_positions import TRAIN_DATASET_KEY
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._config.validation_config import CheckpointConsistencyMode, ValidationTaskConfig
+from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode, CheckpointUploadMode
+from drawbar.train._config.validation_config import ValidationTaskConfig
 from drawbar.train._worker.active_session import current_session, find_session
-from drawbar.train._worker.report_checks import (
-    CheckpointUploadFn,
-    CheckpointUploadMode,
-    UploadOptions,
-)
+from drawbar.train._worker.report_checks import CheckpointUploadFn, UploadOptions
 from drawbar.train._worker.train_context import TrainContext
 
 if TYPE_CHECKING:

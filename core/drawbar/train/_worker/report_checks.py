@@ -9,7 +9,6 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from drawbar._base.wording import is_encodable
@@ -21,48 +20,12 @@ from drawbar._storage.remote_path import RemotePath
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import RUN_FILE_NAMES, TRAINER_FILE
 from drawbar._storage.storage_path import LocalPath
+from drawbar.train._config.checkpoint_modes import CheckpointUploadMode
 
 _MAX_NAME_BYTES = 255  # limit of common filesystems
 _MAX_PATH_BYTES = 4095
 _STAGING_PATH_BYTES = 200  # upper limit for the part of a staging path below the run directory
 _INTERNAL_DIRECTORIES = ("logs", "stacks", ".workers", ".uncommitted")
-
-
-class CheckpointUploadMode(Enum):
-    """Upload mode of a checkpoint: copied or committed in place, and with or without waiting.
-
-    Attributes:
-        SYNC: `report()` returns when the checkpoint is committed.
-        ASYNC: `report()` returns as soon as the files may be overwritten, and the commit follows in
-            the background. If two commits have not ended, `report()` waits for the older one. When
-            the training function returns, Drawbar waits for all commits.
-        NO_UPLOAD: The directory is committed in place. It may be in the run directory or anywhere
-            else where the driver can read it. Directories outside the run directory are never
-            deleted.
-
-    Example:
-        >>> train.report(
-        ...     {"loss": loss},
-        ...     checkpoint=path,
-        ...     checkpoint_upload_mode=train.CheckpointUploadMode.ASYNC,
-        ... )
-    """
-
-    SYNC = "sync"
-    ASYNC = "async"
-    NO_UPLOAD = "no_upload"
-
-    def default_delete_local_checkpoint_after_upload(self) -> bool:
-        """Return whether `report()` moves the local directory by default.
-
-        Returns:
-            The default of `delete_local_checkpoint_after_upload`: True for ASYNC, else False.
-
-        Example:
-            >>> CheckpointUploadMode.ASYNC.default_delete_local_checkpoint_after_upload()
-            True
-        """
-        return self is CheckpointUploadMode.ASYNC
 
 
 CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]

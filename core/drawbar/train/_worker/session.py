@@ -28,7 +28,8 @@ from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import UploadTarget
 from drawbar._storage.files import remove_tree
 from drawbar._storage.manifest import ReportedCheckpointStatus
-from drawbar.train._config.validation_config import CheckpointConsistencyMode, resolve_validation
+from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
+from drawbar.train._config.validation_config import resolve_validation
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import (
     CheckpointListReply,

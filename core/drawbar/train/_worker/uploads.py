@@ -24,6 +24,7 @@ from drawbar._storage.remote_path import RemotePath, upload_files
 from drawbar._storage.retries import is_transient, warn_if_slow
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.staging import AssignedFiles, make_shared_name
+from drawbar.train._config.checkpoint_modes import CheckpointUploadMode
 from drawbar.train._protocol.commands import CommitCompleted, PersistFiles
 from drawbar.train._protocol.messages import (
     CheckpointOffer,
@@ -36,7 +37,6 @@ from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.report_checks import (
     CheckpointUploadFn,
-    CheckpointUploadMode,
     UploadOptions,
     can_move,
     check_directory,
