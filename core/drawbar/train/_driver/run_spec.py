@@ -62,8 +62,6 @@ def make_run_spec(
         TypeError: An argument cannot be serialized. The message names it.
     """
     preflight.check_pickles("train_loop_config", payload.config)
-    if validation_config is not None:
-        preflight.check_pickles("validation_config.fn", validation_config.fn)
     preflight.check_train_function_pickles(payload.function)
     worker = WorkerSpec(
         # Captured now and not when a worker starts: users may set a variable right after `start()`.
@@ -106,6 +104,7 @@ def _make_validation_task(
 ) -> ValidationTask | None:
     if config is None:
         return None
+    preflight.check_pickles("validation_config.fn", config.fn)
     assert worker.driver_env is not None
     return ValidationTask.from_config(
         config, worker.env_vars, worker.driver_env, run_config.worker_runtime_env

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 from drawbar._base.fields import parse_duration
@@ -28,6 +23,7 @@ from drawbar._records.timeline import Timeline
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory, describe_resume, make_run_directory
+from drawbar.train._handle.diagnosis_signal import diagnose_on_signal
 from drawbar.train._handle.run_view import EndedRun, RunView, SameHostRun
 from drawbar.train._worker_group.cluster import try_connect_to_ray
 
@@ -55,6 +51,7 @@ class RunHandle:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
+        self._goodput: Any = None
 
     @property
     def name(self) -> str:
@@ -122,14 +119,11 @@ class RunHandle:
 
         Example: `print(run.goodput())`
         """
-        goodput: Goodput = self._live_goodput.read(is_active=not self.is_done)
+        if self._goodput is None:  # on first use: the kernel does not import features
+            module = importlib.import_module("drawbar._observe.run_goodput")
+            self._goodput = module.LiveGoodput(self._run.directory)
+        goodput: Goodput = self._goodput.read(is_active=not self.is_done)
         return goodput
-
-    @cached_property
-    def _live_goodput(self) -> Any:
-        # On first use, because it is a feature beside the kernel.
-        module = importlib.import_module("drawbar._observe.run_goodput")
-        return module.LiveGoodput(self._run.directory)
 
     def get_logs(self, rank: int = 0) -> str:
         """Return the output that a rank has written so far, in all attempts.
@@ -223,7 +217,7 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
-        with _diagnose_on_signal(self._run.diagnose):
+        with diagnose_on_signal(self._run.diagnose):
             while True:
                 try:
                     # Inside `try`: a second Ctrl-C may arrive while the first is handled.
@@ -391,19 +385,3 @@ def _describe_directory(directory: RunDirectory) -> str:
         f"run {name!r} in {uri} has not ended, and its host process died. "
         'To resume from its latest checkpoint, call fit() with resume="auto"'
     )
-
-
-@contextlib.contextmanager
-def _diagnose_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
-    """Call `diagnose` when this process receives SIGUSR1, unless the signal has a handler."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        yield
-        return
-    # In a thread: the handler runs between two lines of the main thread, which may hold a lock
-    # that `diagnose` needs.
-    signal.signal(signal.SIGUSR1, lambda number, frame: threading.Thread(target=diagnose).start())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
