@@ -135,7 +135,7 @@ def _flush_at_exit(session: Session, pid: int) -> None:
     """Wait for checkpoints in flight before the process ends; do nothing in a fork."""
     if os.getpid() != pid:
         return
-    session.send(session.timer.get_times())
+    session.send(session.timer.observe())
     session.progress.flush()
     if getattr(sys, "last_value", None) is None:
         session.uploads.async_commits.flush()

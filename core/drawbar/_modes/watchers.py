@@ -1,4 +1,4 @@
-"""Assemble the default watchers of a run from the features beside the kernel."""
+"""Assemble the default watchers of a run: the console, metrics, and a recorder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 from drawbar._console.console import Console
 from drawbar._observe.metrics_publisher import MetricsPublisher
-from drawbar._observe.resource_log import ResourceLog
+from drawbar._observe.observation_recorder import ObservationRecorder
 from drawbar._observe.resource_sampler import sample_resources
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._controller.run import MakeWatcher
@@ -48,6 +48,7 @@ def make_remote_watchers(
 
 def _make_observers(*, is_on_ray: bool) -> list[MakeWatcher]:
     return [
-        lambda run, emit: ResourceLog(run.directory),
         partial(MetricsPublisher, is_on_ray=is_on_ray),
+        # Last: it emits events about others, which the watchers before it receive in order.
+        lambda run, emit: ObservationRecorder(run.directory, emit),
     ]

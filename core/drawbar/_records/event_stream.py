@@ -30,8 +30,8 @@ _logger = logging.getLogger(__name__)
 class Watcher(Protocol):
     """Observer of a run, such as the console, callbacks, or a handle in another process.
 
-    The features beside the kernel observe runs as watchers. Callbacks of users receive the events
-    with `UserCallback.on_event`.
+    The console and the recorders of measurements are watchers. Callbacks of users receive the
+    events with `UserCallback.on_event`.
     """
 
     def on_event(self, event: Event) -> None:
@@ -145,8 +145,12 @@ class EventBuffer:
                 case live_events.ProgressReceived():
                     self._last_progress = event
                     return
-                case live_events.RoundCompleted() | live_events.ResourcesSampled():
-                    return  # only for callbacks and the log, which are in the host
+                case (
+                    live_events.RoundCompleted()
+                    | live_events.ObservationReceived()
+                    | live_events.AttemptEnding()
+                ):
+                    return  # only for watchers in the host
                 case (
                     events.AttemptStarted()
                     | events.WorkersStarted()

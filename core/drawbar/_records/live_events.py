@@ -1,31 +1,18 @@
 """Events of an active run that are not in the journal.
 
-A `ReportLog` stores `ReportsReceived`, and a `ResourceLog` stores `ResourcesSampled`. All others
-are only for watchers.
+A `ReportLog` stores `ReportsReceived`. All others are only for watchers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from drawbar._base.metrics import Metrics
 from drawbar._process.output_lines import OutputLine
 from drawbar._process.worker_failure import WorkerFailure
-from drawbar._records.events import (
-    AttemptEndCause,
-    AttemptEnded,
-    AttemptStarted,
-    CheckpointCommitted,
-    CheckpointDeleted,
-    CheckpointValidated,
-    JournaledEvent,
-    RanksStalled,
-    RunEnded,
-    StragglerFound,
-)
-from drawbar._records.resources import ResourceSample
+from drawbar._records.events import AttemptEndCause, JournaledEvent
 from drawbar._records.run_progress import RunProgress
 from drawbar._storage.checkpoint import Checkpoint
 
@@ -107,16 +94,30 @@ class RankImported:
 
 
 @dataclass(frozen=True)
-class ResourcesSampled:
-    """A resource sample of a node. Stored in a `ResourceLog`.
+class ObservationReceived:
+    """A rank has observed something.
 
     Attributes:
-        sample: CPU, memory, GPUs, and free disk space of the node.
+        attempt: Number of the attempt.
+        rank: Rank that has sent it.
+        kind: "resources", "rank_times", "progress", or another kind.
+        payload: JSON values. For these three kinds: attributes of a `ResourceSample`,
+            `RankTimesOfRank`, or `RunProgress` of `drawbar.train.runs`.
 
-    Example: `print(event.sample.node, event.sample.cpu_percent)`
+    Example: `print(event.payload["cpu_percent"] if event.kind == "resources" else "")`
     """
 
-    sample: ResourceSample
+    attempt: int
+    rank: int
+    kind: str
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AttemptEnding:
+    """The attempt is about to end. Watchers can emit their last events about it."""
+
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -170,25 +171,10 @@ Event = (
     | LinePrinted
     | BytesWritten
     | RankImported
-    | ResourcesSampled
+    | ObservationReceived
+    | AttemptEnding
     | RoundCompleted
     | WorkersFailed
     | ValidationsPending
     | ControllerFailed
 )
-
-PublicEvent = (
-    AttemptStarted
-    | AttemptEnded
-    | CheckpointCommitted
-    | CheckpointDeleted
-    | CheckpointValidated
-    | RanksStalled
-    | StragglerFound
-    | RunEnded
-    | ReportsReceived
-    | ProgressReceived
-    | ResourcesSampled
-    | Notice
-)
-"""Events that `UserCallback.on_event` receives."""

@@ -194,7 +194,7 @@ class Result:
                 print(result.goodput)
         """
         is_active = self._directory is not None and is_locked(self._directory.journal_path)
-        # On first use, because it is a feature beside the kernel.
+        # On first use: the kernel does not import features.
         run_goodput = importlib.import_module("drawbar._observe.run_goodput")
         goodput: Goodput = run_goodput.compute_goodput(self._read_history(), is_active=is_active)
         return goodput

@@ -3,7 +3,7 @@
     <storage_path>/<name>/
         journal.jsonl             events of the run (_records/journal.py)
         reports/                  metrics of all reports (report_files.py)
-        resources.jsonl           resource samples of the nodes (_observe/resource_log.py)
+        resources.jsonl           resource samples of the nodes (_observe/sample_log.py)
         trainer.pkl               data for restore()
         places.json               index of checkpoints in other places (external_checkpoints.py)
         outcome.pkl               return values and error of a detached run

@@ -27,14 +27,26 @@ from drawbar._records.events import (
 )
 from drawbar._records.live_events import (
     Notice,
+    ObservationReceived,
     ProgressReceived,
-    PublicEvent,
     ReportsReceived,
-    ResourcesSampled,
 )
 
-Event = PublicEvent
-"""Any of these events."""
+Event = (
+    AttemptStarted
+    | AttemptEnded
+    | CheckpointCommitted
+    | CheckpointDeleted
+    | CheckpointValidated
+    | RanksStalled
+    | StragglerFound
+    | RunEnded
+    | ReportsReceived
+    | ProgressReceived
+    | ObservationReceived
+    | Notice
+)
+"""Events that `UserCallback.on_event` receives."""
 
 __all__ = [
     "AttemptEnded",
@@ -44,10 +56,10 @@ __all__ = [
     "CheckpointValidated",
     "Event",
     "Notice",
+    "ObservationReceived",
     "ProgressReceived",
     "RanksStalled",
     "ReportsReceived",
-    "ResourcesSampled",
     "RunEnded",
     "StragglerFound",
 ]

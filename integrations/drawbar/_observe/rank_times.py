@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 
-from drawbar.train._protocol.messages import RankTimes
-
-RANK_TIMES_FILE = "rank_times.jsonl"
-"""File in the run directory with the times of all ranks, about every ten seconds."""
+from drawbar._observe.sample_log import SampleFile
 
 STRAGGLER_RATIO = 1.3
 """A rank is slow if it needs this many times the median of all ranks."""
@@ -21,20 +19,6 @@ MIN_STRAGGLER_STEPS = 50
 
 _MIN_SHARE_OF_STEP = 0.05
 _WAITING = ("data_wait", "checkpoint_save", "checkpoint_blocked", "collective")
-
-
-class RankTimesLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `rank_times.jsonl`: the times of all ranks since the start of their functions."""
-
-    time: float
-    attempt: int
-    ranks: list[int]
-    steps: list[int]
-    seconds: dict[str, list[float]]
-
-
-# Once for all threads: msgspec can crash if two threads use a type for the first time.
-_line_decoder = msgspec.json.Decoder(RankTimesLine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +90,49 @@ class RankTimesOfRank:
             busy = self.seconds.get("function", 0.0) - self.seconds.get("warmup", 0.0) - waiting
             parts["computation"] = max(busy, 0.0)
         return {part: seconds / steps for part, seconds in parts.items()}
+
+
+class RankTimesLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `rank_times.jsonl`: a `RankTimesSample` in columns."""
+
+    time: float
+    attempt: int
+    ranks: list[int]
+    steps: list[int]
+    seconds: dict[str, list[float]]
+
+    def __post_init__(self) -> None:
+        if {len(self.ranks)} != {len(self.steps), *map(len, self.seconds.values())}:
+            raise ValueError("columns of different lengths")
+
+    @classmethod
+    def from_ranks(cls, time: float, attempt: int, ranks: Mapping[int, RankTimesOfRank]) -> Self:
+        """Return the line for the times of all ranks."""
+        keys = dict.fromkeys(key for times in ranks.values() for key in times.seconds)
+        return cls(
+            time=time,
+            attempt=attempt,
+            ranks=list(ranks),
+            steps=[times.steps for times in ranks.values()],
+            seconds={
+                key: [round(times.seconds.get(key, 0.0), 3) for times in ranks.values()]
+                for key in keys
+            },
+        )
+
+    def to_sample(self) -> RankTimesSample:
+        """Return the times by rank."""
+        ranks = {
+            rank: RankTimesOfRank(
+                self.steps[number], {key: values[number] for key, values in self.seconds.items()}
+            )
+            for number, rank in enumerate(self.ranks)
+        }
+        return RankTimesSample(time=self.time, attempt=self.attempt, ranks=ranks)
+
+
+RANK_TIMES = SampleFile("rank_times.jsonl", msgspec.json.Decoder(RankTimesLine), lambda line: None)
+"""File in the run directory with the times of all ranks, about every ten seconds."""
 
 
 @dataclass(frozen=True)
@@ -183,39 +210,3 @@ def subtract(
         }
         changes[rank] = RankTimesOfRank(max(times.steps - before.steps, 0), seconds)
     return changes
-
-
-def encode_line(time: float, attempt: int, ranks: Mapping[int, RankTimes]) -> bytes:
-    """Return a line of `rank_times.jsonl`."""
-    keys = dict.fromkeys(key for times in ranks.values() for key in times.seconds)
-    line = RankTimesLine(
-        time=time,
-        attempt=attempt,
-        ranks=list(ranks),
-        steps=[times.steps for times in ranks.values()],
-        seconds={
-            key: [round(times.seconds.get(key, 0.0), 3) for times in ranks.values()] for key in keys
-        },
-    )
-    return msgspec.json.encode(line) + b"\n"
-
-
-def decode_lines(data: bytes) -> Iterator[RankTimesSample]:
-    """Yield the samples of `rank_times.jsonl`, without lines that cannot be read."""
-    for text in data.splitlines():
-        try:
-            line = _line_decoder.decode(text)
-            ranks = _decode_ranks(line)
-        except (msgspec.MsgspecError, ValueError):  # an incomplete or damaged line
-            continue
-        yield RankTimesSample(time=line.time, attempt=line.attempt, ranks=ranks)
-
-
-def _decode_ranks(line: RankTimesLine) -> dict[int, RankTimesOfRank]:
-    columns: Sequence[tuple[str, list[float]]] = list(line.seconds.items())
-    if any(len(values) != len(line.ranks) for _, values in columns):
-        raise ValueError("columns of different lengths")
-    return {
-        rank: RankTimesOfRank(steps, {key: values[number] for key, values in columns})
-        for number, (rank, steps) in enumerate(zip(line.ranks, line.steps, strict=True))
-    }

@@ -16,8 +16,11 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from drawbar._records.resources import GpuSample, ResourceSample
 from drawbar.train._protocol.assignment import WorkerAssignment
+from drawbar.train._protocol.messages import Observation
 
 SAMPLE_SECONDS = 10.0
 
@@ -29,7 +32,7 @@ _logger = logging.getLogger("drawbar.train")
 
 @contextlib.contextmanager
 def sample_resources(
-    assignment: WorkerAssignment, send: Callable[[ResourceSample], None]
+    assignment: WorkerAssignment, send: Callable[[Observation], None]
 ) -> Iterator[None]:
     """Send resource samples while the block runs, if this is the lowest local rank.
 
@@ -53,7 +56,8 @@ def sample_resources(
                 with send_lock:
                     if stopped.is_set():
                         return
-                    send(sample)
+                    payload = msgspec.to_builtins(sample)
+                    send(Observation(kind="resources", payload=payload, is_activity=False))
         # Samples must never fail a run: the connection may be closed, or an NVML call may fail.
         except Exception as error:
             _logger.debug("sampling of resources on this node has stopped: %r", error)

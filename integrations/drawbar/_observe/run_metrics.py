@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
 
+import msgspec
+
 from drawbar._observe.goodput_meter import GoodputMeter
 from drawbar._records import events, live_events
 from drawbar._records.events import AttemptEndCause
@@ -125,7 +127,7 @@ class RunMetrics:
     def __init__(self, name: str) -> None:
         self._name = name
         self._run_id = ""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._state = RunState()
         self._report_times: dict[int, float] = {}  # by attempt: time of the last report
         self._goodput = GoodputMeter(self._report_times.get)
@@ -148,6 +150,11 @@ class RunMetrics:
         """Name and ID of the run, which are labels of each metric."""
         return self._name, self._run_id
 
+    def add_sample(self, sample: ResourceSample) -> None:
+        """Update the resources of a node."""
+        with self._lock:
+            self._resources[sample.node, sample.node_rank] = sample
+
     def apply(self, event: Event) -> None:
         """Update the metrics with the next event."""
         with self._lock:
@@ -157,8 +164,8 @@ class RunMetrics:
                 case live_events.ReportsReceived():
                     self._attempt_reports += len(event.indices)
                     self._last_report_time = max(self._last_report_time or 0.0, event.times[-1])
-                case live_events.ResourcesSampled():
-                    self._resources[event.sample.node, event.sample.node_rank] = event.sample
+                case live_events.ObservationReceived(kind="resources"):
+                    self.add_sample(msgspec.convert(event.payload, ResourceSample))
                 case events.RunStarted():
                     self._on_run_started(event)
                 case events.AttemptStarted():

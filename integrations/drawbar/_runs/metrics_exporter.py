@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from drawbar._observe.prometheus import CONTENT_TYPE, format_metrics
 from drawbar._observe.run_metrics import MetricValue, RunMetrics
-from drawbar._records.live_events import ResourcesSampled
 from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import FINAL_STATUSES
 from drawbar._runs.run_record import RunRecord
@@ -83,5 +82,5 @@ def _compute(record: RunRecord) -> tuple[RunMetrics, int]:
         metrics.on_activity(record.last_event_time)
         # Only the last sample of each node, at most of the largest number of nodes of a run.
         for sample in record.read_resources()[-4096:]:
-            metrics.apply(ResourcesSampled(sample))
+            metrics.add_sample(sample)
     return metrics, num_reports

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar._observe.rank_times import RANK_TIMES_FILE, RankTimesSample, decode_lines
-from drawbar._observe.resource_log import read_resources
+from drawbar._observe.observation_recorder import RESOURCES
+from drawbar._observe.rank_times import RANK_TIMES, RankTimesSample
 from drawbar._records.journal import decode_readable_events
 from drawbar._records.resources import ResourceSample
 from drawbar._records.timeline import FINAL_STATUSES, RunState
@@ -39,7 +39,7 @@ class RunOutput:
                 for sample in runs.find_run("experiment").read_rank_times():
                     print({rank: times.steps for rank, times in sample.ranks.items()})
         """
-        return list(decode_lines(self._directory.run_files.read(RANK_TIMES_FILE) or b""))
+        return [line.to_sample() for line in RANK_TIMES.read(self._directory)]
 
     def read_resources(self) -> list[ResourceSample]:
         """Return the resource samples of all nodes: CPU, memory, GPUs, and free disk space.
@@ -55,7 +55,7 @@ class RunOutput:
                 for sample in runs.find_run("experiment").read_resources():
                     print(sample.node, sample.time, sample.rss_bytes)
         """
-        return read_resources(self._directory)
+        return RESOURCES.read(self._directory)
 
     def compute_size(self) -> int:
         """Return the total size of all files of the run in bytes."""

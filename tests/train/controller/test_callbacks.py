@@ -258,6 +258,9 @@ def test_on_event_receives_public_events_of_all_ranks_in_order(tmp_path: Path) -
     assert commits[0].name == "checkpoint_000001"
     (failed,) = (each for each in recorder.events if isinstance(each, events.AttemptEnded))
     assert "boom" in failed.failure_headlines[0]
+    journal = [event["event"] for event in runs.find_run(tmp_path / "run").list_events()]
+    assert journal.index("rank_times") < journal.index("attempt_ended")
+    assert journal[-1] == "run_ended"
     last = recorder.events[-1]
     assert isinstance(last, events.RunEnded)
     assert last.outcome == "finished"

@@ -244,18 +244,22 @@ class Recorder:
         self.path = path
         self.events: list[Event] = []
         self.journaled: list[int] = []
+        self.is_closed = False
 
     def on_event(self, event: Event) -> None:
         self.events.append(event)
         self.journaled.append(len(list(replay(self.path))))
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 class Broken(Recorder):
     def on_event(self, event: Event) -> None:
         raise ValueError("cannot handle events")
+
+    def close(self) -> None:
+        raise ValueError("cannot close")
 
 
 @pytest.fixture
@@ -310,6 +314,10 @@ def test_emit_with_failing_watcher_reaches_other_watchers(
     stream.emit(RunEnded(time=0, outcome="finished"))
     assert watcher.events == [RunEnded(time=0, outcome="finished")]
     assert "Broken failed to handle the event RunEnded" in caplog.text
+    stream.add(Broken(new_path))
+    stream.close()
+    assert watcher.is_closed
+    assert caplog.text.count("Broken failed to close") == 2
 
 
 def test_emit_with_failed_journal_write_reaches_no_watcher(

@@ -11,23 +11,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from drawbar._observe import resource_log, resource_sampler
+from drawbar._observe import resource_sampler, sample_log
+from drawbar._observe.observation_recorder import RESOURCES, ObservationRecorder, ProgressRecorder
 from drawbar._observe.rank_times import RankTimesOfRank, find_stragglers
-from drawbar._observe.resource_log import ResourceLog, read_resources, thin_out
 from drawbar._observe.resource_sampler import ResourceSampler, sample_resources
 from drawbar._process.ranks import Ranks
 from drawbar._records.events import ProgressRecorded
-from drawbar._records.live_events import Event, ProgressReceived, ResourcesSampled
+from drawbar._records.live_events import Event, ObservationReceived, ProgressReceived
 from drawbar._records.resources import GpuSample, ResourceSample
-from drawbar._records.run_progress import RateWindow
+from drawbar._records.run_progress import RateWindow, RunProgress
 from drawbar._records.timeline import RunState
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import TrainingFailedError, runs
-from drawbar.train._controller.attempt_events import ProgressRecorder
 from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
-from drawbar.train._protocol.messages import Message, ProgressSet
+from drawbar.train._protocol.messages import Message, Observation
 from drawbar.train._worker.progress_sender import ProgressSender
 from drawbar.train._worker.rank_timer import MAX_PHASES, RankTimer
 from tests.train.event_factories import attempt_started
@@ -195,7 +195,7 @@ def test_progress_sender_sends_first_and_last_of_many_updates() -> None:
     sender = ProgressSender(0, messages.append)
     for step in range(100_001):
         sender.set(step, 100_000, "steps")
-    sent = [message.done for message in messages if isinstance(message, ProgressSet)]
+    sent = [message.payload["done"] for message in messages if isinstance(message, Observation)]
     assert (sent[0], sent[-1]) == (0, 100_000)
     assert len(sent) < 100
     assert sent == sorted(set(sent))
@@ -208,7 +208,9 @@ def test_progress_sender_without_total_sends_last_update_at_flush() -> None:
         sender.set(step, None, "steps")
     sender.flush()
     sender.flush()
-    assert [message.done for message in messages if isinstance(message, ProgressSet)][-1] == 9
+    last = messages[-1]
+    assert isinstance(last, Observation)
+    assert last.payload["done"] == 9
 
 
 def test_progress_sender_of_other_rank_sends_nothing() -> None:
@@ -232,7 +234,7 @@ def test_progress_recorder_journals_first_progress_and_the_last_once() -> None:
     emitted: list[Event] = []
     recorder = ProgressRecorder(0, emitted.append)
     for second in range(20):
-        recorder.on_progress(ProgressSet(done=second, total=20, unit="steps", time=second))
+        recorder.on_progress(RunProgress(done=second, total=20, unit="steps", time=second))
     recorder.record()
     recorder.record()
     recorded = [event for event in emitted if isinstance(event, ProgressRecorded)]
@@ -280,10 +282,18 @@ def make_sample(time: float, node: str = "a") -> ResourceSample:
     return ResourceSample(time=time, attempt=0, rank=0, node_rank=0, node=node, rss_bytes=5)
 
 
+def no_event(event: Event) -> None:
+    pytest.fail(f"unexpected event {event}")
+
+
+def observe(sample: ResourceSample) -> ObservationReceived:
+    return ObservationReceived(0, 0, "resources", msgspec.to_builtins(sample))
+
+
 def write(directory: RunDirectory, *samples: ResourceSample) -> None:
-    with contextlib.closing(ResourceLog(directory)) as log:
+    with contextlib.closing(ObservationRecorder(directory, no_event)) as recorder:
         for sample in samples:
-            log.on_event(ResourcesSampled(sample))
+            recorder.on_event(observe(sample))
 
 
 def test_sampler_measures_memory_disk_and_cpu_of_this_node(directory: RunDirectory) -> None:
@@ -308,10 +318,10 @@ def test_sample_resources_sends_from_lowest_local_rank_only(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource_sampler, "FIRST_SAMPLE_SECONDS", 0.0)
-    samples: list[ResourceSample] = []
+    samples: list[Observation] = []
     received = threading.Event()
 
-    def send(sample: ResourceSample) -> None:
+    def send(sample: Observation) -> None:
         samples.append(sample)
         received.set()
 
@@ -319,7 +329,8 @@ def test_sample_resources_sends_from_lowest_local_rank_only(
         assert "drawbar-resources" not in [thread.name for thread in threading.enumerate()]
     with sample_resources(make_assignment(directory), send):
         assert received.wait(300)
-    assert samples[0].rank == 0
+    assert (samples[0].kind, samples[0].payload["rank"]) == ("resources", 0)
+    assert not samples[0].is_activity
 
 
 def test_resource_log_appends_to_samples_of_earlier_driver(directory: RunDirectory) -> None:
@@ -327,7 +338,7 @@ def test_resource_log_appends_to_samples_of_earlier_driver(directory: RunDirecto
     path = directory.local_path / "resources.jsonl"
     path.write_bytes(path.read_bytes() + b'{"torn')
     write(directory, make_sample(3))
-    assert [sample.time for sample in read_resources(directory)] == [1, 2, 3]
+    assert [sample.time for sample in RESOURCES.read(directory)] == [1, 2, 3]
     assert path.read_bytes().count(b"\n") == 3
 
 
@@ -337,21 +348,21 @@ def test_read_resources_skips_damaged_lines(directory: RunDirectory) -> None:
     write(directory, sample)
     path = directory.local_path / "resources.jsonl"
     path.write_bytes(b'\xff\n{"time": "x"}\n[]\n' + path.read_bytes())
-    assert read_resources(directory) == [sample]
+    assert RESOURCES.read(directory) == [sample]
     path.unlink()
-    assert read_resources(directory) == []
+    assert RESOURCES.read(directory) == []
     path.mkdir()
-    assert read_resources(directory) == []
+    assert RESOURCES.read(directory) == []
 
 
 def test_resource_log_thins_out_old_samples(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource_log, "MAX_SAMPLES", 50)
-    monkeypatch.setattr(resource_log, "MIN_SAMPLES_PER_NODE", 2)
+    monkeypatch.setattr(sample_log, "MAX_SAMPLES", 50)
+    monkeypatch.setattr(sample_log, "MIN_SAMPLES_PER_SOURCE", 2)
     for number in range(20):
         write(directory, *(make_sample(10 * number + i, "ab"[i % 2]) for i in range(10)))
-    times = [sample.time for sample in read_resources(directory)]
+    times = [sample.time for sample in RESOURCES.read(directory)]
     assert len(times) <= 60
     assert times == sorted(times)
     assert times[-1] == 199
@@ -360,7 +371,7 @@ def test_resource_log_thins_out_old_samples(
 
 def test_thin_out_keeps_last_sample_of_each_node() -> None:
     samples = [make_sample(1), make_sample(2, "b"), make_sample(3), make_sample(4)]
-    kept = [(sample.time, sample.node) for sample in thin_out(samples)]
+    kept = [(sample.time, sample.node) for sample in RESOURCES.thin_out(samples)]
     assert kept == [(1, "a"), (2, "b"), (4, "a")]
 
 
@@ -369,12 +380,12 @@ def test_resource_log_of_deleted_directory_warns_once(
 ) -> None:
     shutil.rmtree(directory.local_path)
     write(directory, make_sample(1))
-    write_again = ResourceLog(directory)
+    write_again = ObservationRecorder(directory, no_event)
     for number in range(3):
-        write_again.on_event(ResourcesSampled(make_sample(number)))
+        write_again.on_event(observe(make_sample(number)))
     write_again.close()
     assert not directory.local_path.exists()
-    assert caplog.text.count("Resource samples are no longer written") == 2  # one for each log
+    assert caplog.text.count("Samples are no longer written") == 2  # one for each log
 
 
 def test_local_mode_run_has_resource_samples(
@@ -401,7 +412,7 @@ def test_unwritable_resource_file_keeps_error_of_user(
 
     class MarkerHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "Resource samples are no longer written" in record.getMessage():
+            if "Samples are no longer written" in record.getMessage():
                 warned.touch()
 
     def train_function() -> None:
@@ -418,4 +429,4 @@ def test_unwritable_resource_file_keeps_error_of_user(
             fit(train_function, tmp_path)
     finally:
         logging.getLogger("drawbar.train").removeHandler(handler)
-    assert caplog.text.count("Resource samples are no longer written") == 1
+    assert caplog.text.count("Samples are no longer written") == 1

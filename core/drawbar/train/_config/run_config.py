@@ -24,9 +24,9 @@ from drawbar.train._config.forkserver_preload import check_interpreter, check_mo
 
 if TYPE_CHECKING:
     from drawbar._process.errors import PreemptionInfo
-    from drawbar._records.live_events import PublicEvent as Event
     from drawbar._storage.checkpoint import Checkpoint
     from drawbar.train._config.scaling_config import ScalingConfig
+    from drawbar.train.events import Event
 
 
 @dataclass(frozen=True, kw_only=True)

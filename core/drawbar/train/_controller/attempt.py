@@ -31,16 +31,10 @@ from drawbar._records.live_events import (
     LinePrinted,
     Notice,
     RankImported,
-    ResourcesSampled,
     RoundCompleted,
 )
-from drawbar._records.resources import ResourceSample
 from drawbar._storage.manifest import Manifest
-from drawbar.train._controller.attempt_events import (
-    ProgressRecorder,
-    RankTimesRecorder,
-    ReportEmitter,
-)
+from drawbar.train._controller.attempt_events import ReportEmitter, make_observation_event
 from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.commits import CommitContext
@@ -69,12 +63,11 @@ from drawbar.train._protocol.messages import (
     FunctionStarted,
     GroupMessage,
     Heartbeat,
+    Observation,
     OutputBytes,
-    ProgressSet,
     RankFailed,
     RankFinished,
     RankInterrupted,
-    RankTimes,
     Report,
     WorkerDied,
 )
@@ -117,8 +110,6 @@ class Attempt:
         self.finished: dict[int, RankFinished] = {}
         self.requests = ControllerRequests()
         self.reports = ReportEmitter(self.number, emit)
-        self.progress_recorder = ProgressRecorder(self.number, emit)
-        self.rank_times = RankTimesRecorder(self.number, run.directory.local_path, emit)
         self._emit = emit
         self._broadcast_command = group.broadcast_command
         # Only callbacks receive rounds.
@@ -214,17 +205,14 @@ class Attempt:
             # output of a script is shown completely instead, as under torchrun.
             case OutputLine(stream="stdout") | OutputBytes():
                 self._emit(_make_output_event(rank, message))
-            case ProgressSet():
-                self.progress_recorder.on_progress(message)
+            case Observation(kind="progress"):
+                self._emit(make_observation_event(self.number, rank, message))
             case _ if self.failure is not None:
                 self.failure.on_message(rank, message)
 
     def _handle_message(self, rank: int, message: GroupMessage) -> None:
-        if isinstance(message, ResourceSample):
-            # Not an activity of the rank: a thread sends it, even if the function hangs.
-            self._emit(ResourcesSampled(message))
-            return
-        self.activity_clock.record(rank)
+        if not isinstance(message, Observation) or message.is_activity:
+            self.activity_clock.record(rank)
         match message:
             case Report():
                 self._on_report(rank, message)
@@ -240,8 +228,8 @@ class Attempt:
             case CheckpointListRequest():
                 self._checkpoints.on_message(rank, message)
                 self._check_divergence()
-            case ProgressSet():
-                self.progress_recorder.on_progress(message)
+            case Observation():
+                self._emit(make_observation_event(self.number, rank, message))
             case CollectiveCalled():
                 self._on_collective(rank, message)
             case ShardEpochEnded():
@@ -250,8 +238,6 @@ class Attempt:
                 self._on_diagnosis_request(rank, message)
             case FunctionFailed():
                 self._failure_times[rank] = message.time
-            case RankTimes():
-                self.rank_times.add(rank, message)
             case FunctionImported():
                 self._emit(RankImported(rank))
             case FunctionStarted():
@@ -303,8 +289,6 @@ class Attempt:
     def on_committed(self, manifest: Manifest, command: CommitCompleted) -> None:
         """Record a commit and notify every rank."""
         self.progress.on_committed(manifest.index)
-        self.rank_times.record()
-        self.progress_recorder.record()
         # A rank that has returned would ignore the command, which is a remote call on Ray.
         running = [rank for rank in range(len(self.workers)) if rank not in self.finished]
         self._broadcast_command(running, command)
@@ -315,8 +299,8 @@ class Attempt:
             self._emit(RoundCompleted(manifest.index, metrics, checkpoint))
 
     def _on_report(self, rank: int, report: Report) -> None:
-        if report.times is not None:
-            self.rank_times.add(rank, report.times)
+        if report.observation is not None:
+            self._emit(make_observation_event(self.number, rank, report.observation))
         self._last_locations[rank] = report.location
         self._checkpoints.record_moved_files(rank, self.workers[rank], report)
         for complete in self.progress.on_report(rank, report):

@@ -21,13 +21,13 @@ from drawbar._records.live_events import (
     ControllerFailed,
     Event,
     Notice,
-    PublicEvent,
     RoundCompleted,
     WorkersFailed,
 )
 from drawbar.train._config.backend import Backend, BackendConfig
 from drawbar.train._config.run_config import AttemptInfo, RunContext, RunEndInfo, UserCallback
 from drawbar.train._worker_group.worker_group import WorkerGroup
+from drawbar.train.events import Event as PublicEvent
 
 DRAIN_NOTICE_S = 5.0
 """Time that the end of a run waits for callbacks before it emits a notice."""

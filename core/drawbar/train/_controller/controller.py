@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records import events
 from drawbar._records.event_stream import Emit
-from drawbar._records.live_events import Notice
+from drawbar._records.live_events import AttemptEnding, Notice
 from drawbar.train._controller import failures
 from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.attempt import Attempt, HangCheckDue, MessagesReceived
@@ -210,8 +210,7 @@ class Controller:
         num_reports = None
         if self._attempt is not None:
             num_reports = self._attempt.reports.num_reports
-            self._attempt.rank_times.end()
-            self._attempt.progress_recorder.record()
+            self._emit(AttemptEnding(self._attempt.number))
         self._emit(
             events.RunEnded(time=time.time(), outcome=status, error=error, num_reports=num_reports)
         )

@@ -10,7 +10,7 @@ from drawbar._process.errors import TrainingFailedError
 from drawbar._process.worker_failure import WorkerFailure, sort_root_cause_first
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import AttemptEndCause, AttemptEnded
-from drawbar._records.live_events import Notice, WorkersFailed
+from drawbar._records.live_events import AttemptEnding, Notice, WorkersFailed
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
@@ -186,8 +186,7 @@ class Recovery:
         ):
             headlines.append(f"{type(failure.exception).__name__}: {failure.exception}")
         if attempt is not None:
-            attempt.rank_times.end()
-            attempt.progress_recorder.record()
+            self._emit(AttemptEnding(number))
         self._emit(
             AttemptEnded(
                 time=time.time(),

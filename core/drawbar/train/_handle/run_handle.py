@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +20,7 @@ from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import Timeline
 from drawbar._storage.run_directory import describe_resume
 from drawbar.train._driver.run_view import RunView
+from drawbar.train._handle.diagnosis_signal import diagnose_on_signal
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
 JOIN_INTERVAL_S = 1.0
@@ -49,7 +46,7 @@ class RunHandle:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
-        self._live_goodput: Any = None
+        self._goodput: Any = None
 
     @property
     def name(self) -> str:
@@ -117,10 +114,10 @@ class RunHandle:
 
         Example: `print(run.goodput())`
         """
-        if self._live_goodput is None:  # a feature beside the kernel, which few runs use
+        if self._goodput is None:  # on first use: the kernel does not import features
             module = importlib.import_module("drawbar._observe.run_goodput")
-            self._live_goodput = module.LiveGoodput(self._run.directory)
-        goodput: Goodput = self._live_goodput.read(is_active=not self.is_done)
+            self._goodput = module.LiveGoodput(self._run.directory)
+        goodput: Goodput = self._goodput.read(is_active=not self.is_done)
         return goodput
 
     def get_logs(self, rank: int = 0) -> str:
@@ -215,7 +212,7 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
-        with _diagnose_on_signal(self._run.diagnose):
+        with diagnose_on_signal(self._run.diagnose):
             while True:
                 try:
                     # Inside `try`: a second Ctrl-C may arrive while the first is handled.
@@ -275,19 +272,3 @@ class RunHandle:
         if state.last_metrics:
             parts.append(f"metrics={state.last_metrics[min(state.last_metrics)]!r}")
         return f"RunHandle({', '.join(parts)}, path={self.path!r})"
-
-
-@contextlib.contextmanager
-def _diagnose_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
-    """Call `diagnose` when this process receives SIGUSR1, unless the signal has a handler."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        yield
-        return
-    # In a thread: the handler runs between two lines of the main thread, which may hold a lock
-    # that `diagnose` needs.
-    signal.signal(signal.SIGUSR1, lambda number, frame: threading.Thread(target=diagnose).start())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

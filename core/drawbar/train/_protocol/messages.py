@@ -7,7 +7,7 @@ commands (`commands.py`). All messages are tagged structs, which `codec.py` enco
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,7 +19,6 @@ from drawbar._process.output_lines import OutputLine
 from drawbar._process.serialization import Serialized
 from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.events import ShardEpochEnded
-from drawbar._records.resources import ResourceSample
 from drawbar._storage.contents import FileEntry, check_relative_path
 from drawbar._storage.manifest import Validation
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
@@ -67,20 +66,18 @@ class UploadFnOffer(CheckpointOffer, frozen=True, kw_only=True):
     """
 
 
-class RankTimes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Times of a rank since the start of its training function, by part.
+class Observation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something that a rank has observed, which does not influence the run.
 
     Attributes:
-        time: Time of the message, in seconds since the epoch.
-        steps: Number of steps.
-        seconds: Seconds by key: "function" is the time since the start, and "warmup" the excess of
-            the first step. "data_wait", "checkpoint_save", "checkpoint_blocked", "collective", and
-            "phase:NAME" do not overlap. "forward" is a part of the remaining time.
+        kind: Kind of the observation, such as "rank_times".
+        payload: JSON values.
+        is_activity: False if a thread sends it, even if the training function hangs.
     """
 
-    time: float
-    steps: int
-    seconds: dict[str, float]
+    kind: str
+    payload: dict[str, Any]
+    is_activity: bool = True
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -96,7 +93,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         data_positions: With a checkpoint, positions of the rank's data sources by name.
         validation: Requested validation of the checkpoint.
         is_buffered: True if the message may arrive later, together with others.
-        times: Times of the rank, in some of the reports.
+        observation: Times of the rank, in some of the reports.
         unread_checkpoint: With rank 0's first checkpoint, name of the checkpoint from which the
             attempt resumes, if the training function has not read it.
     """
@@ -110,7 +107,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data_positions: dict[str, object] = {}
     validation: Validation | None = None
     is_buffered: bool = False
-    times: RankTimes | None = None
+    observation: Observation | None = None
     unread_checkpoint: str = ""
 
 
@@ -169,15 +166,6 @@ class FileRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def __post_init__(self) -> None:
         check_relative_path(self.checkpoint_name)
         check_relative_path(self.path or self.checkpoint_name)
-
-
-class ProgressSet(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank 0 has set how much of the training is done; see `drawbar.train.set_progress`."""
-
-    done: int | float
-    total: int | float | None
-    unit: str
-    time: float
 
 
 CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "requests"]
@@ -305,18 +293,16 @@ Message = (
     | CollectiveCalled
     | CheckpointListRequest
     | CheckpointDiscarded
-    | ProgressSet
+    | Observation
     | ShardEpochEnded
     | DiagnosisRequest
     | FunctionImported
     | FunctionStarted
     | ModulesImported
-    | RankTimes
     | FunctionFailed
     | OutputLine
     | OutputBytes
     | Heartbeat
-    | ResourceSample
     | ProcessRetired
     | RankFinished
     | RankFailed

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from drawbar.train._protocol.messages import Message, ProgressSet
+import msgspec
+
+from drawbar._records.run_progress import RunProgress
+from drawbar.train._protocol.messages import Message, Observation
 
 SEND_INTERVAL_S = 1.0
 
@@ -41,4 +44,5 @@ class ProgressSender:
         self._sent = pending
         self._next_send = time.monotonic() + SEND_INTERVAL_S
         done, total, unit = pending
-        self._send(ProgressSet(done=done, total=total, unit=unit, time=time.time()))
+        progress = RunProgress(done=done, total=total, unit=unit, time=time.time())
+        self._send(Observation(kind="progress", payload=msgspec.to_builtins(progress)))

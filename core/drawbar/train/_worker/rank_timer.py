@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from drawbar.train._protocol.messages import RankTimes
+import msgspec
+
+from drawbar.train._protocol.messages import Observation
 
 T = TypeVar("T")
 
@@ -28,6 +30,20 @@ MAX_INTERVAL_S = 10.0
 _MEDIAN_STEPS = 101
 
 _logger = logging.getLogger("drawbar.train")
+
+
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of a rank since the start of its training function, by part.
+
+    Attributes:
+        steps: Number of steps.
+        seconds: Seconds by key: "function" is the time since the start, and "warmup" the excess of
+            the first step. "data_wait", "checkpoint_save", "checkpoint_blocked", "collective", and
+            "phase:NAME" do not overlap. "forward" is a part of the remaining time.
+    """
+
+    steps: int
+    seconds: dict[str, float]
 
 
 class RankTimer:
@@ -137,7 +153,7 @@ class RankTimer:
             self._step_times.clear()
         self._add_step(self._clock())
 
-    def on_report(self) -> RankTimes | None:
+    def on_report(self) -> Observation | None:
         """Count a report as a step, unless the user counts the steps.
 
         Returns:
@@ -151,7 +167,7 @@ class RankTimer:
         # The first ones are sent early, so that short runs have some, too.
         self._interval = min(2 * self._interval, MAX_INTERVAL_S)
         self._next_send = now + self._interval
-        return self.get_times()
+        return self.observe()
 
     def _add_step(self, now: float) -> None:
         self.num_steps += 1
@@ -166,6 +182,10 @@ class RankTimer:
         else:
             self._step_times.append(seconds)
 
+    def observe(self) -> Observation:
+        """Return a message with the times since the start of the training function."""
+        return Observation(kind="rank_times", payload=msgspec.to_builtins(self.get_times()))
+
     def get_times(self) -> RankTimes:
         """Return the times since the start of the training function."""
         now = self._clock()
@@ -178,7 +198,6 @@ class RankTimer:
         if self._forward:
             seconds["forward"] = self._forward
         return RankTimes(
-            time=time.time(),
             steps=self.num_steps,
             seconds={key: round(value, 6) for key, value in seconds.items()},
         )

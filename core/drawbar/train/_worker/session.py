@@ -43,7 +43,7 @@ from drawbar.train._protocol.messages import (
     CheckpointOffer,
     DiagnosisRequest,
     Message,
-    RankTimes,
+    Observation,
     Report,
 )
 from drawbar.train._worker.collectives import Collectives
@@ -144,7 +144,8 @@ class Session:
         with self._send_lock:
             if isinstance(message, Report):
                 self._next_report = message.index + 1
-            self.is_timed_by_program |= isinstance(message, RankTimes)
+            if isinstance(message, Observation):
+                self.is_timed_by_program |= message.kind == "rank_times"
             self.send(message)
 
     @property
@@ -168,7 +169,7 @@ class Session:
         with self._send_lock:
             self.thread_guard.check_reporting_thread("report()")
             index, self._next_report = self._next_report, self._next_report + 1
-            times = self.timer.on_report()
+            observation = self.timer.on_report()
             self.send(
                 Report(
                     index=index,
@@ -176,7 +177,7 @@ class Session:
                     time=time.time(),
                     location=location,
                     is_buffered=is_buffered,
-                    times=times,
+                    observation=observation,
                 )
             )
         # An interrupt is only raised in the function's own thread. Any other thread that reports
@@ -218,7 +219,7 @@ class Session:
                     is_blocking=options.is_blocking,
                     data_positions=self.data_sources.get_positions(),
                     validation=to_validate,
-                    times=self.timer.get_times(),
+                    observation=self.timer.observe(),
                     unread_checkpoint=self._take_unread_checkpoint(),
                 )
             )

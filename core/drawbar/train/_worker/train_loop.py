@@ -134,7 +134,7 @@ def _retire_after_import(session: Session, error: BaseException) -> None:
 def _send_times(session: Session) -> None:
     """Send the times of this rank, unless a program has sent its own."""
     if not session.is_timed_by_program:
-        session.send(session.timer.get_times())
+        session.send(session.timer.observe())
 
 
 def _make_copy(
