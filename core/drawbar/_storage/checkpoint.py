@@ -78,11 +78,8 @@ class Checkpoint:
     ) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"Checkpoint(path={path!r}) must be the path or URI of a directory.")
-        self._set_storage_path(resolve_path(path, filesystem))
-
-    def _set_storage_path(self, path: StoragePath) -> None:
-        self._storage_path = path
-        self.path = path.fs_path
+        self._storage_path = resolve_path(path, filesystem)
+        self.path = self._storage_path.fs_path
         # Belongs to this object, not to the directory. It is pickled with the object, so that all
         # ranks that receive the same checkpoint share one copy.
         self._copy_key = uuid.uuid4().hex
@@ -124,8 +121,10 @@ class Checkpoint:
     @classmethod
     def from_storage_path(cls, storage_path: StoragePath) -> Checkpoint:
         """Return a checkpoint that refers to an already resolved path."""
-        checkpoint = cls.__new__(cls)
-        checkpoint._set_storage_path(storage_path)
+        if isinstance(storage_path, LocalPath):
+            return cls(storage_path)
+        checkpoint = cls(storage_path.fs_path, storage_path.filesystem)
+        checkpoint._storage_path = storage_path
         return checkpoint
 
     @contextmanager
@@ -329,7 +328,8 @@ class Checkpoint:
         Raises:
             CheckpointError: The directory does not exist.
         """
-        if not self._storage_path.is_dir():
+        path = self._storage_path
+        if not (path.is_dir() if isinstance(path, LocalPath) else path.exists()):
             raise CheckpointError(
                 f"Checkpoint {self._storage_path} does not exist."
                 f"{suggest_remote(self._storage_path)}"

@@ -82,19 +82,6 @@ class RemotePath:
         uri = get_parent_uri(self.uri, is_quoted=_is_quoted(self.filesystem)) if self.uri else ""
         return RemotePath(self.fs_path.rstrip("/").rpartition("/")[0], self.filesystem, uri)
 
-    @property
-    def local_path(self) -> Path | None:
-        """Path on this node; None unless the filesystem is fsspec's wrapper of the local one."""
-        wrapped = get_fsspec_filesystem(self.filesystem)
-        protocols = getattr(wrapped, "protocol", ())
-        return Path(self.fs_path) if "file" in protocols and "local" in protocols else None
-
-    def is_same(self, other: RemotePath) -> bool:
-        """Return True if both refer to the same directory."""
-        return self.fs_path == other.fs_path and is_same_filesystem(
-            self.filesystem, other.filesystem
-        )
-
     # -- listing
 
     def list_files(self) -> tuple[FileEntry, ...]:
@@ -144,23 +131,14 @@ class RemotePath:
     def _make_relative(self, path: str) -> str:
         return path.strip("/").removeprefix(self.fs_path.strip("/")).strip("/")
 
-    def is_dir(self) -> bool:
-        """Return True if the directory exists."""
-        return self.exists()  # object stores have no directories
-
     def exists(self) -> bool:
         """Return True if a file or directory has this path."""
-        return bool(self._get_info().type.value)
+        return bool(_get_info(self).type.value)
 
     def get_size(self, name: str) -> int | None:
         """Return the size of a file; None if it does not exist."""
-        info = (self / name)._get_info()
+        info = _get_info(self / name)
         return info.size if info.is_file else None
-
-    def _get_info(self) -> FileInfo:
-        return retry_transient(
-            lambda: self.filesystem.get_file_info([self.fs_path])[0], f"looking for {self}"
-        )
 
     # -- single files
 
@@ -255,6 +233,19 @@ class RemotePath:
             )
         except FileNotFoundError:
             return
+
+
+def _get_info(path: RemotePath) -> FileInfo:
+    return retry_transient(
+        lambda: path.filesystem.get_file_info([path.fs_path])[0], f"looking for {path}"
+    )
+
+
+def find_mounted_path(path: RemotePath) -> Path | None:
+    """Return a path on this node; None unless fsspec wraps the local filesystem."""
+    wrapped = get_fsspec_filesystem(path.filesystem)
+    protocols = getattr(wrapped, "protocol", ())
+    return Path(path.fs_path) if "file" in protocols and "local" in protocols else None
 
 
 def delete_temporary_files(directory: RemotePath) -> None:

@@ -59,7 +59,10 @@ class RemoteCheckpointStore(CheckpointStore):
         if checkpoint.is_local:
             return None
         directory = RemotePath(checkpoint.path, checkpoint.filesystem)
-        return directory.name if directory.parent.is_same(self.run_path) else None
+        is_child = directory.parent.fs_path == self.run_path.fs_path and is_same_filesystem(
+            directory.filesystem, self.run_path.filesystem
+        )
+        return directory.name if is_child else None
 
     def _get_relative_path(self, checkpoint: Checkpoint) -> str | None:
         if checkpoint.is_local or not is_same_filesystem(

@@ -38,7 +38,7 @@ from drawbar._storage.files import remove_tree
 from drawbar._storage.filesystem import AnyFileSystem, resolve_path
 from drawbar._storage.journal_file import JOURNAL_FILE
 from drawbar._storage.local_store import LocalCheckpointStore
-from drawbar._storage.remote_path import RemotePath, describe_endpoint
+from drawbar._storage.remote_path import RemotePath, describe_endpoint, find_mounted_path
 from drawbar._storage.remote_store import RemoteCheckpointStore
 from drawbar._storage.run_files import OUTCOME_FILE, TRAINER_FILE, RemoteRunFiles, RunFiles
 from drawbar._storage.staging import StagingArea
@@ -91,7 +91,7 @@ class RunDirectory:
 
     def list_local_paths(self) -> list[Path]:
         """Return the directories of this node that have files of the run."""
-        local = None if self.remote_path is None else self.remote_path.local_path
+        local = None if self.remote_path is None else find_mounted_path(self.remote_path)
         return [self.local_path] if local is None else [self.local_path, local]
 
     def is_on_this_node(self, run_id: str) -> bool:

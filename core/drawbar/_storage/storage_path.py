@@ -143,7 +143,7 @@ def import_pyarrow_fs() -> ModuleType:
     """Import `pyarrow.fs`.
 
     Raises:
-        ImportError: pyarrow is not installed. The message says how to install it.
+        ImportError: pyarrow is not installed. The message has the command that installs it.
     """
     try:
         return importlib.import_module("pyarrow.fs")

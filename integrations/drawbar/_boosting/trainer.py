@@ -70,11 +70,7 @@ class BoostingTrainer(DataParallelTrainer):
         validation_config: ValidationConfig | None = None,
         **spec_arguments: object,
     ) -> None:
-        if isinstance(datasets, DataSource):
-            raise TypeError(
-                f"datasets must be a dict of name to table or dataset, found {datasets!r}. Only "
-                "trainers of other frameworks accept a DataSource."
-            )
+        _reject_data_source(datasets)
         arguments = {name: value for name, value in spec_arguments.items() if value is not None}
         spec = None
         if train_loop_per_worker is None:
@@ -108,6 +104,14 @@ class BoostingTrainer(DataParallelTrainer):
         if spec is not None:
             spec.validate(self.scaling_config)
             _validate_datasets(self.datasets, spec.columns)
+
+
+def _reject_data_source(datasets: object) -> None:
+    if isinstance(datasets, DataSource):
+        raise TypeError(
+            f"datasets must be a dict of name to table or dataset, found {datasets!r}. Only "
+            "trainers of other frameworks accept a DataSource."
+        )
 
 
 def _default_data_config(group: str | None, *, shuffles: bool) -> DataConfig:

@@ -171,9 +171,9 @@ class ReportCheckpointCallback:
 
     def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         """Record that the epoch is complete."""
-        state = model_state(self._model)
-        state.epochs, state.batches = epoch + 1, 0
         if self._is_in_run():
+            state = model_state(self._model)
+            state.epochs, state.batches = epoch + 1, 0
             set_progress(state.epochs, self._total_epochs or None, unit="epochs")
         self._handle_event("epoch_end", logs)
 

@@ -14,6 +14,7 @@ from typing import Any
 from drawbar._process.codec import Codec
 from drawbar._process.driver_env import DriverEnvironment
 from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.serialization import Serialized
 from drawbar._process.worker_env import make_worker_env
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import Validation
@@ -59,7 +60,7 @@ class WorkerAssignment:
     resume_checkpoint: Checkpoint | None = None
     gpu_ids: tuple[str, ...] = ()
     node_pids: tuple[int, ...] = ()
-    open_shards: OpenShards | None = None
+    open_shards: OpenShards | Serialized | None = None
     data_positions: dict[str, object] = field(default_factory=dict)
 
     @property

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from drawbar._process.serialization import Serialized
 from drawbar.train._config.data_source import OpenShards
 
 
@@ -21,7 +22,7 @@ class DataSources:
 
     def __init__(
         self,
-        open_shards: OpenShards | None,
+        open_shards: OpenShards | Serialized | None,
         positions: Mapping[str, object],
     ) -> None:
         self._open_shards = open_shards
@@ -39,7 +40,10 @@ class DataSources:
         """
         with self._lock:
             if self._shards is None:
-                self._shards = {} if self._open_shards is None else self._open_shards()
+                open_shards = self._open_shards
+                if isinstance(open_shards, Serialized):
+                    open_shards = open_shards.deserialize()
+                self._shards = {} if open_shards is None else open_shards()
         try:
             return self._shards[name]
         except KeyError:

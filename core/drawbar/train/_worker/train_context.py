@@ -12,7 +12,6 @@ from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.contents import list_files
 from drawbar._storage.remote_path import RemotePath, upload_files
 from drawbar._storage.run_directory import RunDirectory
-from drawbar._storage.storage_path import make_local_filesystem
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.session import Session
 
@@ -154,7 +153,7 @@ class StorageContext(os.PathLike[str]):
     @property
     def storage_filesystem(self) -> FileSystem:
         """`pyarrow.fs.FileSystem` of the run."""
-        return self._run_directory.filesystem or make_local_filesystem()
+        return self._run_directory.root.filesystem
 
     @property
     def storage_fs_path(self) -> str:

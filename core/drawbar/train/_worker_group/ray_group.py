@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
@@ -90,6 +91,10 @@ class RayWorkerGroup:
             # A stream instead of calls of the driver: messages keep their order, and the end of the
             # stream reports the death of the process.
             run = slot.actor.run.options(num_returns="streaming")
+            if assignment.open_shards is not None:
+                # Ray would unpickle it before the worker has the environment of the driver.
+                shards = serialize(assignment.open_shards)
+                assignment = dataclasses.replace(assignment, open_shards=shards)
             stream = run.remote(assignment, self._train_loop)
             slot.on_messages = on_messages
             slot.run_task = asyncio.ensure_future(
