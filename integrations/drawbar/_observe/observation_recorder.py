@@ -1,4 +1,4 @@
-"""`ObservationRecorder`: store what the ranks of a run observe, and find slow ranks."""
+"""`ObservationRecorder`: store the observations of the ranks of a run, and find slow ranks."""
 
 from __future__ import annotations
 

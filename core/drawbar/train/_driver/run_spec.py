@@ -122,7 +122,7 @@ def _check_pickles(train_loop: TrainLoop, validation_config: ValidationConfig | 
     """Find the parts of the user's arguments that cannot be pickled.
 
     Raises:
-        TypeError: There are such parts. The message names them.
+        TypeError: A part cannot be pickled. The message names it.
     """
     check_pickles("train_loop_config", train_loop.config)
     if validation_config is not None:
