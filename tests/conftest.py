@@ -46,6 +46,8 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Otherwise each Ray starts a worker process per core that most tests do not use.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    # Each test has another function, so a fork server with its imports would serve few workers.
+    os.environ.setdefault("DRAWBAR_FORKSERVER_PRELOAD", "")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -23,6 +23,12 @@ MODULES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _learn_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start fork servers as in a program of a user."""
+    monkeypatch.delenv("DRAWBAR_FORKSERVER_PRELOAD")
+
+
 def use_every_framework() -> dict[str, Any]:
     """Return results, numbers of threads, and seeds of this process."""
     is_preloaded = all(name in sys.modules for name in MODULES)

@@ -25,6 +25,12 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot im
 MODULE = "http.server"  # Ray does not import it
 
 
+@pytest.fixture(autouse=True)
+def _learn_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start fork servers as in a program of a user."""
+    monkeypatch.delenv("DRAWBAR_FORKSERVER_PRELOAD")
+
+
 def find_server() -> int:
     """Return the process ID of the server that has forked this process, 0 if there is none."""
     parent = os.getppid()
