@@ -97,7 +97,6 @@ SUITES = {
     "mlflow": Suite("trackers/test_other_trackers.py", "mlflow"),
     "wandb": Suite("trackers/test_other_trackers.py", "wandb"),
     "trackio": Suite("trackers/test_other_trackers.py", "trackio"),
-    "comet": Suite("trackers/test_other_trackers.py", "comet-ml"),
 }
 
 
