@@ -365,17 +365,18 @@ class Controller:
             manifest, command = self._checkpoints.on_commit_finished(event)
             if attempt is not None:
                 attempt.on_committed(manifest, command)
-                self._end_attempt_after_commit(attempt)
+                self._end_attempt_after_commit(attempt, manifest.index)
             self._checkpoints.clean_up_after_commit(manifest)
         except Exception as error:
             self._on_storage_failed(error)
         self._checkpoints.commit_next()
 
-    def _end_attempt_after_commit(self, attempt: Attempt) -> None:
+    def _end_attempt_after_commit(self, attempt: Attempt, index: int) -> None:
         """End an attempt if that was planned for its next commit: a restart loses no progress."""
-        if self._should_stop_at_commit and not self._has_ended:
+        is_requested = index >= attempt.requests.first_report  # not one of an earlier step
+        if self._should_stop_at_commit and is_requested and not self._has_ended:
             self._stop()
-        elif attempt.requests.preemption is not None:
+        elif attempt.requests.latest.preemption is not None and is_requested:
             attempt.fail(AttemptFailure("preemption"))  # restart on other nodes
         elif self._group.num_idle_workers:
             attempt.fail(AttemptFailure("resize"))  # restart with more workers
