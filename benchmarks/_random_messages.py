@@ -35,7 +35,7 @@ def draw(rng: random.Random, expected: Any) -> Any:
         return {draw(rng, arguments[0]): draw(rng, arguments[1]) for _ in range(count)}
     if issubclass(expected if isinstance(expected, type) else object, msgspec.Struct):
         return _draw_struct(rng, expected)
-    if is_dataclass(expected) and expected is not Serialized:
+    if isinstance(expected, type) and is_dataclass(expected):
         hints = get_type_hints(expected)
         return expected(**{field.name: draw(rng, hints[field.name]) for field in fields(expected)})
     return _draw_scalar(rng, expected)
