@@ -47,8 +47,8 @@ _reply_decoder = msgspec.json.Decoder(ControlReply)
 class ControllableRun(Protocol):
     """A run that accepts requests."""
 
-    def stop(self, *, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
+    def stop(self, *, save: bool | None) -> None:
+        """Stop the run. See `Controller.stop`."""
         ...
 
     def kill(self) -> None:
@@ -80,6 +80,7 @@ class ControlSocket:
         self._handlers: Mapping[str, Callable[[], str | None]] = {
             "stop": lambda: run.stop(save=True),
             "stop now": lambda: run.stop(save=False),
+            "stop if unused": lambda: run.stop(save=None),
             "kill": run.kill,
             "diagnose": run.diagnose,
         }

@@ -6,12 +6,15 @@ import random
 import threading
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from drawbar import train
 from drawbar.train import DataParallelTrainer, RunConfig, RunHandle, ScalingConfig
+from drawbar.train._config.time_limits import resolve_stop_before
 from drawbar.train._controller.request_agreement import RequestAgreement
 from drawbar.train._protocol.commands import Command, RequestAgreed, RequestAnnounced
 from drawbar.train._protocol.messages import RequestSeen
@@ -174,3 +177,32 @@ def test_stop_waits_for_checkpoint_of_current_step(run_config: RunConfig) -> Non
     result = trainer.fit()
     assert result.metrics is not None
     assert result.metrics["step"] == 2
+
+
+def save_until_stopped() -> None:
+    while not train.should_checkpoint():
+        pass
+    save(1, is_rank_zero=train.get_context().get_world_rank() == 0)
+    while True:
+        train.collective.barrier()
+
+
+def test_max_time_ends_run_with_checkpoint(run_config: RunConfig) -> None:
+    config = replace(run_config, max_time=0.2)
+    result = run_in_threads(save_until_stopped, run_config=config)
+    assert result.checkpoint is not None
+    assert '"outcome":"stopped"' in Path(result.path, "journal.jsonl").read_text()
+
+
+def test_stop_before_counts_back_from_end_of_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(stop_before=600)
+    assert config.stop_before == timedelta(minutes=10)
+    end = datetime.now().replace(microsecond=0) + timedelta(hours=1)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(end.timestamp())))
+    assert resolve_stop_before(config).stop_before == end - timedelta(minutes=10)
+    with pytest.raises(ValueError, match="is in the past, so the run would stop at its start"):
+        resolve_stop_before(RunConfig(stop_before=7200))
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    with pytest.warns(UserWarning, match="SLURM_JOB_END_TIME is not set"):
+        assert resolve_stop_before(config).stop_before is None
+    assert resolve_stop_before(RunConfig(stop_before=end)).stop_before == end

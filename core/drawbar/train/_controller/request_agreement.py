@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from drawbar._process.errors import PreemptionInfo
 from drawbar._process.ranks import WorkerInfo
@@ -29,6 +30,8 @@ class RequestAgreement:
         latest: Latest requests, which ranks may not have received yet.
         first_report: Index of the first report that can have the requested checkpoint. 0 if no rank
             has called `should_checkpoint()`: then any checkpoint serves.
+        is_unused: True after an agreement if no rank has called `should_checkpoint()`, so that
+            nothing may be saved on request.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class RequestAgreement:
     ) -> None:
         self.latest = ControllerRequests()
         self.first_report = 0
+        self.is_unused = False
         self._broadcast = broadcast
         self._running = set(range(world_size))
         self._started: set[int] = set()
@@ -53,6 +57,16 @@ class RequestAgreement:
             self.latest = requests
             if self._announced is None:
                 self._announce()
+
+    @property
+    def have_all_started(self) -> bool:
+        """True if the training function has started on every rank."""
+        return self._running <= self._started
+
+    @property
+    def is_pending(self) -> bool:
+        """True if not all ranks have replied to the latest request."""
+        return self._announced is not None
 
     def _announce(self) -> None:
         self._request_id += 1
@@ -87,7 +101,8 @@ class RequestAgreement:
             return
         self._announced = None
         call = max(self._calls.values())
-        if call > 1:
+        self.is_unused = call == 1
+        if not self.is_unused:
             self.first_report = max(self._next_reports.values())
         self._broadcast(
             sorted(self._running),
@@ -95,6 +110,18 @@ class RequestAgreement:
         )
         if self.latest != requests:
             self._announce()
+
+
+class StopRequested(NamedTuple):
+    """Event: stop the run. `save` is as in `Controller.stop`."""
+
+    save: bool | None
+
+
+class RepliesDue(NamedTuple):
+    """Event: all ranks should have replied to a request."""
+
+    requests: RequestAgreement
 
 
 def find_preemption(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from drawbar._base.fields import parse_duration
@@ -25,6 +21,7 @@ from drawbar._records.timeline import Timeline
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory, describe_resume, make_run_directory
+from drawbar.train._handle.driver_signals import diagnose_on_signal, stop_on_sigterm
 from drawbar.train._handle.run_view import EndedRun, LiveGoodput, RunView, SameHostRun
 from drawbar.train._worker_group.cluster import try_connect_to_ray
 
@@ -214,7 +211,7 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
-        with _diagnose_on_signal(self._run.diagnose):
+        with diagnose_on_signal(self._run.diagnose), stop_on_sigterm(self._run):
             while True:
                 try:
                     # Inside `try`: a second Ctrl-C may arrive while the first is handled.
@@ -242,12 +239,13 @@ class RunHandle:
     def _interrupt(self, *, is_first: bool) -> None:
         if is_first:
             print(
-                f"Ctrl-C: stopping run {self.name!r}. Drawbar interrupts the training functions "
+                f"Ctrl-C: stopping run {self.name!r}. Drawbar saves a checkpoint if the training "
+                "functions call should_checkpoint(), as integrations do. It then interrupts them "
                 "and completes commits. Press Ctrl-C again to kill the run.",
                 file=sys.stderr,
                 flush=True,
             )
-            self._run.stop(save=False)
+            self._run.stop(save=None)
         else:
             self._run.kill()
 
@@ -382,19 +380,3 @@ def _describe_directory(directory: RunDirectory) -> str:
         f"run {name!r} in {uri} has not ended, and its host process died. "
         'To resume from its latest checkpoint, call fit() with resume="auto"'
     )
-
-
-@contextlib.contextmanager
-def _diagnose_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
-    """Call `diagnose` when this process receives SIGUSR1, unless the signal has a handler."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        yield
-        return
-    # In a thread: the handler runs between two lines of the main thread, which may hold a lock
-    # that `diagnose` needs.
-    signal.signal(signal.SIGUSR1, lambda number, frame: threading.Thread(target=diagnose).start())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -105,7 +105,7 @@ class EndedRun(RunView):
         """Return True."""
         return True
 
-    def stop(self, *, save: bool) -> None:
+    def stop(self, *, save: bool | None) -> None:
         """Do nothing."""
 
     def kill(self) -> None:
@@ -164,9 +164,9 @@ class SameHostRun(RunView):
         ended, _, _ = select.select([self._connection], [], [], timeout)
         return bool(ended)
 
-    def stop(self, *, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
-        self._request("stop" if save else "stop now")
+    def stop(self, *, save: bool | None) -> None:
+        """Stop the run. See `Controller.stop`."""
+        self._request({True: "stop", False: "stop now", None: "stop if unused"}[save])
 
     def kill(self) -> None:
         """Kill every process of the run immediately."""
