@@ -7,6 +7,7 @@ import math
 import random
 import types
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -34,6 +35,9 @@ def draw(rng: random.Random, expected: Any) -> Any:
         return {draw(rng, arguments[0]): draw(rng, arguments[1]) for _ in range(count)}
     if issubclass(expected if isinstance(expected, type) else object, msgspec.Struct):
         return _draw_struct(rng, expected)
+    if isinstance(expected, type) and is_dataclass(expected):
+        hints = get_type_hints(expected)
+        return expected(**{field.name: draw(rng, hints[field.name]) for field in fields(expected)})
     return _draw_scalar(rng, expected)
 
 

@@ -21,6 +21,7 @@ from drawbar.train._protocol.commands import (
     CommitCompleted,
     InterruptFunction,
     PersistFiles,
+    RequestAnnounced,
 )
 from drawbar.train._protocol.messages import (
     CheckpointOffer,
@@ -32,6 +33,7 @@ from drawbar.train._protocol.messages import (
     RankFinished,
     RankInterrupted,
     Report,
+    RequestSeen,
     StagedOffer,
     WorkerDied,
 )
@@ -178,6 +180,9 @@ class SimulatedRank:
         if isinstance(command, InterruptFunction):
             if self._task is not None:
                 self._task.cancel()
+            return
+        if isinstance(command, RequestAnnounced):  # a simulated rank has no `should_checkpoint()`
+            self._send(RequestSeen(request_id=command.request_id, call=1))
             return
         future = self._awaited_commands.pop(get_command_key(command), None)
         if future is not None and not future.done():

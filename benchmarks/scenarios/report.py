@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks._cluster import fresh_cluster
 from benchmarks._libraries import DRAWBAR, RAY_TRAIN, Library
-from benchmarks._scenario import Measure, Samples, Scenario, faster_than_ray_train
+from benchmarks._scenario import Goal, Measure, Samples, Scenario, faster_than_ray_train
 
 STEP_SECONDS = 0.02
 """Duration of a step of the loop in which the latency is measured."""
@@ -50,6 +50,24 @@ def _observer(library: Library, seen: Path) -> Any:
     return Observer()
 
 
+def _time_requests(chunks: int, chunk: int) -> list[float]:
+    """Return the seconds that a call of `should_checkpoint()` takes, in several bursts."""
+
+    def function() -> list[float]:
+        costs = []
+        for _ in range(chunks):
+            start = time.perf_counter()
+            for _ in range(chunk):
+                DRAWBAR.train.should_checkpoint()
+            costs.append((time.perf_counter() - start) / chunk)
+        return costs
+
+    with fresh_cluster() as storage:
+        result = DRAWBAR.trainer(function, storage=storage, callbacks=[]).fit()
+        costs: list[float] = result.return_value
+    return costs
+
+
 def _measure(library: Library, **counts: int) -> Samples:
     with fresh_cluster() as storage:
         seen = storage / "seen"
@@ -61,7 +79,8 @@ def _measure(library: Library, **counts: int) -> Samples:
 
 
 def _drawbar() -> Samples:
-    return _measure(DRAWBAR, spaced=50, chunks=10, chunk=1000)
+    samples = _measure(DRAWBAR, spaced=50, chunks=10, chunk=1000)
+    return {**samples, "request": _time_requests(chunks=10, chunk=10_000)}
 
 
 def _ray_train() -> Samples:
@@ -86,6 +105,12 @@ SCENARIO = Scenario(
             key="latency",
             label="until the callback saw it",
             goals=(faster_than_ray_train(),),
+        ),
+        Measure(
+            key="request",
+            label="one call of should_checkpoint()",
+            goals=(Goal(over="drawbar", at_most=20e-6),),
+            sides=("drawbar",),
         ),
     ),
     sides={"drawbar": _drawbar, "ray.train": _ray_train},

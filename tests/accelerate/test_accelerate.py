@@ -13,8 +13,10 @@ from accelerate import Accelerator
 from accelerate.state import is_initialized
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from drawbar.accelerate import check_accelerator, launch
+from drawbar import train
+from drawbar.accelerate import check_accelerator, launch, load_state, report_state
 from drawbar.train import RunConfig, ScalingConfig, WorkerGroupError
+from tests.stops import stop_run
 
 
 def fit(function: Any, run_config: RunConfig) -> Any:
@@ -65,3 +67,29 @@ def test_launch_with_shared_gpu_raises(run_config: RunConfig) -> None:
 def test_launch_with_args_of_other_type_raises() -> None:
     with pytest.raises(TypeError, match=re.escape("args must be a tuple or list")):
         launch(print, "digits")
+
+
+def test_stop_saves_state_of_this_step_and_resumes_there(tmp_path: Path) -> None:
+    def function() -> list[float]:
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.nn.init.ones_(model.weight)
+        numbers: Any = [torch.tensor([float(i)]) for i in range(6)]
+        data: Any = torch.utils.data.DataLoader(numbers)
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        load_state(accelerator)
+        seen = []
+        for batch in data:
+            seen.append(batch.item())
+            model(batch).sum().backward()
+            optimizer.step()
+            if batch.item() == 2:
+                stop_run()
+            if train.should_checkpoint():
+                report_state(accelerator, {"seen": len(seen)})
+        return seen
+
+    config = RunConfig(name="run", storage_path=tmp_path)
+    fit(function, config)
+    assert fit(function, config) == [3.0, 4.0, 5.0]

@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+from drawbar import train
 from drawbar.jax import JaxTrainer, load_state, report_state
 from drawbar.train import RunConfig, ScalingConfig
+from tests.stops import stop_run
 
 
 def run(path: Path, train_func: Any) -> Any:
@@ -65,6 +67,23 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "new name": ({"new": 1}, r"'new' was not saved, but `like` has int64\[\]"),
     "other container": ({"layers": [1]}, r"'layers.1.0' was saved as float32\[2\], .* not have it"),
 }
+
+
+def test_stop_saves_state_of_this_step_and_resumes_there(tmp_path: Path) -> None:
+    def function() -> tuple[int, float]:
+        state, start = jnp.zeros(()), 0
+        if (loaded := load_state(state)) is not None:
+            state, start = loaded[0], loaded[1]["step"] + 1
+        for step in range(start, 10):
+            state = state + step
+            if step == 3:
+                stop_run()
+            if train.should_checkpoint():
+                report_state(state, {"step": step})
+        return start, float(state)
+
+    run(tmp_path, function)
+    assert run(tmp_path, function) == (4, 45.0)
 
 
 def test_load_state_with_other_structure_raises(tmp_path: Path) -> None:

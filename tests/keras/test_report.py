@@ -19,6 +19,7 @@ from drawbar.train import (
     get_context,
 )
 from drawbar.train.testing import run_in_threads
+from tests.stops import stop_run
 
 
 class Model:
@@ -80,6 +81,23 @@ def test_report_callback_reports_and_saves_epochs(run_config: RunConfig) -> None
             "progress.json",
         ]
         assert json.loads(Path(folder, "progress.json").read_text())["epochs"] == 2
+
+
+def test_stop_saves_before_next_batch(run_config: RunConfig) -> None:
+    def function() -> None:
+        callback = ReportCheckpointCallback()
+        callback.set_model(Model())
+        callback.on_train_begin()
+        callback.on_epoch_begin(1)
+        for batch in range(4):
+            callback.on_train_batch_begin(batch)
+            if batch == 2:
+                stop_run()
+
+    result = run_in_threads(function, num_workers=1, run_config=run_config)
+    assert result.checkpoint is not None
+    progress = json.loads(Path(result.checkpoint.path, "progress.json").read_text())
+    assert (progress["epochs"], progress["batches"]) == (1, 3)
 
 
 def test_restart_without_load_state_warns(tmp_path: Path) -> None:

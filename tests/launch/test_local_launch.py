@@ -156,6 +156,32 @@ def test_stacks_and_stop_of_local_launch_reach_its_scripts(launch: Launch, pipe:
     assert '"outcome":"stopped"' in (done.run / "journal.jsonl").read_text().splitlines()[-1]
 
 
+def test_sigterm_of_launch_saves_same_step_on_all_ranks(launch: Launch, pipe: Pipe) -> None:
+    source = f"""
+        from drawbar import train
+
+        rank, step = train.get_context().get_world_rank(), 0
+        while True:
+            step += 1
+            if step == 5:
+                with open({str(launch.directory / "pipe")!r}, "w") as file:
+                    print(rank, file=file)
+            if train.should_checkpoint():
+                with train.checkpoint_dir() as path:
+                    (path / f"rank_{{rank}}").write_text(str(step))
+                    train.report({{"step": step}}, checkpoint=path)
+        """
+    with launch.start(source) as process:
+        for _ in range(2):
+            pipe.receive(process)
+        process.terminate()
+        done = launch.wait_for_end(process)
+    assert done.code == 143, done.err
+    checkpoint = done.run / "checkpoint_000000"
+    steps = {int((checkpoint / f"rank_{rank}").read_text()) for rank in (0, 1)}
+    assert len(steps) == 1
+
+
 def test_launch_with_more_processes_than_cores_starts_all(launch: Launch) -> None:
     source = """
         import os

@@ -16,6 +16,7 @@ import pytest
 
 from drawbar.lightgbm import RayTrainReportCallback, train
 from drawbar.train import FailureConfig, Result, RunConfig, get_context
+from tests.stops import stop_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")  # it warns of itself
 
@@ -96,6 +97,17 @@ def test_17_rounds_a_kill_and_23_are_40(
     assert found.best_iteration == expected.best_iteration > 0
     rows = [r.metrics_dataframe.query("rank == 0")["valid-auc"] for r in (whole, killed)]
     assert list(rows[1][-23:]) == list(rows[0][-23:])
+
+
+def test_stop_saves_in_this_round_and_resumes_there(
+    declare: Callable[..., Result], tmp_path: Path
+) -> None:
+    callbacks = [RayTrainReportCallback(), Watch(tmp_path, stop_run)]
+    stopped = booster_of(declare(**declared(), callbacks=callbacks, name="stopped"))
+    assert stopped.num_trees() in (26, 27)
+    resumed = booster_of(declare(**declared(), name="stopped"))
+    whole = booster_of(declare(**declared(), name="whole"))
+    assert resumed.model_to_string() == whole.model_to_string()
 
 
 @pytest.mark.parametrize("boosting", ["dart", "rf"])

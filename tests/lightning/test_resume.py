@@ -20,6 +20,7 @@ from drawbar.lightning._launcher import find_newest_of_named_run
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context
 from tests.lightning.digits import SAMPLES, STEPS, fit, losses, make_module
+from tests.stops import stop_run
 
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
@@ -33,6 +34,26 @@ def every_4_steps(pl: Any) -> list[Any]:
 
 def every_epoch(pl: Any) -> list[Any]:
     return [RayTrainReportCallback()]
+
+
+def stop_in_step_13(pl: Any) -> list[Any]:
+    """Stop the run within an epoch. Without a report callback, `ModelCheckpoint` saves."""
+
+    class Stop(pl.Callback):  # type: ignore[misc]  # one of two packages
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if trainer.global_step == 13:
+                stop_run()
+
+    return [Stop()]
+
+
+def stop_at_end_of_epoch(pl: Any) -> list[Any]:
+    class Stop(pl.Callback):  # type: ignore[misc]  # one of two packages
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            if trainer.global_step == 2 * STEPS:
+                stop_run()
+
+    return [Stop(), RayTrainReportCallback(every_n_epochs=3)]
 
 
 def saved(result: Result) -> list[tuple[int, int]]:
@@ -51,6 +72,13 @@ def test_restart_after_sigkill_yields_same_losses(tmp_path: Path) -> None:
     resumed = fit(tmp_path, every_4_steps, run="resumed", num_workers=0)  # from an epoch's end
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-5)
     assert saved(resumed) == saved(whole)
+    for callbacks, step in ((stop_in_step_13, 14), (stop_at_end_of_epoch, 20)):
+        run = f"stopped_{step}"
+        stopped = fit(tmp_path, callbacks, run=run, num_workers=0)
+        assert stopped.metrics is not None
+        assert stopped.metrics["step"] == step
+        resumed = fit(tmp_path, every_4_steps, run=run, num_workers=0)
+        assert losses(resumed) == pytest.approx(losses(whole), abs=1e-5)
 
 
 def test_resume_mid_epoch_reads_samples_once(tmp_path: Path) -> None:

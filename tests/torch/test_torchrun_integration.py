@@ -98,10 +98,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 raise ValueError("rank 1 does not like this")
             dist.barrier()
 
+        def stopped():
+            rank, step = train.get_context().get_world_rank(), 0
+            while True:
+                step += 1
+                dist.all_reduce(torch.ones(1))
+                if (rank, step) == (1, 5):
+                    train.attach(folder + "/stopped").stop()
+                if train.should_checkpoint():
+                    with train.checkpoint_dir() as path:
+                        (path / f"rank_{rank}").write_text(str(step))
+                        train.report({"seen": rank}, checkpoint=path)
+                    while True:
+                        train.collective.barrier()
+
         fit("together", together, torch_config=RecordingConfig())
         fit("split", print, datasets={"train": lambda: None})
         fit("closed", print)
         fit("failing", failing)
+        fit("stopped", stopped)
         """,
     )
     return folder
@@ -120,6 +135,13 @@ def test_torchrun_processes_form_one_run(runs: Path) -> None:
     assert {"rank_0", "rank_1"} <= files
     assert "rank 1 was here" in (run / "logs" / "rank_1.log").read_text()
     check_run(run)
+
+
+def test_torchrun_stop_saves_same_step_on_all_ranks(runs: Path) -> None:
+    checkpoint = runs / "stopped" / "checkpoint_000000"
+    steps = {int((checkpoint / f"rank_{rank}").read_text()) for rank in (0, 1)}
+    assert len(steps) == 1
+    assert min(steps) >= 5
 
 
 def test_torchrun_failure_of_one_rank_ends_all_ranks(runs: Path) -> None:

@@ -17,6 +17,7 @@ from drawbar import train
 from drawbar.train import CheckpointConfig, WorkerGroupError
 from drawbar.train.runs import find_run
 from drawbar.transformers import RayTrainReportCallback, prepare_trainer
+from tests.stops import stop_run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -74,6 +75,37 @@ def test_train_of_resumed_run_starts_from_expected_step(
 
     assert fit(function).return_value[0] == 0
     assert fit(function).return_value[0] == begins
+
+
+class StopRun(TrainerCallback):
+    """Stops the run in its second step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            stop_run()
+
+
+def test_stop_saves_at_end_of_step_and_resumes_there(tiny: Any, runs: Any, tmp_path: Path) -> None:
+    def make_function(name: str, *callbacks: type[TrainerCallback]) -> Any:
+        def function() -> list[float]:
+            options = {**SAVES, "save_strategy": "no", "logging_steps": 1}
+            trainer = runs.on_ray(tiny.trainer(tmp_path / name, **options))
+            for callback in callbacks:
+                trainer.add_callback(callback())
+            trainer.train()
+            return list(tiny.losses(trainer))
+
+        return function
+
+    def fit(name: str, *callbacks: type[TrainerCallback]) -> Any:
+        function = make_function(name, *callbacks)
+        return runs.fit(function, tmp_path / name, num_workers=0, max_failures=0)
+
+    stopped = fit("stopped", StopRun)
+    assert Path(stopped.checkpoint.path, "trainer_state.json").exists()
+    assert stopped.metrics["step"] == 2
+    losses = fit("whole").return_value
+    assert fit("stopped").return_value == pytest.approx(losses)
 
 
 def test_train_of_second_trainer_starts_from_scratch(

@@ -30,7 +30,7 @@ class FitInThreads(Protocol):
     """Trains on ranks in threads."""
 
     def __call__(
-        self, parts: Parts, params: dict[str, Any], **arguments: Any
+        self, parts: Parts, params: dict[str, Any], name: str | None = None, **arguments: Any
     ) -> tuple[Booster, Result]:
         """Return the booster and the result. `arguments` are passed to `XGBoostTrainer`."""
         ...
@@ -44,12 +44,15 @@ def _unread() -> Any:
 def fit_in_threads(tmp_path: Path) -> FitInThreads:
     """Train as `XGBoostTrainer` does, on given parts and in threads: a run takes milliseconds."""
 
-    def train(parts: Parts, params: dict[str, Any], **arguments: Any) -> tuple[Booster, Result]:
+    def train(
+        parts: Parts, params: dict[str, Any], name: str | None = None, **arguments: Any
+    ) -> tuple[Booster, Result]:
         trainer = XGBoostTrainer(
             params={"nthread": 1, **params},
             datasets=dict.fromkeys(parts, _unread),
             scaling_config=ScalingConfig(num_workers=len(parts["train"])),
             run_config=RunConfig(
+                name=name,
                 storage_path=tmp_path,
                 checkpoint_config=CheckpointConfig(num_to_keep=1),
                 failure_config=FailureConfig(max_failures=1),

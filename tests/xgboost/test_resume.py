@@ -13,6 +13,7 @@ from xgboost.callback import EarlyStopping, LearningRateScheduler, TrainingCallb
 
 from drawbar.train import Result, get_context
 from drawbar.xgboost import RayTrainReportCallback
+from tests.stops import stop_run
 
 if TYPE_CHECKING:
     from tests.xgboost.conftest import FitInThreads
@@ -99,6 +100,32 @@ def test_forty_rounds_equal_seventeen_and_a_failure_and_the_rest(
     np.testing.assert_allclose(booster.predict(everything), whole.predict(everything), rtol=1e-6)
     assert curve(result) == pytest.approx(curve(uninterrupted), rel=1e-9)
     assert min(epoch for attempt, epoch in epochs.seen if attempt == 1) == 17
+
+
+class Stop(TrainingCallback):
+    """Stops the run in round 11, on the rank that has this callback first."""
+
+    def before_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
+        if epoch == 10 and get_context().get_world_rank() == 0:
+            stop_run()
+        return False
+
+
+def test_stop_saves_in_this_round_and_resumes_there(
+    fit_in_threads: FitInThreads, frame: pd.DataFrame
+) -> None:
+    def train(name: str, *more: TrainingCallback) -> tuple[Any, Result]:
+        callbacks = [*more, RayTrainReportCallback()]
+        return fit_in_threads(
+            parts(frame), {"max_depth": 3}, name, num_boost_round=15, callbacks=callbacks
+        )
+
+    stopped, _ = train("stopped", Stop())
+    assert stopped.num_boosted_rounds() in (11, 12)
+    resumed, _ = train("stopped")
+    whole, _ = train("whole")
+    everything = DMatrix(frame.drop(columns="target"))
+    np.testing.assert_allclose(resumed.predict(everything), whole.predict(everything), rtol=1e-6)
 
 
 def curve(result: Result) -> list[float]:

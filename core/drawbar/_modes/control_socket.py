@@ -73,6 +73,7 @@ class ControlSocket:
         self._handlers: Mapping[str, Callable[[], str | None]] = {
             "stop": lambda: run.stop(save=True),
             "stop now": lambda: run.stop(save=False),
+            "stop if unused": lambda: run.stop(save=None),
             "kill": run.kill,
             "diagnose": run.diagnose,
         }
@@ -229,9 +230,9 @@ class SameHostRun(RunView):
         ended, _, _ = select.select([self._connection], [], [], timeout)
         return bool(ended)
 
-    def stop(self, *, save: bool) -> None:
+    def stop(self, *, save: bool | None) -> None:
         """Stop the run: gracefully after its next commit, or immediately."""
-        self._request("stop" if save else "stop now")
+        self._request({True: "stop", False: "stop now", None: "stop if unused"}[save])
 
     def kill(self) -> None:
         """Kill every process of the run immediately."""

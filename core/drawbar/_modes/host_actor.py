@@ -157,8 +157,8 @@ class HostActor:
 
     # -- requests of clients
 
-    def stop(self, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
+    def stop(self, save: bool | None) -> None:
+        """Stop the run. See `Controller.stop`."""
         self._get_controller_thread().stop(save=save)
 
     def kill(self) -> None:

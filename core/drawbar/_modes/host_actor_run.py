@@ -134,8 +134,8 @@ class HostActorRun(RunView):
         """Wait until the run has ended and return whether it has."""
         return self._ended.wait(timeout)
 
-    def stop(self, *, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
+    def stop(self, *, save: bool | None) -> None:
+        """Stop the run. See `Controller.stop`."""
         self._request(lambda: self._actor.stop.remote(save))
 
     def kill(self) -> None:

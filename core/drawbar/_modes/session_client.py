@@ -15,13 +15,20 @@ import pickle
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drawbar._modes.connection import Connection
 from drawbar._process.program_main import SESSION_VARIABLE
 from drawbar._process.serialization import serialize_without_references
 from drawbar.train._protocol.assignment import WorkerAssignment
-from drawbar.train._protocol.commands import COMMANDS, Command, InterruptFunction
+from drawbar.train._protocol.commands import (
+    COMMANDS,
+    Command,
+    InterruptFunction,
+    RequestAgreed,
+    RequestAnnounced,
+)
 from drawbar.train._protocol.messages import MESSAGES, Message
 from drawbar.train._worker.session import FAILURE_FLUSH_S, Session
 
@@ -32,6 +39,8 @@ class SessionInit:
 
     assignment: WorkerAssignment
     num_collective_calls: int
+    num_request_calls: int
+    request_commands: Sequence[RequestAnnounced | RequestAgreed]
     is_storage_node_local: bool
 
     @classmethod
@@ -41,7 +50,13 @@ class SessionInit:
         assignment = dataclasses.replace(
             session.assignment, spec=spec, resume_checkpoint=session.checkpoint
         )
-        return cls(assignment, session.collectives.call_count, session.is_storage_node_local)
+        return cls(
+            assignment,
+            session.collectives.call_count,
+            session.requests.call_count,
+            session.requests.get_commands(),
+            session.is_storage_node_local,
+        )
 
 
 class RankConnection:
@@ -56,6 +71,7 @@ class RankConnection:
         self._session = session
         self._connection = Connection(connected)
         self._is_open = False
+        self._open_lock = threading.Lock()  # no command is missed between the two sessions
 
     def fileno(self) -> int:
         """Return the descriptor, which becomes readable when the program has sent a message."""
@@ -71,16 +87,24 @@ class RankConnection:
             self._session.forward(MESSAGES.decode(data))
         else:
             # Pickled, because it contains user objects. The program trusts this process.
-            session_init = SessionInit.from_session(self._session)
-            self._connection.send(serialize_without_references(session_init))
-            self._is_open = True
+            with self._open_lock:
+                session_init = SessionInit.from_session(self._session)
+                self._connection.send(serialize_without_references(session_init))
+                self._is_open = True
         return True
 
     def send_command(self, command: Command) -> None:
-        """Send a command to the program, if it has opened a session."""
-        # An interrupt is sent as a signal instead.
-        if self._is_open and not isinstance(command, InterruptFunction):
-            self._connection.send(COMMANDS.encode(command))
+        """Send a command to the program, if it has opened a session.
+
+        Otherwise, the session of this process replies to requests: the program may open its session
+        later, or never.
+        """
+        with self._open_lock:
+            # An interrupt is sent as a signal instead.
+            if self._is_open and not isinstance(command, InterruptFunction):
+                self._connection.send(COMMANDS.encode(command))
+            elif isinstance(command, RequestAnnounced | RequestAgreed):
+                self._session.requests.handle_command(command)
 
     def close(self) -> None:
         """Close the connection."""
@@ -117,6 +141,7 @@ def _connect(descriptor: int) -> Session:
     session_init: SessionInit = pickle.loads(connection.receive())
     session = Session(session_init.assignment, send, {})
     session.collectives.set_call_count(session_init.num_collective_calls)
+    session.requests.restore(session_init.num_request_calls, session_init.request_commands)
     if session_init.is_storage_node_local:
         session.use_node_local_storage()
 

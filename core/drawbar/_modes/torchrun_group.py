@@ -61,7 +61,7 @@ class TorchrunWorkerGroup:
         local_group: ThreadWorkerGroup,
         local_info: WorkerInfo,
         server: TorchrunServer,
-        stop_run: Callable[[bool], object],
+        stop_run: Callable[[bool | None], object],
     ) -> None:
         self._local_group = local_group
         self._local_info = local_info

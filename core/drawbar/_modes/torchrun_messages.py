@@ -49,9 +49,9 @@ class PeerReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopRequested(msgspec.Struct, frozen=True, tag=True):
-    """Request of a peer to stop the run."""
+    """Request of a peer to stop the run. `save` is as in `Controller.stop`."""
 
-    save: bool
+    save: bool | None
 
 
 class RunOpened(msgspec.Struct, frozen=True, tag=True):

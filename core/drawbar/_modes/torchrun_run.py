@@ -276,8 +276,8 @@ class TorchrunRun(RunView):
         """Wait until the run has ended, running the function meanwhile. Return whether it has."""
         return self._executor.run_until(self._ended, timeout)
 
-    def stop(self, *, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
+    def stop(self, *, save: bool | None) -> None:
+        """Stop the run. See `Controller.stop`."""
         self._connection.send(StopRequested(save))
 
     def kill(self) -> None:

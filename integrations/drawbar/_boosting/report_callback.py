@@ -12,6 +12,7 @@ from drawbar.train import (
     get_checkpoint,
     get_context,
     report,
+    should_checkpoint,
 )
 from drawbar.train.backend import report_buffered
 
@@ -59,6 +60,7 @@ class RoundReporter:
             self._names = {name: name for name in metrics}
         self._frequency = frequency
         self._checkpoint_at_end = checkpoint_at_end
+        self._saves = bool(frequency or checkpoint_at_end)
         self._postprocess = results_postprocessing_fn
         self._validation = validation
         self._last_saved_round = 0
@@ -69,16 +71,19 @@ class RoundReporter:
         return self._postprocess is not None
 
     def on_round_end(
-        self, num_rounds: int, history: EvaluationHistory, save: Callable[[Path], None]
+        self, num_rounds: int, history: EvaluationHistory, save: Callable[[Path], None] | None
     ) -> None:
-        """Report a round, with a checkpoint if one is due.
+        """Report a round, with a checkpoint if one is due or the run is to stop or to move.
 
         Args:
             num_rounds: Number of completed rounds, including those before a resume.
             history: Evaluations of these rounds.
-            save: Writes model and progress to a directory.
+            save: Writes model and progress to a directory. None if there is no single model, as in
+                cross-validation.
         """
-        if self._frequency and num_rounds % self._frequency == 0:
+        is_requested = self._saves and should_checkpoint()
+        is_due = self._frequency and num_rounds % self._frequency == 0
+        if save is not None and (is_requested or is_due):
             self._report_checkpoint(num_rounds, history, save)
         else:
             report_buffered(self._select_metrics(history))

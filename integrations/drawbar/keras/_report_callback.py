@@ -18,6 +18,7 @@ from drawbar.train import (
     get_context,
     report,
     set_progress,
+    should_checkpoint,
 )
 from drawbar.train.backend import get_agreed_checkpoint, get_resume_checkpoint, report_buffered
 
@@ -50,7 +51,8 @@ class ReportCheckpointCallback:
         checkpoint_on: Events at which to save: one event, a list of events, or a dict from event to
             interval, such as `{"train_batch_end": 100}`. Event names are Keras's method names
             without `on_`, such as "epoch_end", "train_batch_end", or "test_end". An empty list
-            disables saving.
+            disables saving. Otherwise, a checkpoint is also saved before the next batch if the run
+            is to stop or to move.
         report_metrics_on: Events at which to report, in the same format. Saving a checkpoint
             always reports metrics.
         metrics: Metrics to report: a name, a list of names, or a dict from reported name to Keras's
@@ -104,6 +106,8 @@ class ReportCheckpointCallback:
         self._active_events = self._checkpoint_on.keys() | self._report_on.keys()
         if not self._checkpoint_on.keys() <= BETWEEN_EPOCHS:
             self._active_events |= {"train_batch_end"}  # to count completed batches
+        if self._checkpoint_on:
+            self._active_events |= {"train_batch_begin"}  # to save on request
         self._event_counts = dict.fromkeys(EVENTS, 0)
         self._initial_values: list[dict[str, object]] | None = None  # unless `fit` has begun
         self._params: Mapping[str, int | None] = {}
@@ -194,6 +198,8 @@ class ReportCheckpointCallback:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _on_event(self, event: str, *batch_and_logs: Any, logs: Any = None) -> None:
+        if event == "train_batch_begin" and self._checkpoint_on:
+            self._save_if_requested(batch_and_logs[0])
         if event == "train_batch_end":
             model_state(self._model).batches = self._num_skipped + batch_and_logs[0] + 1
         self._handle_event(event, (*batch_and_logs, logs))
@@ -212,6 +218,12 @@ class ReportCheckpointCallback:
             report_buffered(metrics)
         elif reports:
             report(metrics)
+
+    def _save_if_requested(self, batch: int) -> None:
+        # Not at the end of a batch: Keras 3 would wait for the result of each one.
+        if self._is_in_run() and should_checkpoint() and batch:
+            self._batches = self._num_skipped + batch
+            self._save({})
 
     def _is_in_run(self) -> bool:
         try:

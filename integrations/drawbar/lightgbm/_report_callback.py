@@ -104,7 +104,8 @@ class RayTrainReportCallback:
         self._model = env.model if isinstance(env.model, Booster) else None
         self._best_iteration = None if self._model is None else self._model.best_iteration
         set_progress(self._rounds, env.end_iteration, unit="rounds")
-        self._reports.on_round_end(self._rounds, self._history, self._save)
+        save = None if self._model is None else self._save
+        self._reports.on_round_end(self._rounds, self._history, save)
 
     def _record(self, env: CallbackEnv) -> None:
         self._rounds = env.iteration + 1

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from drawbar.lightning._checkpoint import CHECKPOINT_NAME, run_checkpoint_name
 from drawbar.lightning._package import Package, import_lightning_class
 from drawbar.lightning._report_callback import RayTrainReportCallback
+from drawbar.lightning._save_on_request import SaveOnRequest
 from drawbar.train import get_context
 from drawbar.train.backend import attempt_local, register_best_checkpoint
 
@@ -34,7 +35,8 @@ def decide_who_saves(trainer: Any, package: Package) -> None:
     """Select what saves into the run: the report callback or, without one, `ModelCheckpoint`.
 
     With a report callback, the `ModelCheckpoint` that Lightning adds by default is removed. One
-    that has settings saves to its own directory, as in plain Lightning.
+    that has settings saves to its own directory, as in plain Lightning. In both cases, a
+    checkpoint is also saved on request.
 
     Raises:
         ValueError: A setting of `ModelCheckpoint` does not work for committed checkpoints.
@@ -50,6 +52,10 @@ def decide_who_saves(trainer: Any, package: Package) -> None:
             save_into_run(callback)
         elif _has_default_settings(callback, model_checkpoint()):
             trainer.callbacks.remove(callback)
+    has_request_callback = any(isinstance(each, SaveOnRequest) for each in trainer.callbacks)
+    if (has_report_callback or callbacks) and not has_request_callback:
+        # Last, so that `ModelCheckpoint` saves before it at the same step.
+        trainer.callbacks.append(SaveOnRequest())
 
 
 def has_saving_report_callback(trainer: Any) -> bool:

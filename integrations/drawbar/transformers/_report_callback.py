@@ -10,7 +10,14 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
-from drawbar.train import ValidationTaskConfig, collective, get_checkpoint, report, set_progress
+from drawbar.train import (
+    ValidationTaskConfig,
+    collective,
+    get_checkpoint,
+    report,
+    set_progress,
+    should_checkpoint,
+)
 from drawbar.train.backend import register_best_checkpoint
 from drawbar.transformers._resume import is_complete
 
@@ -23,6 +30,8 @@ class RayTrainReportCallback(TrainerCallback):
       that the Trainer wrote, `checkpoint-<step>`, with the files of all ranks:
       `from_pretrained(result.checkpoint.path)` opens it. The directory is moved from `output_dir`
       to the run directory. If both are on the same filesystem, this is a rename.
+    - If the run is to stop or to move, the Trainer saves after the current step, also with
+      `save_strategy="no"`.
     - `Result.metrics` has the metrics of the last report. Therefore, the latest values of all
       metrics are reported once more at the end of training. After training, they are part of every
       log, for example of `evaluate()`.
@@ -95,8 +104,10 @@ class RayTrainReportCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Set the progress of the run."""
+        """Set the progress of the run, and let the Trainer save if a checkpoint is requested."""
         set_progress(state.global_step, state.max_steps if state.max_steps > 0 else None)
+        if should_checkpoint():
+            control.should_save = True
 
     def on_log(
         self,

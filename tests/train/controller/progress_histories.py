@@ -54,7 +54,7 @@ class RankState:
         if self.awaited_collective is not None:
             call = self.awaited_collective
             which = "internal collective" if call.number is None else f"collective #{call.number}"
-            return f"waits in {which} ({_name_of(call)}) at {call.location}"
+            return f"waits in {which} ({call.kind}) at {call.location}"
         if self.awaited_report is not None:
             report = self.awaited_report
             return f"waits for report #{report.index} with a checkpoint at {report.location}"
@@ -192,7 +192,7 @@ class ProgressOracle:
                 "of branches that depend on the rank, and run the same number of steps on each."
             )
         return (
-            f"All ranks must call {_name_of(call)}() equally often. Move it out of branches that "
+            f"All ranks must call {call.kind}() equally often. Move it out of branches that "
             "depend on the rank, and run the same number of steps on each."
         )
 
@@ -258,12 +258,6 @@ class ProgressOracle:
         offer = self._find_oldest_offer(rank)
         assert offer is not None  # only called for a rank that depends on another one
         return f"has a checkpoint pending in report #{offer.index} from {offer.location}"
-
-
-def _name_of(call: CollectiveCalled) -> str:
-    """Return the name of the function that made a collective call."""
-    is_public = call.kind in ("barrier", "broadcast_from_rank_zero", "all_gather")
-    return call.kind if is_public else "should_checkpoint"
 
 
 def _assign_files(reports: Mapping[int, Report]) -> dict[int, tuple[FileEntry, ...]]:

@@ -118,6 +118,38 @@ def test_ctrl_c_once_stops_gracefully_and_resumes(
     assert_resumes(pipe, run_config, num_workers)
 
 
+@pytest.mark.parametrize(
+    ("number", "num_workers", "code"), [(signal.SIGINT, 2, ABORTED), (signal.SIGTERM, 2, 143)]
+)
+def test_ctrl_c_or_sigterm_saves_if_function_can(
+    run_config: RunConfig,
+    tmp_path: Path,
+    drivers: Drivers,
+    pipe: Pipe,
+    number: signal.Signals,
+    num_workers: int,
+    code: int,
+) -> None:
+    def function() -> None:
+        train.should_checkpoint()
+        pipe.send("trains")
+        while not train.should_checkpoint():
+            pass
+        with train.checkpoint_dir() as path:
+            train.report({"rank": train.get_context().get_world_rank()}, checkpoint=path)
+        run_forever(pipe)
+
+    with drivers(main(function, run_config, num_workers)) as driver:
+        for _ in range(max(num_workers, 1)):
+            assert pipe.receive() == ["trains"]
+        driver.send_signal(number)
+        _, err = driver.communicate(timeout=300)
+    assert driver.returncode == code, err
+    assert (tmp_path / "run" / "checkpoint_000000").is_dir()
+    end = json.loads((tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
+
+
 def test_ctrl_c_twice_kills_workers(
     run_config: RunConfig,
     tmp_path: Path,

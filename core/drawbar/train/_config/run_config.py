@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -21,6 +22,7 @@ from drawbar._records.checkpoint_config import CheckpointConfig
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._config.forkserver_preload import check_interpreter, check_modules
+from drawbar.train._config.time_limits import check_max_time, check_stop_before
 
 if TYPE_CHECKING:
     from drawbar._process.errors import PreemptionInfo
@@ -306,10 +308,18 @@ class RunConfig(fields.ConfigRepr):
             `DRAWBAR_FORKSERVER_PRELOAD`, such as `torch,transformers`. If it is not set: modules
             that the function has imported in earlier workers of this driver, if they are known to
             survive a fork. Linux only.
+        max_time: Time in seconds, or a timedelta, after which the run stops as with
+            `RunHandle.stop()`: after a checkpoint, which integrations save at the next step. It
+            counts from the start of `fit()` and includes restarts. A resumed run has the full time
+            again.
+        stop_before: Time at which the run stops in the same way. A timedelta or a number of seconds
+            counts back from the end of the driver's Slurm job (`SLURM_JOB_END_TIME`); outside a
+            job, it has no effect but a warning. A datetime is an absolute time, which is local
+            unless it has a time zone. Leave enough time for a step and a checkpoint.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `name`, `storage_path`, or `resume` is invalid.
+        ValueError: `name`, `storage_path`, `resume`, `max_time`, or `stop_before` is invalid.
 
     Example:
         >>> RunConfig(name="mnist", failure_config=FailureConfig(max_failures=3))
@@ -352,6 +362,8 @@ class RunConfig(fields.ConfigRepr):
         fields.list_of(str, "a list of keys of train_loop_config such as ['license']"),
     ] = ()
     forkserver_preload: Annotated[Sequence[str] | None, check_modules] = None
+    max_time: Annotated[float | timedelta | None, check_max_time] = None
+    stop_before: Annotated[datetime | float | timedelta | None, check_stop_before] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from drawbar._process.errors import PreemptionInfo
 from drawbar._process.output_lines import OutputLine
 from drawbar._process.ranks import WorkerInfo
-from drawbar._process.serialization import serialize
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import (
     AttemptStarted,
@@ -46,6 +43,7 @@ from drawbar.train._controller.failures import (
 )
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import ActivityClock, RankActivity, collect_payloads
+from drawbar.train._controller.request_agreement import RequestAgreement, find_preemption
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._protocol.commands import CollectiveResult, CommitCompleted
 from drawbar.train._protocol.messages import (
@@ -53,7 +51,6 @@ from drawbar.train._protocol.messages import (
     CheckpointListRequest,
     CheckpointWaitStarted,
     CollectiveCalled,
-    ControllerRequests,
     DiagnosisRequest,
     FileChunk,
     FileRequest,
@@ -69,6 +66,7 @@ from drawbar.train._protocol.messages import (
     RankFinished,
     RankInterrupted,
     Report,
+    RequestSeen,
     WorkerDied,
 )
 from drawbar.train._worker_group.worker_group import WorkerGroup
@@ -108,7 +106,7 @@ class Attempt:
         self.number = start.attempt
         self.workers = list(workers)
         self.finished: dict[int, RankFinished] = {}
-        self.requests = ControllerRequests()
+        self.requests = RequestAgreement(len(workers), group.broadcast_command)
         self.reports = ReportEmitter(self.number, emit)
         self._emit = emit
         self._broadcast_command = group.broadcast_command
@@ -230,6 +228,8 @@ class Attempt:
                 self._check_divergence()
             case Observation():
                 self._emit(make_observation_event(self.number, rank, message))
+            case RequestSeen():
+                self.requests.on_seen(rank, message, self.progress.ranks[rank].reports)
             case CollectiveCalled():
                 self._on_collective(rank, message)
             case ShardEpochEnded():
@@ -241,6 +241,7 @@ class Attempt:
             case FunctionImported():
                 self._emit(RankImported(rank))
             case FunctionStarted():
+                self.requests.on_started(rank)
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case RankFinished():
                 self._on_finished(rank, message)
@@ -262,20 +263,15 @@ class Attempt:
         Args:
             draining: Draining nodes: id to deadline in ms since the epoch, 0 if unknown.
         """
-        ranks: dict[str, list[int]] = {}
-        for rank, worker in enumerate(self.workers):
-            if worker.node_id in draining:
-                ranks.setdefault(worker.node_id, []).append(rank)
-        deadlines = [draining[node] for node in ranks if draining[node]]
-        info = PreemptionInfo(min(deadlines, default=None), ranks)
+        info = find_preemption(self.workers, draining)
         # The nodes are queried every two seconds, but announced once.
-        if ranks and info != self.requests.preemption:
-            self.requests = ControllerRequests(should_checkpoint=True, preemption=info)
+        if info is not None and info != self.requests.latest.preemption:
             self._emit(PreemptionAnnounced(time=time.time(), attempt=self.number, info=info))
+            self.requests.request(preemption=info)
 
     def request_checkpoint(self) -> None:
         """Make `should_checkpoint()` return True on all ranks."""
-        self.requests = replace(self.requests, should_checkpoint=True)
+        self.requests.request()
 
     def get_activity(self) -> dict[int, RankActivity]:
         """Return the last activity of each rank that has not finished."""
@@ -342,8 +338,6 @@ class Attempt:
         except ValueError as error:
             self.fail(AttemptFailure("configuration", exception=error))
             return
-        if call.kind == "requests":
-            payloads = (serialize(self.requests),)
         self._broadcast_command(calls, CollectiveResult(sequence=call.sequence, payloads=payloads))
 
     def _on_finished(self, rank: int, message: RankFinished) -> None:
@@ -352,6 +346,7 @@ class Attempt:
         if message.serialization_error:
             self._emit(Notice(f"rank {rank}: {message.serialization_error}"))
         self.progress.on_finished(rank)
+        self.requests.on_finished(rank)
         self._checkpoints.send_ready_replies()
         self._check_divergence()
         self.has_ended |= self.is_finished

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records import events
@@ -31,7 +31,9 @@ from drawbar.train._controller.event_queue import EventQueue
 from drawbar.train._controller.failures import AttemptFailure
 from drawbar.train._controller.node_watcher import NodesDraining, NodeWatcher
 from drawbar.train._controller.recovery import Recovery
+from drawbar.train._controller.request_agreement import RepliesDue, StopRequested
 from drawbar.train._controller.run import ControllerOutcome, OpenRun
+from drawbar.train._controller.time_limit import TimeLimit
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
 from drawbar.train._worker_group.validators import Validator
 from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
@@ -46,13 +48,9 @@ _NOTHING_TRAINED = (
 STOP_GRACE_SECONDS = 5.0  # for clean-up in the training function; a second Ctrl-C cuts it short
 
 
-class StopRequested(NamedTuple):
-    """Event: the user stops the run, at once or after the next commit."""
-
-    should_save: bool
-
-
-ControllerEvent = MessagesReceived | StopRequested | HangCheckDue | NodesDraining | CheckpointEvent
+ControllerEvent = (
+    MessagesReceived | StopRequested | RepliesDue | HangCheckDue | NodesDraining | CheckpointEvent
+)
 
 
 class Controller:
@@ -85,6 +83,7 @@ class Controller:
         self._attempt_number = run.next_attempt
         self._is_hanging = False
         self._should_stop_at_commit = False
+        self._should_stop_if_unused = False
         self._is_stopping = False
         self._has_ended = False  # training has ended, and only background tasks are left
         self._diagnosis = DiagnosisWriter(group, run.directory, emit)
@@ -100,6 +99,7 @@ class Controller:
         assert not isinstance(hang_timeout, int | float)
         self._hang_timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
         self._stall_detector = StallDetector(stall_threshold, lambda: self._attempt, group, emit)
+        self._time_limit = TimeLimit(config, put_event, emit)
         self._node_watcher = NodeWatcher(planner.get_draining_nodes, put_event, emit)
         self._recovery = Recovery(
             run, group, self._backend, self._checkpoints, emit, self._queue.join
@@ -107,12 +107,13 @@ class Controller:
 
     # -- called from any thread
 
-    def stop(self, *, save: bool) -> None:
+    def stop(self, *, save: bool | None) -> None:
         """Stop the run: interrupt the functions, and finish the commits.
 
         Args:
             save: Whether to request a checkpoint first, and stop when it is committed. If no
-                function is running, the run stops now.
+                function is running, the run stops now. None: only if the functions call
+                `should_checkpoint()`.
         """
         self._queue.put_from_thread(StopRequested(save))
 
@@ -132,7 +133,7 @@ class Controller:
         # These tasks span all attempts: a node may be lost while an attempt is starting.
         watchers = [
             asyncio.create_task(watcher.run())
-            for watcher in (self._node_watcher, self._stall_detector)
+            for watcher in (self._node_watcher, self._stall_detector, self._time_limit)
         ]
         self._checkpoints.validations.resume_pending()
         try:
@@ -321,6 +322,8 @@ class Controller:
         match event:
             case MessagesReceived():
                 event.attempt.on_messages(event.rank, event.messages)
+                if self._should_stop_if_unused and event.attempt.requests.is_unused:
+                    self._stop()
             case CommitFinished():
                 self._on_commit_finished(event)
             case StorageFailed():
@@ -328,17 +331,21 @@ class Controller:
             case ValidationFinished() | ValidationSaved():
                 self._checkpoints.on_validation_event(event)
             case StopRequested():
-                self._on_stop_requested(event.should_save)
+                self._on_stop_requested(event.save)
+            case RepliesDue():
+                if event.requests.is_pending and not self._has_ended:
+                    self._stop()  # a rank does not reply, or its function has not started
             case HangCheckDue():
                 self._check_hang(event.attempt)
             case NodesDraining():
                 if self._attempt is not None:
                     self._attempt.on_draining_nodes(event.nodes)
 
-    def _on_stop_requested(self, should_save: bool) -> None:
+    def _on_stop_requested(self, save: bool | None) -> None:
         if self._has_ended:
             self._checkpoints.stop_waiting()
             return
+        should_save = save is not False
         self._emit(events.RunStopRequested(time=time.time(), save=should_save))
         self._should_stop_at_commit |= should_save
         attempt = self._attempt
@@ -350,8 +357,13 @@ class Controller:
         # In these cases no function is running that could report a checkpoint.
         if not should_save or attempt is None or is_only_validating:
             self._stop()
-        else:
-            attempt.request_checkpoint()
+            return
+        attempt.request_checkpoint()
+        if save is None:
+            self._should_stop_if_unused = True
+            if attempt.requests.is_unused or not attempt.requests.have_all_started:
+                self._stop()
+            self._loop.call_later(STOP_GRACE_SECONDS, self._queue.put, RepliesDue(attempt.requests))
 
     def _stop(self) -> None:
         """Cancel the current operation, and end the run."""
@@ -364,17 +376,18 @@ class Controller:
             manifest, command = self._checkpoints.on_commit_finished(event)
             if attempt is not None:
                 attempt.on_committed(manifest, command)
-                self._end_attempt_after_commit(attempt)
+                self._end_attempt_after_commit(attempt, manifest.index)
             self._checkpoints.clean_up_after_commit(manifest)
         except Exception as error:
             self._on_storage_failed(error)
         self._checkpoints.commit_next()
 
-    def _end_attempt_after_commit(self, attempt: Attempt) -> None:
+    def _end_attempt_after_commit(self, attempt: Attempt, index: int) -> None:
         """End an attempt if that was planned for its next commit: a restart loses no progress."""
-        if self._should_stop_at_commit and not self._has_ended:
+        is_requested = index >= attempt.requests.first_report  # not one of an earlier step
+        if self._should_stop_at_commit and is_requested and not self._has_ended:
             self._stop()
-        elif attempt.requests.preemption is not None:
+        elif attempt.requests.latest.preemption is not None and is_requested:
             attempt.fail(AttemptFailure("preemption"))  # restart on other nodes
         elif self._group.num_idle_workers:
             attempt.fail(AttemptFailure("resize"))  # restart with more workers

@@ -114,7 +114,7 @@ class RankProgress:
         if self.awaited_collective is not None:
             call = self.awaited_collective
             which = "internal collective" if call.number is None else f"collective #{call.number}"
-            return f"waits in {which} ({get_collective_name(call)}) at {call.location}"
+            return f"waits in {which} ({call.kind}) at {call.location}"
         if self.awaited_report is not None:
             report = self.awaited_report
             return f"waits for report #{report.index} with a checkpoint at {report.location}"
@@ -189,12 +189,6 @@ class CollectiveCalls:
         return next(iter(self._num_ranks))[0] if self._num_ranks else -1
 
 
-def get_collective_name(call: CollectiveCalled) -> str:
-    """Return the name of the function that made a collective call."""
-    is_public = call.kind in ("barrier", "broadcast_from_rank_zero", "all_gather")
-    return call.kind if is_public else "should_checkpoint"
-
-
 def collect_payloads(calls: Mapping[int, CollectiveCalled]) -> tuple[Serialized, ...]:
     """Return the payloads that the ranks of a complete collective receive, in rank order.
 
@@ -209,7 +203,7 @@ def collect_payloads(calls: Mapping[int, CollectiveCalled]) -> tuple[Serialized,
     if size > MAX_RESULT_BYTES:
         call = calls[0]
         raise ValueError(
-            f"{get_collective_name(call)}() at {call.location} has a result of "
+            f"{call.kind}() at {call.location} has a result of "
             f"{format_exact_size(size)}, but every rank can receive at most "
             f"{format_exact_size(MAX_RESULT_BYTES)}. Pass smaller values, save them in a "
             "checkpoint, or use a collective of the framework, such as "
@@ -346,7 +340,7 @@ class DivergenceDetector:
                 "of branches that depend on the rank, and run the same number of steps on each."
             )
         return (
-            f"All ranks must call {get_collective_name(call)}() equally often. Move it out of "
+            f"All ranks must call {call.kind}() equally often. Move it out of "
             "branches that depend on the rank, and run the same number of steps on each."
         )
 

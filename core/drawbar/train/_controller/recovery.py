@@ -250,4 +250,4 @@ def _describe_early_return(attempt: Attempt, failure: AttemptFailure) -> WorkerF
 
 def _should_relocate(attempt: Attempt | None) -> bool:
     """Return whether the next attempt must leave nodes that are being drained."""
-    return attempt is not None and attempt.requests.preemption is not None
+    return attempt is not None and attempt.requests.latest.preemption is not None

@@ -260,8 +260,8 @@ class ControllerThread(RunView):
         self._thread.join()
         return True
 
-    def stop(self, *, save: bool) -> None:
-        """Stop the run: gracefully after its next commit, or immediately."""
+    def stop(self, *, save: bool | None) -> None:
+        """Stop the run. See `Controller.stop`."""
         self._call_controller(lambda controller: controller.stop(save=save))
 
     def kill(self) -> None:

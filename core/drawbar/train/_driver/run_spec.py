@@ -24,6 +24,7 @@ from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
+from drawbar.train._config.time_limits import resolve_stop_before
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.open_run import add_defaults
@@ -92,7 +93,7 @@ def make_run_spec(
             train_loop, function, scaling_config, run_config, validation_config
         ),
         scaling_config=scaling_config,
-        run_config=add_defaults(run_config),
+        run_config=resolve_stop_before(add_defaults(run_config)),
         backend_config=train_loop.backend_config,
         data_source=data_source,
         resume_from_checkpoint=resume_from_checkpoint,

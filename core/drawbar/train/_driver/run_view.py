@@ -64,7 +64,7 @@ class RunView(ABC):
         """
 
     @abstractmethod
-    def stop(self, *, save: bool) -> None:
+    def stop(self, *, save: bool | None) -> None:
         """Request the run to stop. Do not wait for its end.
 
         Args:
@@ -159,7 +159,7 @@ class EndedRun(RunView):
         """Return True."""
         return True
 
-    def stop(self, *, save: bool) -> None:
+    def stop(self, *, save: bool | None) -> None:
         """Do nothing."""
 
     def kill(self) -> None:

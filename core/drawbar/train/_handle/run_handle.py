@@ -20,7 +20,7 @@ from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import Timeline
 from drawbar._storage.run_directory import describe_resume
 from drawbar.train._driver.run_view import RunView
-from drawbar.train._handle.diagnosis_signal import diagnose_on_signal
+from drawbar.train._handle.driver_signals import diagnose_on_signal, stop_on_sigterm
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
 JOIN_INTERVAL_S = 1.0
@@ -212,7 +212,7 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
-        with diagnose_on_signal(self._run.diagnose):
+        with diagnose_on_signal(self._run.diagnose), stop_on_sigterm(self._run):
             while True:
                 try:
                     # Inside `try`: a second Ctrl-C may arrive while the first is handled.
@@ -240,12 +240,13 @@ class RunHandle:
     def _interrupt(self, *, is_first: bool) -> None:
         if is_first:
             print(
-                f"Ctrl-C: stopping run {self.name!r}. Drawbar interrupts the training functions "
+                f"Ctrl-C: stopping run {self.name!r}. Drawbar saves a checkpoint if the training "
+                "functions call should_checkpoint(), as integrations do. It then interrupts them "
                 "and completes commits. Press Ctrl-C again to kill the run.",
                 file=sys.stderr,
                 flush=True,
             )
-            self._run.stop(save=False)
+            self._run.stop(save=None)
         else:
             self._run.kill()
 

@@ -6,6 +6,7 @@ import msgspec
 
 from drawbar._base.metrics import Metrics
 from drawbar._process.codec import Codec
+from drawbar._process.errors import PreemptionInfo
 from drawbar._process.serialization import Serialized
 from drawbar._storage.contents import FileEntry
 from drawbar._storage.manifest import ReportedCheckpointStatus
@@ -37,6 +38,27 @@ class CollectiveResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     sequence: int
     payloads: tuple[Serialized | None, ...]
+
+
+class ControllerRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of the controller, the same for all ranks."""
+
+    should_checkpoint: bool = False
+    preemption: PreemptionInfo | None = None
+
+
+class RequestAnnounced(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The controller has a request. The rank replies with a `RequestSeen`."""
+
+    request_id: int
+
+
+class RequestAgreed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All ranks have seen the request. It takes effect at call number `call` on each of them."""
+
+    request_id: int
+    call: int
+    requests: ControllerRequests
 
 
 class CheckpointListReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -88,6 +110,8 @@ Command = (
     PersistFiles
     | CommitCompleted
     | CollectiveResult
+    | RequestAnnounced
+    | RequestAgreed
     | CheckpointListReply
     | DiagnosisReply
     | FileChunkAck

@@ -6,7 +6,6 @@ commands (`commands.py`). All messages are tagged structs, which `codec.py` enco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +13,6 @@ import msgspec
 from drawbar._base.metrics import Metrics
 from drawbar._fork_server.imported_modules import ModulesImported
 from drawbar._process.codec import Codec
-from drawbar._process.errors import PreemptionInfo
 from drawbar._process.output_lines import OutputLine
 from drawbar._process.serialization import Serialized
 from drawbar._process.worker_failure import WorkerFailure
@@ -22,14 +20,6 @@ from drawbar._records.events import ShardEpochEnded
 from drawbar._storage.contents import FileEntry, check_relative_path
 from drawbar._storage.manifest import Validation
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
-
-
-@dataclass(frozen=True)
-class ControllerRequests:
-    """Requests of the controller, the same for all ranks."""
-
-    should_checkpoint: bool = False
-    preemption: PreemptionInfo | None = None
 
 
 # Structs instead of dataclasses: there may be thousands of messages per second, and structs are
@@ -168,8 +158,8 @@ class FileRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         check_relative_path(self.path or self.checkpoint_name)
 
 
-CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather", "requests"]
-"""Kinds of collectives. "requests" returns the `ControllerRequests`, the same for all ranks."""
+CollectiveKind = Literal["barrier", "broadcast_from_rank_zero", "all_gather"]
+"""Kinds of collectives, by the name of their function."""
 
 
 class CollectiveCalled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -205,6 +195,13 @@ class CheckpointListRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True)
     consistency_mode: CheckpointConsistencyMode | None
     has_timeout: bool = False
     location: str = ""
+
+
+class RequestSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reply to `RequestAnnounced`. Call number `call` of the rank waits for `RequestAgreed`."""
+
+    request_id: int
+    call: int
 
 
 class CheckpointDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -292,6 +289,7 @@ Message = (
     | FileRequest
     | CollectiveCalled
     | CheckpointListRequest
+    | RequestSeen
     | CheckpointDiscarded
     | Observation
     | ShardEpochEnded

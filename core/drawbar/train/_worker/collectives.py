@@ -10,7 +10,7 @@ from drawbar._base.frames import format_caller_location, is_drawbar_frame
 from drawbar._process.serialization import serialize
 from drawbar._process.training_thread import ThreadGuard
 from drawbar.train._protocol.commands import CollectiveResult
-from drawbar.train._protocol.messages import CollectiveCalled, CollectiveKind, ControllerRequests
+from drawbar.train._protocol.messages import CollectiveCalled, CollectiveKind
 from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.rank_timer import RankTimer
 
@@ -86,12 +86,6 @@ class Collectives:
             result = self._command_queue.wait((CollectiveResult, sequence), timeout=timeout)
         assert isinstance(result, CollectiveResult)
         return [p.deserialize() for p in result.payloads if p is not None]
-
-    def get_requests(self) -> ControllerRequests:
-        """Return the controller's requests. Must be called on all ranks."""
-        (values,) = self.call("requests")
-        requests: ControllerRequests = values
-        return requests
 
 
 def _is_called_by_integration() -> bool:

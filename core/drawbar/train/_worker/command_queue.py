@@ -17,13 +17,21 @@ from drawbar.train._protocol.commands import (
     FileChunkAck,
     FileReply,
     PersistFiles,
+    RequestAgreed,
 )
 from drawbar.train._protocol.messages import Message
 
 CommandKey = tuple[type[object], int]
 """Type of a command and the id of its request, collective, or report."""
 
-Reply = CheckpointListReply | DiagnosisReply | FileChunkAck | FileReply | CollectiveResult
+Reply = (
+    CheckpointListReply
+    | DiagnosisReply
+    | FileChunkAck
+    | FileReply
+    | CollectiveResult
+    | RequestAgreed
+)
 """Commands that reply to exactly one request of this rank."""
 
 _ReplyT = TypeVar("_ReplyT", bound=Reply)

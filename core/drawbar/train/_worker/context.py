@@ -143,8 +143,9 @@ def get_checkpoint() -> Checkpoint | None:
 def get_preemption_info() -> PreemptionInfo | None:
     """Return which nodes of this run will be preempted, and when.
 
-    Collective: call it on all ranks; all ranks receive the same value. If it is not None, save a
-    checkpoint: after its commit, the run moves to other nodes.
+    Call it on all ranks equally often, together with `should_checkpoint()`; all ranks receive the
+    same value. If it is not None, save a checkpoint: after its commit, the run moves to other
+    nodes.
 
     Returns:
         The announced preemption, or None.
@@ -156,14 +157,14 @@ def get_preemption_info() -> PreemptionInfo | None:
         >>> if train.get_preemption_info() is not None:
         ...     save_and_report_checkpoint()
     """
-    return current_session("get_preemption_info").collectives.get_requests().preemption
+    return current_session("get_preemption_info").requests.get().preemption
 
 
 def should_checkpoint() -> bool:
     """Return whether to save a checkpoint now, because of a preemption or a stop request.
 
-    Collective: call it on all ranks, at a step at which all ranks could save; all ranks receive the
-    same value.
+    Call it on all ranks equally often, in each step; the k-th call returns the same value on all
+    ranks. A call only counts: it takes a few microseconds, and does not wait for other ranks.
 
     Returns:
         True if a checkpoint is requested.
@@ -172,10 +173,10 @@ def should_checkpoint() -> bool:
         RuntimeError: Called outside a training function.
 
     Example:
-        >>> if step % 100 == 0 and train.should_checkpoint():
+        >>> if train.should_checkpoint() or step % 1000 == 0:
         ...     save_and_report_checkpoint()
     """
-    return current_session("should_checkpoint").collectives.get_requests().should_checkpoint
+    return current_session("should_checkpoint").requests.get().should_checkpoint
 
 
 def checkpoint_dir() -> AbstractContextManager[Path]:

@@ -37,6 +37,8 @@ from drawbar.train._protocol.commands import (
     CommitCompleted,
     DiagnosisReply,
     InterruptFunction,
+    RequestAgreed,
+    RequestAnnounced,
 )
 from drawbar.train._protocol.messages import (
     CheckpointListRequest,
@@ -51,6 +53,7 @@ from drawbar.train._worker.command_queue import CommandQueue
 from drawbar.train._worker.data_sources import DataSources
 from drawbar.train._worker.node_local_storage import NodeLocalStorage
 from drawbar.train._worker.progress_sender import ProgressSender
+from drawbar.train._worker.rank_requests import RankRequests
 from drawbar.train._worker.rank_timer import RankTimer
 from drawbar.train._worker.report_checks import UploadOptions
 from drawbar.train._worker.uploads import Uploads
@@ -116,6 +119,7 @@ class Session:
             self._command_queue,
             self.timer,
         )
+        self.requests = RankRequests(self.thread_guard, self._command_queue, self.timer)
         self._next_report = assignment.first_report_index
         self._offers: dict[int, CheckpointOffer] = {}
         self.final_notices: list[str] = []
@@ -350,5 +354,7 @@ class Session:
                 # stay in the queue.
                 if self._offers.pop(command.report_index, None) is not None:
                     self._command_queue.put(command)
+            case RequestAnnounced() | RequestAgreed():
+                self.requests.handle_command(command)
             case _:
                 self._command_queue.put(command)

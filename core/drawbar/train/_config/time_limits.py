@@ -1,0 +1,59 @@
+"""Checks of time limits, and the end of a scheduler's job."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from drawbar._base import fields
+
+if TYPE_CHECKING:
+    from drawbar.train._config.run_config import RunConfig
+
+JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
+"""Environment variable with the end of a Slurm job, in seconds since the epoch."""
+
+
+def check_max_time(name: str, value: Any) -> timedelta | None:
+    """Check a duration, and convert it to a timedelta."""
+    if value is None:
+        return None
+    return timedelta(seconds=fields.parse_duration(name, value, none_meaning="is no limit"))
+
+
+def check_stop_before(name: str, value: Any) -> datetime | timedelta | None:
+    """Check an absolute time, or a duration, which is converted to a timedelta."""
+    if not isinstance(value, datetime):
+        return check_max_time(name, value)
+    if value.timestamp() <= time.time():
+        raise ValueError(
+            f"{name}={value!s} is in the past, so the run would stop at its start. Set a later "
+            "time, or None for no limit"
+        )
+    return value
+
+
+def resolve_stop_before(config: RunConfig) -> RunConfig:
+    """Replace a time before the end of the Slurm job by an absolute time.
+
+    Call it in the process of the driver, whose environment has the end of the job.
+
+    Raises:
+        ValueError: The time is in the past.
+    """
+    margin = config.stop_before
+    if not isinstance(margin, timedelta):
+        return config
+    end = os.environ.get(JOB_END_VARIABLE, "")
+    if end.isdecimal():
+        return replace(config, stop_before=datetime.fromtimestamp(int(end)) - margin)
+    warnings.warn(
+        f"RunConfig(stop_before={margin!r}) has no effect, because {JOB_END_VARIABLE} is not set: "
+        "this process is not in a Slurm job. Set max_time=, or pass a datetime.",
+        stacklevel=6,
+    )
+    return replace(config, stop_before=None)

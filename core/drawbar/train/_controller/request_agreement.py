@@ -1,0 +1,143 @@
+"""Agree with all ranks on the call from which a request takes effect. No Ray, I/O, or clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from drawbar._process.errors import PreemptionInfo
+from drawbar._process.ranks import WorkerInfo
+from drawbar.train._protocol.commands import (
+    Command,
+    ControllerRequests,
+    RequestAgreed,
+    RequestAnnounced,
+)
+from drawbar.train._protocol.messages import RequestSeen
+
+
+class RequestAgreement:
+    """Requests to the ranks of one attempt, one at a time. See `rank_requests.py`.
+
+    Ranks that have returned do not take part. A rank whose function has not started receives the
+    request at its start, and the other ranks wait for its reply.
+
+    Args:
+        world_size: Number of ranks.
+        broadcast: Sends a command to several ranks.
+
+    Attributes:
+        latest: Latest requests, which ranks may not have received yet.
+        first_report: Index of the first report that can have the requested checkpoint. 0 if no rank
+            has called `should_checkpoint()`: then any checkpoint serves.
+        is_unused: True after an agreement if no rank has called `should_checkpoint()`, so that
+            nothing may be saved on request.
+    """
+
+    def __init__(
+        self, world_size: int, broadcast: Callable[[Collection[int], Command], None]
+    ) -> None:
+        self.latest = ControllerRequests()
+        self.first_report = 0
+        self.is_unused = False
+        self._broadcast = broadcast
+        self._running = set(range(world_size))
+        self._started: set[int] = set()
+        self._request_id = 0
+        self._announced: ControllerRequests | None = None
+        self._calls: dict[int, int] = {}  # by rank: call at which it waits for the agreement
+        self._next_reports: dict[int, int] = {}
+
+    def request(self, *, preemption: PreemptionInfo | None = None) -> None:
+        """Request a checkpoint, and announce a preemption if there is one."""
+        requests = ControllerRequests(
+            should_checkpoint=True, preemption=preemption or self.latest.preemption
+        )
+        if requests != self.latest:
+            self.latest = requests
+            if self._announced is None:
+                self._announce()
+
+    @property
+    def have_all_started(self) -> bool:
+        """True if the training function has started on every rank."""
+        return self._running <= self._started
+
+    @property
+    def is_pending(self) -> bool:
+        """True if not all ranks have replied to the latest request."""
+        return self._announced is not None
+
+    def _announce(self) -> None:
+        self._request_id += 1
+        self._announced = self.latest
+        self._calls = {}
+        self._broadcast(
+            sorted(self._started & self._running), RequestAnnounced(request_id=self._request_id)
+        )
+
+    def on_started(self, rank: int) -> None:
+        """Record that the training function of a rank starts."""
+        self._started.add(rank)
+        if self._announced is not None:
+            self._broadcast([rank], RequestAnnounced(request_id=self._request_id))
+
+    def on_seen(self, rank: int, message: RequestSeen, next_report: int) -> None:
+        """Record the reply of a rank, and the index of its next report."""
+        if rank in self._running and message.request_id == self._request_id:
+            self._calls.setdefault(rank, message.call)
+            self._next_reports[rank] = next_report
+            self._agree_if_complete()
+
+    def on_finished(self, rank: int) -> None:
+        """Record that the training function of a rank has returned."""
+        self._running.discard(rank)
+        self._calls.pop(rank, None)
+        self._agree_if_complete()
+
+    def _agree_if_complete(self) -> None:
+        requests = self._announced
+        if requests is None or not self._running or self._calls.keys() != self._running:
+            return
+        self._announced = None
+        call = max(self._calls.values())
+        self.is_unused = call == 1
+        if not self.is_unused:
+            self.first_report = max(self._next_reports.values())
+        self._broadcast(
+            sorted(self._running),
+            RequestAgreed(request_id=self._request_id, call=call, requests=requests),
+        )
+        if self.latest != requests:
+            self._announce()
+
+
+class StopRequested(NamedTuple):
+    """Event: stop the run. `save` is as in `Controller.stop`."""
+
+    save: bool | None
+
+
+class RepliesDue(NamedTuple):
+    """Event: all ranks should have replied to a request."""
+
+    requests: RequestAgreement
+
+
+def find_preemption(
+    workers: Sequence[WorkerInfo], draining: Mapping[str, int]
+) -> PreemptionInfo | None:
+    """Return the preemption of the workers on draining nodes, or None if there are none.
+
+    Args:
+        workers: Process of each rank, in rank order.
+        draining: Draining nodes: id to deadline in ms since the epoch, 0 if unknown.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, worker in enumerate(workers):
+        if worker.node_id in draining:
+            ranks.setdefault(worker.node_id, []).append(rank)
+    if not ranks:
+        return None
+    deadlines = [draining[node] for node in ranks if draining[node]]
+    return PreemptionInfo(min(deadlines, default=None), ranks)
