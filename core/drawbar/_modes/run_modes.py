@@ -15,13 +15,13 @@ from functools import partial
 
 from drawbar._base.frames import warn_caller
 from drawbar._console.slow_phases import print_if_slow
+from drawbar._fork_server.forkserver_preload import read_default_modules
 from drawbar._modes.program_launch import ProgramForkServer, run_with_fork_server
 from drawbar._modes.start_run import start_controller, start_ray_run
 from drawbar._modes.watchers import make_remote_watchers
 from drawbar._process import sentinel
 from drawbar._process.worker_env import get_visible_gpu_ids
 from drawbar._storage.write_checks import check_storage_before_start
-from drawbar.train._config.forkserver_preload import read_default_modules
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig

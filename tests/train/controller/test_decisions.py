@@ -14,6 +14,7 @@ import pytest
 from drawbar._base.frames import find_user_frames
 from drawbar._process.stack import Frame, Stack
 from drawbar._process.worker_failure import sort_root_cause_first
+from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.events import AttemptEndCause, ShardEpochEnded
 from drawbar.train import (
     Backend,
@@ -27,7 +28,6 @@ from drawbar.train import (
     WorkerFailure,
 )
 from drawbar.train._controller import decisions
-from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.decisions import (
     GiveUp,
     Restart,

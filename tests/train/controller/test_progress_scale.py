@@ -17,9 +17,9 @@ from typing import Any, cast
 import pytest
 
 from drawbar._base.indexed_heap import IndexedHeap
+from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.events import ShardEpochEnded
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
-from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointQueries
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
 from drawbar.train._controller.commits import CheckpointCommitter

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from drawbar import train
+from drawbar._base.time_limits import resolve_stop_before
 from drawbar.train import DataParallelTrainer, RunConfig, RunHandle, ScalingConfig
-from drawbar.train._config.time_limits import resolve_stop_before
 from drawbar.train._controller.request_agreement import RequestAgreement
 from drawbar.train._protocol.commands import Command, RequestAgreed, RequestAnnounced
 from drawbar.train._protocol.messages import RequestSeen

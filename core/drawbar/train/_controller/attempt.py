@@ -15,6 +15,7 @@ import msgspec
 
 from drawbar._process.output_lines import OutputLine
 from drawbar._process.ranks import WorkerInfo
+from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import (
     AttemptStarted,
@@ -32,7 +33,6 @@ from drawbar._records.live_events import (
 )
 from drawbar._storage.manifest import Manifest
 from drawbar.train._controller.attempt_events import ReportEmitter, make_observation_event
-from drawbar.train._controller.batch_counts import BatchCountCheck
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.commits import CommitContext
 from drawbar.train._controller.failures import (

@@ -6,12 +6,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from drawbar._base.frames import warn_caller
+from drawbar._fork_server.forkserver_preload import find_other_interpreter, read_default_modules
 from drawbar._process.worker_env import (
     compute_thread_count,
     count_available_cores,
     make_thread_env_vars,
 )
-from drawbar.train._config.forkserver_preload import find_other_interpreter, read_default_modules
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._worker_group.cluster import list_node_resources
 

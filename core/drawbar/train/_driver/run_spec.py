@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
 from drawbar._base.fields import to_journal_dict
 from drawbar._base.secrets import redact_settings
+from drawbar._base.time_limits import resolve_stop_before
 from drawbar._base.train_function import FunctionIdentity
 from drawbar._process.driver_env import DriverEnvironment, select_forwarded
 from drawbar._process.errors import DamagedRunError
@@ -24,7 +26,6 @@ from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._config.time_limits import resolve_stop_before
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.open_run import add_defaults
@@ -93,7 +94,9 @@ def make_run_spec(
             train_loop, function, scaling_config, run_config, validation_config
         ),
         scaling_config=scaling_config,
-        run_config=resolve_stop_before(add_defaults(run_config)),
+        run_config=add_defaults(
+            replace(run_config, stop_before=resolve_stop_before(run_config.stop_before))
+        ),
         backend_config=train_loop.backend_config,
         data_source=data_source,
         resume_from_checkpoint=resume_from_checkpoint,

@@ -7,11 +7,13 @@ import math
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from drawbar._base.fields import parse_duration
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.metrics import Metrics
+from drawbar._process.driver_signals import diagnose_on_signal, stop_on_sigterm
 from drawbar._process.errors import UserAbort
 from drawbar._process.user_abort import make_user_abort
 from drawbar._records.goodput import Goodput
@@ -20,7 +22,6 @@ from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import Timeline
 from drawbar._storage.run_directory import describe_resume
 from drawbar.train._driver.run_view import RunView
-from drawbar.train._handle.driver_signals import diagnose_on_signal, stop_on_sigterm
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
 JOIN_INTERVAL_S = 1.0
@@ -212,7 +213,12 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
-        with diagnose_on_signal(self._run.diagnose), stop_on_sigterm(self._run):
+        run = self._run
+        stop = partial(run.stop, save=None)
+        with (
+            diagnose_on_signal(run.diagnose),
+            stop_on_sigterm(stop, is_detached=run.is_detached),
+        ):
             while True:
                 try:
                     # Inside `try`: a second Ctrl-C may arrive while the first is handled.

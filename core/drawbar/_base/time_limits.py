@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
-from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drawbar._base import fields
-
-if TYPE_CHECKING:
-    from drawbar.train._config.run_config import RunConfig
+from drawbar._base.frames import warn_caller
 
 JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
 """Environment variable with the end of a Slurm job, in seconds since the epoch."""
@@ -37,23 +33,23 @@ def check_stop_before(name: str, value: Any) -> datetime | timedelta | None:
     return value
 
 
-def resolve_stop_before(config: RunConfig) -> RunConfig:
-    """Replace a time before the end of the Slurm job by an absolute time.
+def resolve_stop_before(value: datetime | timedelta | None) -> datetime | None:
+    """Return an absolute time. A duration is a time before the end of the Slurm job.
 
     Call it in the process of the driver, whose environment has the end of the job.
 
     Raises:
         ValueError: The time is in the past.
     """
-    margin = config.stop_before
-    if not isinstance(margin, timedelta):
-        return config
+    if not isinstance(value, timedelta):
+        return value
     end = os.environ.get(JOB_END_VARIABLE, "")
     if end.isdecimal():
-        return replace(config, stop_before=datetime.fromtimestamp(int(end)) - margin)
-    warnings.warn(
-        f"RunConfig(stop_before={margin!r}) has no effect, because {JOB_END_VARIABLE} is not set: "
-        "this process is not in a Slurm job. Set max_time=, or pass a datetime.",
-        stacklevel=6,
+        time_limit = datetime.fromtimestamp(int(end)) - value
+        check_stop_before("stop_before", time_limit)
+        return time_limit
+    warn_caller(
+        f"RunConfig(stop_before={value!r}) has no effect, because {JOB_END_VARIABLE} is not set: "
+        "this process is not in a Slurm job. Set max_time=, or pass a datetime."
     )
-    return replace(config, stop_before=None)
+    return None

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from drawbar.train._driver.run_view import RunView
-
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a program that SIGTERM ended, as in a shell."""
 
@@ -31,18 +29,22 @@ def diagnose_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_sigterm(run: RunView) -> Iterator[None]:
+def stop_on_sigterm(stop: Callable[[], object], *, is_detached: bool) -> Iterator[None]:
     """Stop the run when this process receives SIGTERM, and exit when it has ended.
 
     Schedulers send SIGTERM before they kill a job. A handler of the user is kept; Ray's is not,
     because it exits at once. A second SIGTERM has the previous effect. A detached run continues.
+
+    Args:
+        stop: Stops the run.
+        is_detached: Whether the run continues when this process ends.
 
     Raises:
         SystemExit: The process has received SIGTERM, and the run has ended.
     """
     previous = signal.getsignal(signal.SIGTERM)
     is_users = previous is not signal.SIG_DFL and not _is_handler_of_ray(previous)
-    if not _is_main_thread() or run.is_detached or is_users:
+    if not _is_main_thread() or is_detached or is_users:
         yield
         return
     has_arrived = False
@@ -52,7 +54,7 @@ def stop_on_sigterm(run: RunView) -> Iterator[None]:
         has_arrived = True
         signal.signal(signal.SIGTERM, previous)
         print("SIGTERM: stopping the run.", file=sys.stderr, flush=True)
-        threading.Thread(target=run.stop, kwargs={"save": None}).start()
+        threading.Thread(target=stop).start()
 
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
