@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drawbar._base import fields
-
-if TYPE_CHECKING:
-    from drawbar.train._config.run_config import RunConfig
 
 JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
 """Environment variable with the end of a Slurm job, in seconds since the epoch."""
@@ -37,23 +33,24 @@ def check_stop_before(name: str, value: Any) -> datetime | timedelta | None:
     return value
 
 
-def resolve_stop_before(config: RunConfig) -> RunConfig:
-    """Replace a time before the end of the Slurm job by an absolute time.
+def resolve_stop_before(value: object) -> datetime | None:
+    """Return a checked `stop_before` as an absolute time, or None if there is no limit.
 
     Call it in the process of the driver, whose environment has the end of the job.
 
     Raises:
         ValueError: The time is in the past.
     """
-    margin = config.stop_before
-    if not isinstance(margin, timedelta):
-        return config
+    if not isinstance(value, timedelta):
+        return value if isinstance(value, datetime) else None
     end = os.environ.get(JOB_END_VARIABLE, "")
     if end.isdecimal():
-        return replace(config, stop_before=datetime.fromtimestamp(int(end)) - margin)
+        limit = datetime.fromtimestamp(int(end)) - value
+        check_stop_before("RunConfig.stop_before", limit)
+        return limit
     warnings.warn(
-        f"RunConfig(stop_before={margin!r}) has no effect, because {JOB_END_VARIABLE} is not set: "
+        f"RunConfig(stop_before={value!r}) has no effect, because {JOB_END_VARIABLE} is not set: "
         "this process is not in a Slurm job. Set max_time=, or pass a datetime.",
         stacklevel=6,
     )
-    return replace(config, stop_before=None)
+    return None

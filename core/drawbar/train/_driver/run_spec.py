@@ -19,7 +19,6 @@ from drawbar._process.serialization import Serialized, serialize, serialize_with
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._config.time_limits import resolve_stop_before
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver import preflight
@@ -90,7 +89,7 @@ def make_run_spec(
             payload, function, scaling_config, run_config, validation_config
         ),
         scaling_config=scaling_config,
-        run_config=resolve_stop_before(add_defaults(run_config)),
+        run_config=add_defaults(run_config),
         backend_config=payload.backend_config,
         dataset_config=dataset_config,
         datasets=datasets,
