@@ -15,6 +15,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 
 from drawbar import train
 from drawbar.accelerate import check_accelerator, launch, load_state, report_state
+from drawbar.torch import prepare_data_loader
 from drawbar.train import RunConfig, ScalingConfig, WorkerGroupError
 from tests.stops import stop_run
 
@@ -76,8 +77,8 @@ def test_stop_saves_state_of_this_step_and_resumes_there(tmp_path: Path) -> None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.nn.init.ones_(model.weight)
         numbers: Any = [torch.tensor([float(i)]) for i in range(6)]
-        data: Any = torch.utils.data.DataLoader(numbers)
-        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        data = prepare_data_loader(torch.utils.data.DataLoader(numbers))
+        model, optimizer = accelerator.prepare(model, optimizer)
         load_state(accelerator)
         seen = []
         for batch in data:

@@ -71,16 +71,16 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_stop_saves_state_of_this_step_and_resumes_there(tmp_path: Path) -> None:
     def function() -> tuple[int, float]:
-        state, start = jnp.zeros(()), 0
+        state, start = {"sum": jnp.zeros(())}, 0
         if (loaded := load_state(state)) is not None:
             state, start = loaded[0], loaded[1]["step"] + 1
         for step in range(start, 10):
-            state = state + step
+            state = {"sum": state["sum"] + step}
             if step == 3:
                 stop_run()
             if train.should_checkpoint():
                 report_state(state, {"step": step})
-        return start, float(state)
+        return start, float(state["sum"])
 
     run(tmp_path, function)
     assert run(tmp_path, function) == (4, 45.0)

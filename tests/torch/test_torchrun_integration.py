@@ -39,11 +39,27 @@ def write_results(name, values):
         json.dump(values, file)
 """
 
+STOPPED = """
+def stopped():
+    rank, step = train.get_context().get_world_rank(), 0
+    while True:
+        step += 1
+        dist.all_reduce(torch.ones(1))
+        if (rank, step) == (1, 5):
+            train.attach(folder + "/stopped").stop()
+        if train.should_checkpoint():
+            with train.checkpoint_dir() as path:
+                (path / f"rank_{rank}").write_text(str(step))
+                train.report({"seen": rank}, checkpoint=path)
+            while True:
+                train.collective.barrier()
+"""
+
 
 def torchrun(folder: Path, source: str, *options: str) -> None:
     """Run a script on two ranks."""
     script = folder / "script.py"
-    script.write_text(SCRIPT + textwrap.dedent(source))
+    script.write_text(SCRIPT + STOPPED + textwrap.dedent(source))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
     subprocess.run([*command, str(script), str(folder)], timeout=SECONDS, check=True)
 
@@ -97,20 +113,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if train.get_context().get_world_rank() == 1:
                 raise ValueError("rank 1 does not like this")
             dist.barrier()
-
-        def stopped():
-            rank, step = train.get_context().get_world_rank(), 0
-            while True:
-                step += 1
-                dist.all_reduce(torch.ones(1))
-                if (rank, step) == (1, 5):
-                    train.attach(folder + "/stopped").stop()
-                if train.should_checkpoint():
-                    with train.checkpoint_dir() as path:
-                        (path / f"rank_{rank}").write_text(str(step))
-                        train.report({"seen": rank}, checkpoint=path)
-                    while True:
-                        train.collective.barrier()
 
         fit("together", together, torch_config=RecordingConfig())
         fit("split", print, datasets={"train": lambda: None})

@@ -33,7 +33,7 @@ def check_stop_before(name: str, value: Any) -> datetime | timedelta | None:
     return value
 
 
-def resolve_stop_before(value: datetime | timedelta | None) -> datetime | None:
+def resolve_stop_before(value: object) -> datetime | None:
     """Return an absolute time. A duration is a time before the end of the Slurm job.
 
     Call it in the process of the driver, whose environment has the end of the job.
@@ -42,11 +42,11 @@ def resolve_stop_before(value: datetime | timedelta | None) -> datetime | None:
         ValueError: The time is in the past.
     """
     if not isinstance(value, timedelta):
-        return value
+        return value if isinstance(value, datetime) else None
     end = os.environ.get(JOB_END_VARIABLE, "")
     if end.isdecimal():
         time_limit = datetime.fromtimestamp(int(end)) - value
-        check_stop_before("stop_before", time_limit)
+        check_stop_before("RunConfig.stop_before", time_limit)
         return time_limit
     warn_caller(
         f"RunConfig(stop_before={value!r}) has no effect, because {JOB_END_VARIABLE} is not set: "

@@ -195,14 +195,14 @@ def test_max_time_ends_run_with_checkpoint(run_config: RunConfig) -> None:
 
 
 def test_stop_before_counts_back_from_end_of_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RunConfig(stop_before=600)
-    assert config.stop_before == timedelta(minutes=10)
+    margin = RunConfig(stop_before=600).stop_before
+    assert margin == timedelta(minutes=10)
     end = datetime.now().replace(microsecond=0) + timedelta(hours=1)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(end.timestamp())))
-    assert resolve_stop_before(config).stop_before == end - timedelta(minutes=10)
+    assert resolve_stop_before(margin) == end - timedelta(minutes=10)
     with pytest.raises(ValueError, match="is in the past, so the run would stop at its start"):
-        resolve_stop_before(RunConfig(stop_before=7200))
+        resolve_stop_before(timedelta(hours=2))
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     with pytest.warns(UserWarning, match="SLURM_JOB_END_TIME is not set"):
-        assert resolve_stop_before(config).stop_before is None
-    assert resolve_stop_before(RunConfig(stop_before=end)).stop_before == end
+        assert resolve_stop_before(margin) is None
+    assert resolve_stop_before(end) == end

@@ -136,8 +136,10 @@ def test_ctrl_c_or_sigterm_saves_if_function_can(
         while not train.should_checkpoint():
             pass
         with train.checkpoint_dir() as path:
-            train.report({"rank": train.get_context().get_world_rank()}, checkpoint=path)
-        run_forever(pipe)
+            (path / "file").write_text("saved")
+            train.report({}, checkpoint=path)
+        while True:
+            train.collective.barrier()
 
     with drivers(main(function, run_config, num_workers)) as driver:
         for _ in range(max(num_workers, 1)):

@@ -361,7 +361,7 @@ class Controller:
         attempt.request_checkpoint()
         if save is None:
             self._should_stop_if_unused = True
-            if attempt.requests.is_unused or not attempt.requests.have_all_started:
+            if attempt.requests.is_unused:
                 self._stop()
             self._loop.call_later(STOP_GRACE_SECONDS, self._queue.put, RepliesDue(attempt.requests))
 

@@ -59,11 +59,6 @@ class RequestAgreement:
                 self._announce()
 
     @property
-    def have_all_started(self) -> bool:
-        """True if the training function has started on every rank."""
-        return self._running <= self._started
-
-    @property
     def is_pending(self) -> bool:
         """True if not all ranks have replied to the latest request."""
         return self._announced is not None

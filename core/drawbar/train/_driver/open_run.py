@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import PurePath
 
 from drawbar._base.secrets import redact_arguments
+from drawbar._base.time_limits import resolve_stop_before
 from drawbar._base.train_function import FunctionIdentity
 from drawbar._base.wording import escape_surrogates
 from drawbar._process.driver_env import DriverEnvironment
@@ -80,6 +81,8 @@ def get_run_directory(config: RunConfig) -> RunDirectory:
 def add_defaults(config: RunConfig) -> RunConfig:
     """Set the default storage path and name; move the directories in a name to the storage path.
 
+    A time before the end of the job becomes an absolute time.
+
     This process sets the defaults, also if another process opens the run.
 
     Raises:
@@ -89,7 +92,8 @@ def add_defaults(config: RunConfig) -> RunConfig:
         OSError: The configuration file cannot be read.
     """
     storage_path = config.storage_path or get_default_storage_path()
-    config = dataclasses.replace(config, storage_path=storage_path)
+    stop_before = resolve_stop_before(config.stop_before)
+    config = dataclasses.replace(config, storage_path=storage_path, stop_before=stop_before)
     if config.name is None:
         name = f"drawbar_{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
         return dataclasses.replace(config, name=name)

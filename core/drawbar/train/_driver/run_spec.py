@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
 from drawbar._base.fields import to_journal_dict
 from drawbar._base.secrets import redact_settings
-from drawbar._base.time_limits import resolve_stop_before
 from drawbar._base.train_function import FunctionIdentity
 from drawbar._process.driver_env import DriverEnvironment, select_forwarded
 from drawbar._process.errors import DamagedRunError
@@ -94,9 +92,7 @@ def make_run_spec(
             train_loop, function, scaling_config, run_config, validation_config
         ),
         scaling_config=scaling_config,
-        run_config=add_defaults(
-            replace(run_config, stop_before=resolve_stop_before(run_config.stop_before))
-        ),
+        run_config=add_defaults(run_config),
         backend_config=train_loop.backend_config,
         data_source=data_source,
         resume_from_checkpoint=resume_from_checkpoint,
