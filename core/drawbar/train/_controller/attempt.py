@@ -45,30 +45,8 @@ from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import ActivityClock, RankActivity, collect_payloads
 from drawbar.train._controller.request_agreement import RequestAgreement, find_preemption
 from drawbar.train._controller.run import OpenRun
+from drawbar.train._protocol import messages
 from drawbar.train._protocol.commands import CollectiveResult, CommitCompleted
-from drawbar.train._protocol.messages import (
-    CheckpointDiscarded,
-    CheckpointListRequest,
-    CheckpointWaitStarted,
-    CollectiveCalled,
-    DiagnosisRequest,
-    FileChunk,
-    FileRequest,
-    FilesPersisted,
-    FunctionFailed,
-    FunctionImported,
-    FunctionStarted,
-    GroupMessage,
-    Heartbeat,
-    Observation,
-    OutputBytes,
-    RankFailed,
-    RankFinished,
-    RankInterrupted,
-    Report,
-    RequestSeen,
-    WorkerDied,
-)
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 T = TypeVar("T")
@@ -101,11 +79,11 @@ class Attempt:
         group: WorkerGroup,
         checkpoints: CheckpointCoordinator,
         emit: Emit,
-        on_diagnosis_request: Callable[[int, DiagnosisRequest], None],
+        on_diagnosis_request: Callable[[int, messages.DiagnosisRequest], None],
     ) -> None:
         self.number = start.attempt
         self.workers = list(workers)
-        self.finished: dict[int, RankFinished] = {}
+        self.finished: dict[int, messages.RankFinished] = {}
         self.requests = RequestAgreement(len(workers), group.broadcast_command)
         self.reports = ReportEmitter(self.number, emit)
         self._emit = emit
@@ -131,11 +109,11 @@ class Attempt:
         self.error: Exception | None = None
         self._failure_times: dict[int, float] = {}  # by rank: when its function raised
 
-    def on_messages(self, rank: int, messages: Sequence[GroupMessage]) -> None:
+    def on_messages(self, rank: int, batch: Sequence[messages.GroupMessage]) -> None:
         """Handle messages from a rank in order. An exception ends the attempt with an `error`."""
-        reports: list[Report] = []
-        for message in messages:
-            if isinstance(message, Report):
+        reports: list[messages.Report] = []
+        for message in batch:
+            if isinstance(message, messages.Report):
                 reports.append(message)
                 continue
             self._try(self._handle_reports, rank, reports)
@@ -155,7 +133,7 @@ class Attempt:
                 self.error = error
                 self.has_ended = True
 
-    def _handle_reports(self, rank: int, reports: Sequence[Report]) -> None:
+    def _handle_reports(self, rank: int, reports: Sequence[messages.Report]) -> None:
         """Handle consecutive reports of a rank."""
         if reports and not self.has_ended:
             # First, so that no command or event refers to a report that is not stored.
@@ -196,60 +174,65 @@ class Attempt:
             return timeout  # check again after another timeout
         return max(remaining, 0.0)
 
-    def _handle_late_message(self, rank: int, message: GroupMessage) -> None:
+    def _handle_late_message(self, rank: int, message: messages.GroupMessage) -> None:
         match message:
             # Printed before the attempt ended, or while the function cleans up. Lines on stderr are
             # omitted: most are libraries' messages about lost peers, and the log contains them. The
             # output of a script is shown completely instead, as under torchrun.
-            case OutputLine(stream="stdout") | OutputBytes():
+            case OutputLine(stream="stdout") | messages.OutputBytes():
                 self._emit(_make_output_event(rank, message))
-            case Observation(kind="progress"):
+            case messages.Observation(kind="progress"):
                 self._emit(make_observation_event(self.number, rank, message))
             case _ if self.failure is not None:
                 self.failure.on_message(rank, message)
 
-    def _handle_message(self, rank: int, message: GroupMessage) -> None:
-        if not isinstance(message, Observation) or message.is_activity:
+    def _handle_message(self, rank: int, message: messages.GroupMessage) -> None:
+        if not isinstance(message, messages.Observation) or message.is_activity:
             self.activity_clock.record(rank)
         match message:
-            case Report():
+            case messages.Report():
                 self._on_report(rank, message)
-            case OutputLine() | OutputBytes():
+            case OutputLine() | messages.OutputBytes():
                 self._emit(_make_output_event(rank, message))
-            case Heartbeat():
+            case messages.Heartbeat():
                 pass  # only updates the time of the last activity
-            case CheckpointWaitStarted():
+            case messages.CheckpointWaitStarted():
                 self.progress.on_waiting_for_checkpoint(rank, message.report_index)
                 self._check_divergence()
-            case FilesPersisted() | FileChunk() | FileRequest() | CheckpointDiscarded():
+            case (
+                messages.FilesPersisted()
+                | messages.FileChunk()
+                | messages.FileRequest()
+                | messages.CheckpointDiscarded()
+            ):
                 self._checkpoints.on_message(rank, message)
-            case CheckpointListRequest():
+            case messages.CheckpointListRequest():
                 self._checkpoints.on_message(rank, message)
                 self._check_divergence()
-            case Observation():
+            case messages.Observation():
                 self._emit(make_observation_event(self.number, rank, message))
-            case RequestSeen():
+            case messages.RequestSeen():
                 self.requests.on_seen(rank, message, self.progress.ranks[rank].reports)
-            case CollectiveCalled():
+            case messages.CollectiveCalled():
                 self._on_collective(rank, message)
             case ShardEpochEnded():
                 self._on_epoch_ended(rank, message)
-            case DiagnosisRequest():
+            case messages.DiagnosisRequest():
                 self._on_diagnosis_request(rank, message)
-            case FunctionFailed():
+            case messages.FunctionFailed():
                 self._failure_times[rank] = message.time
-            case FunctionImported():
+            case messages.FunctionImported():
                 self._emit(RankImported(rank))
-            case FunctionStarted():
+            case messages.FunctionStarted():
                 self.requests.on_started(rank)
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
-            case RankFinished():
+            case messages.RankFinished():
                 self._on_finished(rank, message)
-            case RankFailed():
+            case messages.RankFailed():
                 self.fail(AttemptFailure(get_end_cause(message.failure), [message.failure]))
-            case WorkerDied():
+            case messages.WorkerDied():
                 self.fail(AttemptFailure("worker", deaths={rank: message}))
-            case RankInterrupted():
+            case messages.RankInterrupted():
                 self.fail(AttemptFailure("worker", [describe_interruption(rank)]))
 
     @property
@@ -294,7 +277,7 @@ class Attempt:
             checkpoint = self._checkpoints.registry.get_checkpoint(manifest)
             self._emit(RoundCompleted(manifest.index, metrics, checkpoint))
 
-    def _on_report(self, rank: int, report: Report) -> None:
+    def _on_report(self, rank: int, report: messages.Report) -> None:
         if report.observation is not None:
             self._emit(make_observation_event(self.number, rank, report.observation))
         self._last_locations[rank] = report.location
@@ -327,7 +310,7 @@ class Attempt:
         except ValueError as error:
             self.fail(AttemptFailure("configuration", exception=error))
 
-    def _on_collective(self, rank: int, call: CollectiveCalled) -> None:
+    def _on_collective(self, rank: int, call: messages.CollectiveCalled) -> None:
         self._last_locations[rank] = call.location
         calls = self.progress.on_collective(rank, call)
         if calls is None:
@@ -340,7 +323,7 @@ class Attempt:
             return
         self._broadcast_command(calls, CollectiveResult(sequence=call.sequence, payloads=payloads))
 
-    def _on_finished(self, rank: int, message: RankFinished) -> None:
+    def _on_finished(self, rank: int, message: messages.RankFinished) -> None:
         self.finished[rank] = message
         # A return value that cannot be pickled is not a failure: training has succeeded.
         if message.serialization_error:
@@ -357,7 +340,9 @@ class Attempt:
             self.fail(AttemptFailure("divergence", [describe_divergence(reason)]))
 
 
-def _make_output_event(rank: int, message: OutputLine | OutputBytes) -> LinePrinted | BytesWritten:
+def _make_output_event(
+    rank: int, message: OutputLine | messages.OutputBytes
+) -> LinePrinted | BytesWritten:
     if isinstance(message, OutputLine):
         return LinePrinted(rank, message)
     return BytesWritten(message.data, message.stream)
@@ -368,7 +353,7 @@ class MessagesReceived(msgspec.Struct, frozen=True):
 
     attempt: Attempt
     rank: int
-    messages: Sequence[GroupMessage]
+    batch: Sequence[messages.GroupMessage]
 
 
 class HangCheckDue(NamedTuple):

@@ -321,7 +321,7 @@ class Controller:
     def _handle_event(self, event: ControllerEvent) -> None:
         match event:
             case MessagesReceived():
-                event.attempt.on_messages(event.rank, event.messages)
+                event.attempt.on_messages(event.rank, event.batch)
                 if self._should_stop_if_unused and event.attempt.requests.is_unused:
                     self._stop()
             case CommitFinished():
