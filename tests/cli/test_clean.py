@@ -251,3 +251,14 @@ def test_clean_skips_running_run(storage: Path, cli: Command) -> None:
     with open(storage / "long" / "journal.jsonl", "ab") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
         assert list_unused(cli, storage, "--keep", 1) == ["checkpoint_000000"]  # of `short`
+
+
+def test_clean_keep_does_not_count_damaged_checkpoints(cli: Command, storage: Path) -> None:
+    newest = find_run(storage / "long").list_checkpoints()[-1]
+    file = next(
+        path
+        for path in (storage / "long" / newest.name).rglob("*")
+        if path.is_file() and not path.name.startswith(".") and path.stat().st_size
+    )
+    file.write_bytes(b"")
+    assert list_unused(cli, storage / "long", "--keep", 1) == ["checkpoint_000000"]

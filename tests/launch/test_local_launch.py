@@ -17,7 +17,7 @@ import ray
 
 from drawbar import train
 from drawbar.launch import ScriptTrainer
-from drawbar.train import attach
+from drawbar.train import attach, runs
 from tests.launch.conftest import CORES, Launch, Pipe
 
 
@@ -281,3 +281,26 @@ run.wait()
         process.kill()
         wait_until_gone([int(pid)])
     os.kill(other, signal.SIGKILL)  # raises ProcessLookupError if it was killed too
+
+
+def test_launch_counts_time_from_the_start_of_the_script_and_names_its_process(
+    launch: Launch,
+) -> None:
+    launched = launch(
+        """
+        import os, time
+        start = time.time()
+        while time.process_time() < 1.0:  # work before the first call of Drawbar
+            pass
+        from drawbar import train
+        train.report({"pid": os.getpid(), "seconds": time.time() - start})
+        if train.get_context().get_world_rank() == 1:
+            raise ValueError("broken")
+        train.collective.barrier()
+        """
+    )
+    record = runs.find_run(launched.run)
+    row = next(row for row in record.list_report_rows() if row["rank"] == 1)
+    assert f"pid {row['pid']} on " in launched.err
+    times = record.read_rank_times()[-1].ranks[1]
+    assert times.seconds["function"] >= row["seconds"] >= 1

@@ -357,13 +357,15 @@ class ProgramProcess:
         """
         assert self._exit_code is not None  # only called after close()
         if self._exit_code:
-            raise make_program_error(
+            error = make_program_error(
                 self._exit_code,
                 self._failure,
                 self._ended_at or time.time(),
                 is_python=self._is_python,
                 is_oom_killed=bool(self._oom_kills.has_increased()),
             )
+            error.pid = 0 if self._process is None else self._process.pid
+            raise error
 
 
 def _discard(connection: socket.socket) -> bool:

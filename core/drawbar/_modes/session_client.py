@@ -40,6 +40,7 @@ class SessionInit:
     assignment: WorkerAssignment
     num_collective_calls: int
     num_request_calls: int
+    start_time: float
     request_commands: Sequence[RequestAnnounced | RequestAgreed]
     is_storage_node_local: bool
 
@@ -54,6 +55,7 @@ class SessionInit:
             assignment,
             session.collectives.call_count,
             session.requests.call_count,
+            session.timer.start_time,
             session.requests.get_commands(),
             session.is_storage_node_local,
         )
@@ -140,6 +142,7 @@ def _connect(descriptor: int) -> Session:
     connection.send(b"")
     session_init: SessionInit = pickle.loads(connection.receive())
     session = Session(session_init.assignment, send, {})
+    session.timer.start(session_init.start_time)  # the imports of the script count, too
     session.collectives.set_call_count(session_init.num_collective_calls)
     session.requests.restore(session_init.num_request_calls, session_init.request_commands)
     if session_init.is_storage_node_local:

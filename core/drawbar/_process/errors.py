@@ -346,6 +346,9 @@ class ProgramFailedError(RuntimeError):
         where: Innermost line of user code, as `file:line in function`.
         is_exit: Whether the program ended itself with `sys.exit()` or KeyboardInterrupt.
 
+    Attributes:
+        pid: Process ID of the program; 0 if it is unknown.
+
     Example:
         ```python
         except WorkerGroupError as error:
@@ -372,6 +375,7 @@ class ProgramFailedError(RuntimeError):
         self.traceback = traceback
         self.location = where
         self.is_exit = is_exit
+        self.pid = 0
 
     @property
     def is_killed_by_signal(self) -> bool:

@@ -44,9 +44,9 @@ def describe_exception(
     if isinstance(error, ValueError) and str(error).startswith("signal only works in main thread"):
         error.add_note(_SIGNAL_NOTE)
     # The earliest failure counts as the root cause, so use the time of the exception.
-    failed_at = raised_at or time.time()
+    failed_at, pid = raised_at or time.time(), os.getpid()
     if isinstance(error, ProgramFailedError):
-        failed_at = error.time
+        failed_at, pid = error.time, error.pid or pid
     traceback, location = _format_traceback(error)
     if len(traceback) > MAX_SHOWN_CHARS:
         _append_full_traceback(traceback, log)
@@ -58,7 +58,7 @@ def describe_exception(
         traceback=traceback,
         location=location,
         hostname=os.uname().nodename,
-        pid=os.getpid(),
+        pid=pid,
         time=failed_at,
         num_reports=num_reports,
         log_path=str(log),

@@ -108,7 +108,8 @@ def _find_surplus_checkpoints(
 ) -> Iterator[UnusedFile]:
     """Find checkpoints that the retention policy `config` does not keep.
 
-    The checkpoints that the training framework calls its best are kept, too.
+    The checkpoints that the training framework calls its best are kept, too. Damaged checkpoints do
+    not count and are kept: a resume uses the newest of the others.
 
     Args:
         directory: Directory of the run.
@@ -118,7 +119,11 @@ def _find_surplus_checkpoints(
         config: Retention policy.
     """
     store = directory.checkpoints
-    committed = [manifest for manifest in store.list_readable()[0] if manifest.name in names]
+    committed = [
+        manifest
+        for manifest in store.list_readable()[0]
+        if manifest.name in names and not store.find_damage(manifest)
+    ]
     best = find_best_of_framework(committed)
     for manifest in select_surplus(committed, config):
         if manifest.name in best or is_external(manifest.name):

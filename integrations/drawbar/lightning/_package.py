@@ -15,7 +15,9 @@ import sys
 import types
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_args
 
-from drawbar.train.backend import make_import_error, require_version
+from drawbar.train.backend import make_import_error, require_package, require_version
+
+require_package("torch", extra="lightning")
 
 T = TypeVar("T", bound="LateBoundBase")
 

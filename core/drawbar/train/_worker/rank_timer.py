@@ -60,10 +60,14 @@ class RankTimer:
         self._clock = clock
         self.start()
 
-    def start(self) -> None:
-        """Start in the calling thread, which runs the training function."""
+    def start(self, at: float | None = None) -> None:
+        """Start in the calling thread, which runs the training function.
+
+        Args:
+            at: Time of the start, of another process of this machine. Default: now.
+        """
         self._thread = threading.get_ident()
-        self._start = self._last_step = self._since = self._clock()
+        self.start_time = self._last_step = self._since = self._clock() if at is None else at
         self._open: list[str] = []  # keys of the measurements in progress, the innermost last
         self._seconds: dict[str, float] = {}
         self._measured = self._measured_at_step = 0.0  # sum of the measurements
@@ -73,7 +77,7 @@ class RankTimer:
         self._first_step = 0.0
         self._step_times: list[float] = []  # without the first one
         self._num_phases = 0
-        self._interval, self._next_send = 1.0, self._start + 1.0
+        self._interval, self._next_send = 1.0, self.start_time + 1.0
 
     # -- measurements
 
@@ -194,7 +198,7 @@ class RankTimer:
         warmup = 0.0
         if self._step_times:
             warmup = max(self._first_step - statistics.median(self._step_times), 0.0)
-        seconds = {"function": now - self._start, "warmup": warmup, **self._seconds}
+        seconds = {"function": now - self.start_time, "warmup": warmup, **self._seconds}
         if self._forward:
             seconds["forward"] = self._forward
         return RankTimes(
