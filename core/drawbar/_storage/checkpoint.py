@@ -225,7 +225,7 @@ class Checkpoint:
             and (self._storage_path / MANIFEST_FILE).exists()
         ):
             temp_directory = self._storage_path.parent
-        self._storage_path.write(METADATA_FILE, data, temp_directory=temp_directory)
+        self._storage_path.write_file(METADATA_FILE, data, temp_directory=temp_directory)
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add keys to the metadata. Existing keys are replaced.

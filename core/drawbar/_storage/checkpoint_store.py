@@ -280,19 +280,19 @@ def commit_in_place(checkpoints: CheckpointStore, draft: CheckpointDraft) -> Man
 def finalize(directory: StoragePath, manifest: Manifest, draft: CheckpointDraft) -> None:
     """Write Drawbar's files into the directory of a checkpoint, the manifest last."""
     if draft.metadata is not None and directory.read_or_none(METADATA_FILE) is None:
-        directory.write(METADATA_FILE, draft.metadata)
+        directory.write_file(METADATA_FILE, draft.metadata)
     sums = {
         path: value for staged in draft.staged_files for path, value in staged.checksums.items()
     }
     if sums:
-        directory.write(CHECKSUMS_FILE, msgspec.json.encode(sums))
+        directory.write_file(CHECKSUMS_FILE, msgspec.json.encode(sums))
     fault_points.maybe_stop_at("commit.merged")
     # The manifest makes the directory a checkpoint, so all other files must exist before it.
     if isinstance(directory, LocalPath):
         write_manifest(directory, manifest, durable=draft.durable)
     else:
         check_file_sizes(directory, manifest)
-        directory.write(MANIFEST_FILE, manifest.encode())
+        directory.write_file(MANIFEST_FILE, manifest.encode())
     fault_points.maybe_stop_at("commit.manifest")
 
 

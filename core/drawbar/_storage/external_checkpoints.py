@@ -59,4 +59,4 @@ def remove_name(run_path: StoragePath, name: str) -> None:
 
 
 def _write_index(run_path: StoragePath, names: list[str]) -> None:
-    run_path.write(INDEX_FILE, msgspec.json.encode(names))
+    run_path.write_file(INDEX_FILE, msgspec.json.encode(names))

@@ -205,11 +205,11 @@ class RemoteJournal:
         while parts.get(start, 0) >= PART_BYTES:
             start += parts[start]
         if start < len(data):
-            self._parts_path.write(_name_part(start), data[start:])
+            self._parts_path.write_file(_name_part(start), data[start:])
 
     def upload_all(self, data: bytes) -> None:
         """Upload the whole journal, and delete the parts."""
-        self._run_path.write(JOURNAL_FILE, data)
+        self._run_path.write_file(JOURNAL_FILE, data)
         for offset in self._list_parts():
             self._parts_path.delete_file(_name_part(offset))
 

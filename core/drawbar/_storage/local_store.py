@@ -124,7 +124,7 @@ class LocalCheckpointStore(CheckpointStore):
     ) -> None:
         # An external checkpoint may be on another filesystem, to which no file can be renamed.
         temp_directory = None if is_external(name) else self.staging.path
-        self.path(name).write(file, data, durable=durable, temp_directory=temp_directory)
+        self.path(name).write_file(file, data, durable=durable, temp_directory=temp_directory)
 
     def list_damaged(self, committed: Collection[str] = ()) -> list[str]:
         default_names = set(filter(is_default_name, committed))

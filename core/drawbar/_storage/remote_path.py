@@ -180,7 +180,7 @@ class RemotePath:
         except FileNotFoundError:
             return None
 
-    def write(
+    def write_file(
         self, name: str, data: bytes, *, durable: bool = False, temp_directory: Path | None = None
     ) -> None:
         """Write a file. After an error, the older file remains."""

@@ -113,7 +113,7 @@ class RemoteCheckpointStore(CheckpointStore):
         """Delete the manifest of a checkpoint first, and then its other files."""
         if not is_external(name):
             directory = self.run_path / name
-            directory.write(PENDING_MARKER, b"")  # so that clean_up() finds it after a kill
+            directory.write_file(PENDING_MARKER, b"")  # so that clean_up() finds it after a kill
             directory.delete_file(MANIFEST_FILE)
             directory.delete_tree()
         if "/" in name:
@@ -123,7 +123,7 @@ class RemoteCheckpointStore(CheckpointStore):
         """Do nothing, because the commit has already written them."""
 
     def write_validation(self, manifest: Manifest, *, durable: bool) -> None:
-        self.path(manifest.name).write(VALIDATION_FILE, manifest.encode(), durable=durable)
+        self.path(manifest.name).write_file(VALIDATION_FILE, manifest.encode(), durable=durable)
 
     def list_damaged(self, committed: Collection[str] = ()) -> list[str]:
         """Return the names of committed checkpoints that have lost files.
@@ -157,7 +157,7 @@ def _mark_pending(directory: RemotePath) -> None:
     if paths and not any(map(is_reserved, paths)):
         raise make_name_conflict_error(directory)
     if PENDING_MARKER not in paths:
-        directory.write(PENDING_MARKER, b"")
+        directory.write_file(PENDING_MARKER, b"")
 
 
 def _remove_unlisted(directory: RemotePath, staged_files: Sequence[StagedFiles]) -> None:

@@ -224,7 +224,7 @@ class RemoteRunFiles(RunFiles):
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file into the storage."""
-        self.remote_path.write(name, data)
+        self.remote_path.write_file(name, data)
 
     def delete(self, name: str) -> None:
         """Delete a file in the work directory and in the storage."""
@@ -286,7 +286,7 @@ class RemoteRunFiles(RunFiles):
             try:
                 is_stored = segment.end is not None and stored.get(path.name) == path.stat().st_size
                 if not is_stored:
-                    directory.write(path.name, path.read_bytes())
+                    directory.write_file(path.name, path.read_bytes())
             except FileNotFoundError:
                 # The segment was closed in the meantime, so list the segments again.
                 if path.exists() or not self.path.exists():
@@ -299,10 +299,10 @@ class RemoteRunFiles(RunFiles):
     def upload_log(self, log: Path) -> None:
         """Upload the log of a rank, if it exists."""
         if log.exists():
-            (self.remote_path / "logs").write(log.name, log.read_bytes())
+            (self.remote_path / "logs").write_file(log.name, log.read_bytes())
 
     def check_writable(self) -> None:
         """Write a small file and delete it."""
         probe = f".drawbar-probe-{os.getpid()}"
-        self.remote_path.write(probe, b"drawbar")
+        self.remote_path.write_file(probe, b"drawbar")
         self.remote_path.delete_file(probe)

@@ -45,7 +45,7 @@ class LocalPath(PosixPath):
         """
         return read_file_or_none(self, name, start)
 
-    def write(
+    def write_file(
         self, name: str, data: bytes, *, durable: bool = False, temp_directory: Path | None = None
     ) -> None:
         """Write a file atomically.

@@ -222,7 +222,7 @@ class ReportCheckpointCallback:
     def _save_if_requested(self, batch: int) -> None:
         # Not at the end of a batch: Keras 3 would wait for the result of each one.
         if self._is_in_run() and should_checkpoint() and batch:
-            self._batches = self._num_skipped + batch
+            model_state(self._model).batches = self._num_skipped + batch
             self._save({})
 
     def _is_in_run(self) -> bool:

@@ -116,7 +116,7 @@ class ShardBatches:
     @staticmethod
     def is_shard_loader(dataloader: object) -> bool:
         """Return whether a loader is the result of `iter_torch_batches`."""
-        return type(dataloader).__module__.startswith("drawbar.train.")
+        return type(dataloader).__module__.startswith("drawbar._data.")
 
     def __iter__(self) -> Iterator[object]:
         is_empty = True

@@ -310,7 +310,7 @@ def get_location(frame: FrameType | None) -> str:
 
 def _is_core(frame: FrameType) -> bool:
     name: str = frame.f_globals.get("__name__", "")
-    return name.startswith("drawbar.train.")
+    return name.startswith(("drawbar.train.", "drawbar._process.", "drawbar._fork_server."))
 
 
 def describe_dataset(dataset: object) -> str:

@@ -138,17 +138,17 @@ def test_exception_during_write_leaves_older_file_or_none(
 
     filesystem, path = _make_filesystem(kind, tmp_path, s3)
     directory = RemotePath(path, to_pyarrow(filesystem))
-    directory.write("other", b"other")
+    directory.write_file("other", b"other")
     for older in (None, b"older"):
         if older is not None:
-            directory.write("file", older)
+            directory.write_file("file", older)
         with pytest.raises(KeyboardInterrupt):
             _write_partly(directory, BIG[:num_bytes], keeps_older=True)
         assert directory.read_or_none("file") == (None if kind == "fsspec memory" else older)
         with pytest.raises(KeyboardInterrupt):
             _write_partly(directory, BIG[:num_bytes])
         assert directory.read_or_none("file") == (older if keeps_older else None)
-    directory.write("file", BIG)
+    directory.write_file("file", BIG)
     assert directory.read("file") == BIG
     assert directory.read("other") == b"other"
     assert [file.path for file in directory.list_files()] == ["file", "other"]
@@ -160,7 +160,7 @@ def test_kill_during_upload_to_s3_keeps_older_object(s3: Any, drivers: Drivers) 
     path = f"bucket/{uuid.uuid4().hex}"
     directory = RemotePath(path, s3)
     for name in ("copied", "streamed"):
-        directory.write(name, b"older")
+        directory.write_file(name, b"older")
 
     def main() -> None:
         from tests.train.storage.test_interrupted_writes import kill_in_uploads
