@@ -90,7 +90,7 @@ def test_docs_run_mode_executes_function_in_child_process(
     )
     run = trainer.start()
     started.read_text()
-    assert (run.status, run.metrics) == ("running", {"is_child": True})
+    assert run.status == "running"  # the controller may not have handled the report yet
     run.stop()
     assert run.wait(timeout=60).metrics == {"is_child": True}
     assert run.get_logs() == "stopped\n"
