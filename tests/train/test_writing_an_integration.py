@@ -89,8 +89,11 @@ def test_docs_run_mode_executes_function_in_child_process(
         run_config=run_config,
     )
     run = trainer.start()
-    started.read_text()
-    assert run.status == "running"  # the controller may not have handled the report yet
-    run.stop()
-    assert run.wait(timeout=60).metrics == {"is_child": True}
-    assert run.get_logs() == "stopped\n"
+    try:
+        started.read_text()
+        assert run.status == "running"  # the controller may not have handled the report yet
+        run.stop()
+        assert run.wait(timeout=60).metrics == {"is_child": True}
+        assert run.get_logs() == "stopped\n"
+    finally:
+        run.stop(save=False)  # otherwise, the function might never end
