@@ -24,7 +24,7 @@ Emit = Callable[[Event], None]
 MAX_EVENTS = 4096
 """Number of events that an `EventBuffer` keeps."""
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("drawbar.train")
 
 
 class Watcher(Protocol):

@@ -30,7 +30,7 @@ from drawbar._records import events, live_events
 from drawbar._records.live_events import Event
 from drawbar._storage.manifest import ReportedCheckpointStatus
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("drawbar.train")
 
 
 class Console:

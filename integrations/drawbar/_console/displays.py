@@ -25,7 +25,7 @@ _PLAIN_LINE_PERIOD_S = 10.0
 MAX_COMMIT_LINES = 20
 """Commits in `_PLAIN_LINE_PERIOD_S` seconds that get a line each where there is no live line."""
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("drawbar.train")
 
 
 class DisplayStatus:
