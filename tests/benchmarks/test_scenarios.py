@@ -43,7 +43,10 @@ def test_waiting_takes_no_cpu() -> None:
     assert measure("waiting", seconds=3)["used"][0] < 0.2  # far more if anything polled
 
 
-@pytest.mark.parametrize(("scenario", "size"), [("async_report", {"nbytes": 1000}), ("resize", {})])
+@pytest.mark.parametrize(
+    ("scenario", "size"),
+    [("async_report", {"nbytes": 1000}), ("save_async", {"nbytes": 1000}), ("resize", {})],
+)
 @pytest.mark.nightly
 def test_it_runs(scenario: str, size: dict[str, float]) -> None:
     measure(scenario, **size)

@@ -101,6 +101,7 @@ if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar.train import xgboost as xgboost
     from drawbar.train._handle.run_handle import RunHandle
     from drawbar.train._trainer import DataParallelTrainer
+    from drawbar.train.torch import save_async as save_async
 
 __all__ = [
     "TRAIN_DATASET_KEY",
@@ -211,6 +212,8 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
             return _import_names(names)[name]
         if name in _INTEGRATIONS or name in _ALIASES:
             return importlib.import_module(f"{__name__}.{name}")
+        if name == "save_async":
+            return importlib.import_module(f"{__name__}.torch").save_async
         if reason := _explain_missing_name(__name__, name):
             raise AttributeError(reason, name=name, obj=sys.modules[__name__])
         raise AttributeError(

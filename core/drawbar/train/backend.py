@@ -21,8 +21,10 @@ from drawbar._base.packages import (
 from drawbar._base.train_function import TrainFunction
 from drawbar._modes.program_output import ProgramOutput
 from drawbar._modes.program_process import run_program
+from drawbar._modes.report_async import report_async
 from drawbar._process.driver_env import DriverContext, set_tune_trial
 from drawbar._process.worker_env import get_visible_gpu_ids
+from drawbar._storage.memory_files import MemoryFiles
 from drawbar.train._config.backend import (
     Backend,
     BackendConfig,
@@ -55,6 +57,7 @@ __all__ = [
     "DataSource",
     "DriverContext",
     "LauncherStore",
+    "MemoryFiles",
     "ProgramOutput",
     "TrainFunction",
     "add_final_notice",
@@ -77,6 +80,7 @@ __all__ = [
     "parse_duration",
     "register_best_checkpoint",
     "register_data_position",
+    "report_async",
     "report_buffered",
     "require_package",
     "require_version",

@@ -1,5 +1,6 @@
 """PyTorch training on Ray: trainer, process group, and training-function helpers."""
 
+from drawbar.torch._async_state import load_state, save_async
 from drawbar.torch._attempt_cleanup import on_attempt_end
 from drawbar.torch._backend import TorchBackend, TorchConfig
 from drawbar.torch._checkpoint import TorchCheckpoint
@@ -23,10 +24,12 @@ __all__ = [
     "enable_reproducibility",
     "get_device",
     "get_devices",
+    "load_state",
     "on_attempt_end",
     "prepare_data_loader",
     "prepare_model",
     "prepare_optimizer",
+    "save_async",
 ]
 
 set_public_module(globals())

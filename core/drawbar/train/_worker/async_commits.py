@@ -49,6 +49,15 @@ class AsyncCommits:
             self._send(CheckpointWaitStarted(report_index=report_index))
         future.result()
 
+    def raise_error(self) -> None:
+        """Raise the error of a checkpoint that could not be committed."""
+        if not self._futures:
+            return
+        with self._submit_lock:
+            for entry in [entry for entry in self._futures if entry[1].done()]:
+                self._futures.remove(entry)
+                entry[1].result()
+
     def flush(self) -> None:
         """Wait until all checkpoints are committed and raise the first error."""
         while self._futures:

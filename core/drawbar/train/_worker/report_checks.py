@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar._base.wording import is_encodable
+from drawbar._storage.background_writer import BackgroundWrite
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.contents import MANIFEST_FILE, DirectoryContents, FileEntry
 from drawbar._storage.journal_file import JOURNAL_FILE
@@ -45,12 +46,14 @@ class UploadOptions:
         mode: Upload mode.
         delete_local: Whether to move the directory; None for the default of the mode.
         upload_fn: Function that replaces Drawbar's upload.
+        background: Write to the directory that is in progress.
     """
 
     name: str | None
     mode: CheckpointUploadMode
     delete_local: bool | None
     upload_fn: CheckpointUploadFn | None
+    background: BackgroundWrite | None = None
 
     @property
     def is_blocking(self) -> bool:

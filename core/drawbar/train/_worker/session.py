@@ -166,6 +166,7 @@ class Session:
             metrics: Metrics by name.
             is_buffered: Whether the report may be sent later, together with others.
         """
+        self.uploads.async_commits.raise_error()
         # Normalize before the index is used: invalid metrics must not leave a gap, because the
         # reports of all ranks are matched by index.
         values = normalize(metrics)
@@ -196,6 +197,7 @@ class Session:
         validation: object,
     ) -> None:
         """Report metrics and a checkpoint. See `drawbar.train.report`."""
+        self.uploads.async_commits.raise_error()
         default = self.assignment.spec.default_validation
         to_validate = resolve_validation(validation, default, has_checkpoint=checkpoint is not None)
         assert checkpoint is not None  # resolve_validation rejects a validation without one

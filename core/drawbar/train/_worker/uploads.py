@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from drawbar._process.errors import StorageError
+from drawbar._storage.background_writer import BackgroundWrite
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import UploadTarget, make_default_name
 from drawbar._storage.contents import FileEntry, is_external, list_files, scan_directory
@@ -88,9 +89,10 @@ class Uploads:
         self._label = label
         self._attempt = attempt
         self._command_queue = command_queue
-        # Both by checkpoint name.
+        # All by checkpoint name.
         self._upload_fns: dict[str, tuple[CheckpointUploadFn, Checkpoint]] = {}
         self._file_identities: dict[str, FileIdentities] = {}
+        self._background_writes: dict[str, BackgroundWrite] = {}
         self.async_commits = AsyncCommits(self.persist_and_wait, command_queue.send)
 
     # -- offers
@@ -105,6 +107,12 @@ class Uploads:
             ValueError: The mode does not support the location of the checkpoint.
         """
         name = make_default_name(report_index) if options.name is None else options.name
+        if options.background is not None:
+            self._background_writes[name] = options.background
+            # Not a StagedOffer: the files are staged when they are written.
+            return CheckpointOffer(
+                directory=checkpoint.path, files=options.background.files, checkpoint_name=name
+            )
         should_move = self._should_move(checkpoint, options)
         if options.mode is CheckpointUploadMode.NO_UPLOAD:
             if should_move:
@@ -302,6 +310,11 @@ class Uploads:
             return FilesPersisted(
                 report_index=report_index, staging_directory="", checkpoint_name=name
             )
+        write = self._background_writes.pop(command.checkpoint_name, None)
+        if write is not None:
+            write.done.result()
+            if self._target.is_staged(Path(offer.directory)):
+                return FilesPersisted(report_index=report_index, staging_directory=offer.directory)
         assigned = self._make_assigned_files(offer, command.files, command.checkpoint_name)
         if not offer.should_move:
             # The assigned files of the ranks are disjoint, so all ranks can add theirs to one

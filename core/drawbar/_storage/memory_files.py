@@ -1,0 +1,209 @@
+"""Files in shared memory, which another process writes to storage."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, cast
+
+from drawbar._storage.contents import FileEntry, check_relative_path
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_MIN_MAPPED_BYTES = 1 << 20
+
+
+class SharedMemory:
+    """Memory that grows, and that another process can read through its file descriptor.
+
+    It has no name that must be deleted, and is not limited by the size of `/dev/shm`, which is 64
+    MB in many containers.
+
+    Attributes:
+        fd: File descriptor of the memory.
+    """
+
+    def __init__(self) -> None:
+        self.fd = _create_memory_file()
+        os.ftruncate(self.fd, _MIN_MAPPED_BYTES)
+        self._map = mmap.mmap(self.fd, _MIN_MAPPED_BYTES)
+        self._reserved = 0
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes to an offset.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        end = offset + len(data)
+        if end > len(self._map):
+            # Doubles the addresses, not the memory.
+            self._map.resize(max(end, 2 * len(self._map)))
+        if end > self._reserved:
+            # Without it, a lack of memory would kill the process with SIGBUS.
+            reserved = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+            os.posix_fallocate(self.fd, self._reserved, reserved - self._reserved)
+            self._reserved = reserved
+        self._map[offset:end] = data
+
+    def release(self) -> None:
+        """Free the memory."""
+        self._map.close()
+        os.close(self.fd)
+
+
+def _create_memory_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("drawbar-checkpoint")
+    with tempfile.TemporaryFile() as file:  # not Linux
+        return os.dup(file.fileno())
+
+
+class MemoryFile(io.RawIOBase):
+    """Writable file in shared memory.
+
+    Args:
+        memory: Memory for the content.
+
+    Attributes:
+        memory: The memory.
+        size: Size of the content in bytes.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+        self.size = 0
+        self._position = 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position of the next byte."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Change the position of the next byte, and return it."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def write(self, data: ReadableBuffer) -> int:
+        """Copy bytes to the position.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        view = memoryview(data)
+        if view.nbytes == 0:
+            return 0
+        if self._position > self.size:  # the memory may have the bytes of an earlier file
+            self.memory.write(self.size, memoryview(bytes(self._position - self.size)))
+        self.memory.write(self._position, view.cast("B"))
+        self._position += view.nbytes
+        self.size = max(self.size, self._position)
+        return view.nbytes
+
+
+class MemoryFiles:
+    """Files of one checkpoint in shared memory.
+
+    Each checkpoint reuses the memory of the previous one, because the first write to a page takes
+    several times as long as the next ones.
+
+    Example:
+        >>> with files.open("state.pt") as file:
+        ...     torch.save(state, file)
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, MemoryFile] = {}  # by path
+        self._unused: list[SharedMemory] = []
+
+    def clear(self) -> None:
+        """Remove all files, and keep their memory for the next ones."""
+        for path in list(self._files):
+            self.remove(path)
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[IO[bytes]]:
+        """Create a file, and replace an earlier one with this path.
+
+        Args:
+            path: Relative path of the file in the checkpoint.
+
+        Yields:
+            The file.
+
+        Raises:
+            CheckpointError: The path leads out of the checkpoint.
+        """
+        check_relative_path(path)
+        self.remove(path)
+        memory = self._unused.pop(0) if self._unused else SharedMemory()
+        self._files[path] = file = MemoryFile(memory)
+        yield cast("IO[bytes]", file)
+
+    def rename(self, path: str, new_path: str) -> None:
+        """Rename a file, and replace an earlier one with the new path.
+
+        Args:
+            path: Path of the file.
+            new_path: New path.
+        """
+        check_relative_path(new_path)
+        self.remove(new_path)
+        self._files[new_path] = self._files.pop(path)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it exists.
+
+        Args:
+            path: Path of the file.
+        """
+        file = self._files.pop(path, None)
+        if file is not None:
+            self._unused.append(file.memory)
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is a file with this path.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            Whether it exists.
+        """
+        return path in self._files
+
+    def list_files(self) -> tuple[FileEntry, ...]:
+        """Return the path and the size of each file, sorted by path.
+
+        Returns:
+            The files.
+        """
+        return tuple(FileEntry(path, file.size) for path, file in sorted(self._files.items()))
+
+    def get_descriptors(self) -> dict[str, int]:
+        """Return the descriptor of each file's memory.
+
+        Returns:
+            The descriptors by path.
+        """
+        return {path: file.memory.fd for path, file in self._files.items()}
+
+    def release(self) -> None:
+        """Remove all files, and free the memory."""
+        self.clear()
+        while self._unused:
+            self._unused.pop().release()
