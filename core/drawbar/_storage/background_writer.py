@@ -18,6 +18,7 @@ from drawbar._process.threads import DaemonThreadPool
 from drawbar._storage import writer_process
 from drawbar._storage.contents import FileEntry, format_exact_size
 from drawbar._storage.memory_files import MemoryFiles
+from drawbar._storage.retries import add_context, is_transient
 
 _END_TIMEOUT_S = 1.0
 _MAX_REPLY_BYTES = 1 << 16
@@ -65,10 +66,11 @@ class BackgroundWriter:
 
         Raises:
             StorageError: The storage is full, for example.
+            OSError: The error is transient.
             CheckpointError: The process has died.
         """
         for file in files:
-            self._process.write(directory / file.path, descriptors[file.path], file.size)
+            self._process.write(directory, file, descriptors[file.path])
 
 
 class _WriterProcess:
@@ -78,14 +80,17 @@ class _WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
 
-    def write(self, path: Path, descriptor: int, size: int) -> None:
-        """Write a file.
+    def write(self, directory: Path, file: FileEntry, descriptor: int) -> None:
+        """Write a file from its memory to a directory.
 
         Raises:
-            StorageError: The file cannot be written.
+            StorageError: The storage is full, for example.
+            OSError: The error is transient.
             CheckpointError: The process has died.
         """
-        request = json.dumps({"path": str(path), "size": size}).encode() + b"\n"
+        path = directory / file.path
+        fields = {"directory": str(directory), "path": file.path, "size": file.size}
+        request = json.dumps(fields).encode() + b"\n"
         connection = self._connect()
         try:
             socket.send_fds(connection, [request], [descriptor])
@@ -98,8 +103,9 @@ class _WriterProcess:
                 "The checkpoint is not committed."
             )
         if error := json.loads(reply):
-            text = f"writing {format_exact_size(size)} to {path}: {error['reason']}"
-            raise StorageError(error["errno"], text)
+            cause = OSError(error["errno"], error["reason"])
+            cause = add_context(cause, f"writing {format_exact_size(file.size)} to {path}")
+            raise cause if is_transient(cause) else StorageError(*cause.args)
 
     def _connect(self) -> socket.socket:
         # If the process has died between two checkpoints, no file is lost.

@@ -31,7 +31,7 @@ def main(connection: socket.socket) -> None:
     while (received := _receive(connection)) is not None:
         request, memory = received
         try:
-            _write_file(request["path"], memory, request["size"])
+            _write_file(request["directory"], request["path"], memory, request["size"])
             reply: dict[str, object] = {}
         except OSError as error:
             reply = {"errno": error.errno, "reason": error.strerror}
@@ -58,9 +58,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], int] | None:
     return (json.loads(data), descriptors[0]) if data else None
 
 
-def _write_file(path: str, memory: int, size: int) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "wb") as file:
+def _write_file(directory: str, path: str, memory: int, size: int) -> None:
+    if parent := os.path.dirname(path):
+        # Not the directory itself: it is deleted if the attempt has ended.
+        os.makedirs(os.path.join(directory, parent), exist_ok=True)
+    with open(os.path.join(directory, path), "wb") as file:
         offset = 0
         while offset < size:
             offset += os.sendfile(file.fileno(), memory, offset, size - offset)

@@ -95,8 +95,14 @@ def _has_dtensor(value: object) -> bool:
 
 
 def _save_file(state: Mapping[str, object], files: MemoryFiles) -> None:
-    with files.open(STATE_FILE) as file, _without_crc32():
-        torch.save(state, file)
+    try:
+        with files.open(STATE_FILE) as file, _without_crc32():
+            torch.save(state, file)
+    except RuntimeError as error:
+        # torch replaces the error of a file by one about the position in it.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def _save_shards(state: Mapping[str, object], files: MemoryFiles) -> None:
