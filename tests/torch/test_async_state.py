@@ -15,6 +15,7 @@ import cloudpickle
 import psutil
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from drawbar import train
@@ -77,6 +78,7 @@ def test_save_async_keeps_values_of_the_call(ray_cluster: None, fit: Fit, num_wo
         assert torch.equal(state["weights"], torch.full((500_000,), float(state["step"])))
     assert [metrics["step"] for _, metrics in result.best_checkpoints] == [0, 1, 2, 3, 4]
     assert all(stall > 0 for stall in result.return_value)
+    assert result.goodput.parts["checkpoint_blocked"] > 0
 
 
 def test_save_async_of_ddp_model_resumes(ray_cluster: None, fit: Fit) -> None:
@@ -209,6 +211,39 @@ def test_save_async_with_full_disk_fails_at_next_save(
     with pytest.raises(WorkerGroupError, match="File too large") as caught:
         fit(function, 1)
     assert isinstance(caught.value.worker_failures[0], StorageError)
+
+
+def test_report_after_failed_save_async_raises(ray_cluster: None, fit: Fit) -> None:
+    def report_until_error() -> None:
+        while True:
+            train.report({})
+            train.get_all_reported_checkpoints(timeout_s=0.1)  # there is no second commit
+
+    def function() -> None:
+        save(0)
+        train.get_all_reported_checkpoints()
+        resource.prlimit(find_writer().pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+        save(1)
+        with pytest.raises(StorageError, match="File too large"):
+            report_until_error()
+
+    result = fit(function, 1)
+    assert list_steps(result) == [0]
+
+
+def test_save_async_uploads_to_remote_storage(fit: Fit, tmp_path: Path) -> None:
+    def function() -> None:
+        for step in range(3):
+            save(step)
+
+    filesystem = LocalFileSystem(auto_mkdir=True)
+    config = RunConfig(name="run", storage_path=str(tmp_path), storage_filesystem=filesystem)
+    result = fit(function, run_config=config)
+    for number, (checkpoint, _) in enumerate(result.best_checkpoints):
+        checkpoint.verify()
+        with checkpoint.as_directory() as directory:
+            state = torch.load(Path(directory, "state.pt"))
+        assert torch.equal(state["weights"], torch.full((500_000,), float(number)))
 
 
 def test_save_async_with_killed_rank_leaves_only_committed_checkpoints(
