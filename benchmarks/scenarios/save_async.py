@@ -40,7 +40,7 @@ def _make_step() -> Callable[[], None]:
 
 
 def _function(nbytes: int) -> Samples:
-    """Train on both cores; rank 0 returns the samples, without those of the first save."""
+    """Train on both cores; rank 0 returns the samples, without the first save."""
     import torch
 
     from drawbar import train
@@ -49,6 +49,7 @@ def _function(nbytes: int) -> Samples:
     torch.set_num_threads(1)
     step = _make_step()
     state = {f"layer{number}": torch.rand(nbytes // 4 // TENSORS) for number in range(TENSORS)}
+    shards = _make_shards(state)
     target = {name: torch.zeros_like(value) for name, value in state.items()}
 
     def count_steps() -> float:
@@ -67,29 +68,34 @@ def _function(nbytes: int) -> Samples:
             torch.save(state, path / "state.pt")
             train.report({}, checkpoint=path)
 
-    samples: dict[str, list[float]] = {
-        key: [] for key in ("stall", "copy", "copies", "torch_save", "alone", "beside", "slowdown")
-    }
+    samples: Samples = {}
     is_rank_zero = train.get_context().get_world_rank() == 0
     for repetition in range(REPETITIONS + 1):
         train.collective.barrier()
         alone, copied = count_steps(), _measure_seconds(copy)
         stall = save_async(state)
-        beside = count_steps()
+        with_writer = count_steps()
         train.get_all_reported_checkpoints()  # waits for the commit
         saved = _measure_seconds(save_in_loop if is_rank_zero else lambda: train.report({}))
-        if repetition > 0:
-            _add(samples, stall, copied, saved, alone, beside)
+        train.collective.barrier()
+        copied_shards = _measure_seconds(copy)
+        stall_of_shards = save_async(shards)
+        train.get_all_reported_checkpoints()
+        values = {"stall": stall, "copy": copied, "copies": stall / copied, "torch_save": saved}
+        values |= {"alone": alone, "with_writer": with_writer, "slowdown": alone / with_writer}
+        values |= {"shards": stall_of_shards, "shard_copies": stall_of_shards / copied_shards}
+        for key, value in values.items() if repetition > 0 else ():
+            samples.setdefault(key, []).append(value)
     return samples
 
 
-def _add(
-    samples: Samples, stall: float, copied: float, saved: float, alone: float, beside: float
-) -> None:
-    values = {"stall": stall, "copy": copied, "copies": stall / copied, "torch_save": saved}
-    values |= {"alone": alone, "beside": beside, "slowdown": alone / beside}
-    for key, value in values.items():
-        samples[key].append(value)
+def _make_shards(state: dict[str, Any]) -> dict[str, Any]:
+    """Return DTensors of twice the size, of which each rank has the tensors of the state."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (WORKERS,))
+    return {name: DTensor.from_local(value, mesh, [Shard(0)]) for name, value in state.items()}
 
 
 def _drawbar(nbytes: int = NBYTES) -> Samples:
@@ -120,12 +126,19 @@ SCENARIO = Scenario(
         ),
         Measure(key="torch_save", label="torch.save() and report() in the loop"),
         Measure(key="alone", label="steps per second alone", unit="1/s"),
-        Measure(key="beside", label="steps per second after save_async()", unit="1/s"),
+        Measure(key="with_writer", label="steps per second after save_async()", unit="1/s"),
         Measure(
             key="slowdown",
-            label="step beside the writer / alone",
+            label="step with the writer / alone",
             unit="",
             goals=(Goal(over="drawbar", at_most=1.05),),
+        ),
+        Measure(key="shards", label="save_async() of DTensors, 500 MB per rank"),
+        Measure(
+            key="shard_copies",
+            label="stall / copy of DTensors",
+            unit="",
+            goals=(Goal(over="drawbar", at_most=1.2),),
         ),
     ),
     sides={"drawbar": _drawbar},

@@ -101,7 +101,7 @@ class MemoryFile(io.RawIOBase):
         Raises:
             OSError: There is not enough memory.
         """
-        # Called about 40 times for each tensor, so it is written for speed.
+        # torch calls it up to 40 times per tensor.
         view = memoryview(data)
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B")

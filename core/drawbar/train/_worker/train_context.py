@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawbar._base.fields import require_int
 from drawbar._process.driver_env import TuneTrial
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.contents import list_files
@@ -87,6 +88,41 @@ class TrainContext:
     def get_node_rank(self) -> int:
         """Return the rank of this node among the nodes that have workers, from 0."""
         return self._assignment.ranks.node_rank
+
+    def accumulation_steps(self, global_batch_size: int, batch_size: int) -> int:
+        """Return the number of backward passes per optimizer step for a global batch size.
+
+        With this number, the loss curve is the same for any number of workers, up to rounding
+        errors. Divide each loss by it.
+
+        Args:
+            global_batch_size: Number of samples per optimizer step, of all workers together.
+            batch_size: Number of samples per worker and backward pass.
+
+        Returns:
+            `global_batch_size` divided by `batch_size` and by the number of workers.
+
+        Raises:
+            TypeError: An argument is not an int.
+            ValueError: `global_batch_size` cannot be divided without a remainder.
+
+        Example:
+            >>> steps = train.get_context().accumulation_steps(global_batch_size=48, batch_size=4)
+            >>> for number, batch in enumerate(loader, start=1):
+            ...     (compute_loss(batch) / steps).backward()
+            ...     if number % steps == 0:
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        require_int("global_batch_size", global_batch_size, at_least=1)
+        samples = require_int("batch_size", batch_size, at_least=1) * self.get_world_size()
+        if global_batch_size % samples:
+            raise ValueError(
+                f"global_batch_size={global_batch_size} must be a multiple of batch_size="
+                f"{batch_size} times {self.get_world_size()} workers. Set global_batch_size to a "
+                f"multiple of {samples}, or change batch_size or ScalingConfig.num_workers."
+            )
+        return global_batch_size // samples
 
     def get_accelerator_ids(self) -> tuple[str, ...]:
         """Return the ids of the GPUs that Ray assigned to this worker.
