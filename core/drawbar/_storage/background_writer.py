@@ -88,6 +88,7 @@ class _WriterProcess:
             OSError: The error is transient.
             CheckpointError: The process has died.
         """
+        directory = directory.absolute()  # the process has another working directory
         path = directory / file.path
         fields = {"directory": str(directory), "path": file.path, "size": file.size}
         request = json.dumps(fields).encode() + b"\n"
@@ -116,8 +117,10 @@ class _WriterProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-E", os.path.abspath(writer_process.__file__)],
                     stdin=child.fileno(),
+                    # It must not keep the output of the attempt open.
                     stdout=subprocess.DEVNULL,
-                    cwd="/",
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",  # so that it does not keep a filesystem busy
                 )
         return self._connection
 

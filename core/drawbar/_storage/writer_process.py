@@ -8,6 +8,7 @@ or dies.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,7 +28,8 @@ _MAX_REQUEST_BYTES = 1 << 16
 def main(connection: socket.socket) -> None:
     """Write the requested files until the connection ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C must not end it before its rank
-    _lower_priority()
+    with contextlib.suppress(OSError):  # a container may not permit it
+        _lower_priority()
     while (received := _receive(connection)) is not None:
         request, memory = received
         try:
