@@ -15,7 +15,6 @@ from drawbar._observe.run_goodput import compute_goodput
 from drawbar._process.errors import CheckpointError, RunInProgressError
 from drawbar._records.events import RunStarted, StragglerFound
 from drawbar._records.goodput import Goodput
-from drawbar._records.report_columns import ReportColumns, select_columns
 from drawbar._records.report_ranges import (
     describe_missing,
     find_missing_reports,
@@ -25,6 +24,7 @@ from drawbar._records.run_history import RunHistory
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import FINAL_STATUSES, Timeline
 from drawbar._runs.cleanup import UnusedFile, delete_run, find_unused_files
+from drawbar._runs.report_columns import ReportColumns, select_columns
 from drawbar._runs.run_output import RunOutput
 from drawbar._storage.contents import MANIFEST_FILE
 from drawbar._storage.external_checkpoints import INDEX_FILE
