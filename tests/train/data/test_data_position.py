@@ -163,7 +163,10 @@ class TestShards:
 
     @pytest.mark.parametrize(
         ("in_memory", "reads"),
-        [(False, [(2, 10), (3, 20), (1, ROWS)]), (True, [(2, 10), (3, ROWS)])],
+        [
+            pytest.param(False, [(2, 10), (3, 20), (1, ROWS)], marks=pytest.mark.nightly),
+            (True, [(2, 10), (3, ROWS)]),
+        ],
     )
     def test_resume_over_several_world_sizes_reads_each_row_once(
         self,
