@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from drawbar import train
+from drawbar import train, ui
 from drawbar.launch import ScriptTrainer
 from drawbar.train import attach, runs
 from tests.launch.conftest import CORES, Launch, Pipe
@@ -304,3 +304,39 @@ def test_launch_counts_time_from_the_start_of_the_script_and_names_its_process(
     assert f"pid {row['pid']} on " in launched.err
     times = record.read_rank_times()[-1].ranks[1]
     assert times.seconds["function"] >= row["seconds"] >= 1
+
+
+def test_stalled_script_is_named_with_its_process_and_commands_that_inspect_it(
+    launch: Launch, pipe: Pipe, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch.script.write_text(
+        f"""
+import os, signal
+from drawbar import train
+if os.environ["RANK"] == "1":
+    with open({str(launch.directory / "pipe")!r}, "w") as file:
+        print(os.getpid(), file=file)
+    signal.pause()
+train.collective.barrier()
+"""
+    )
+    run = ScriptTrainer(
+        launch.script,
+        use_ray=False,
+        scaling_config=train.ScalingConfig(num_workers=2),
+        run_config=train.RunConfig(
+            "run",
+            str(launch.directory),
+            failure_config=train.FailureConfig(stall_warning_after=0.5),
+        ),
+    ).start()
+    (pid,) = pipe.receive()
+    while not run.stalled_ranks:
+        pass
+    run.stop(save=False)
+    run.wait()
+    text = capfd.readouterr().err
+    assert f"run drawbar stacks {launch.directory}/run; for this rank, run py-spy dump " in text
+    assert f"--pid {pid} on " in text
+    page = ui.export_html([launch.directory / "run"], launch.directory / "run.html")
+    assert re.search(rf'"pid": ?{pid}\b', page.read_text())

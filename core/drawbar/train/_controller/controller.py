@@ -98,7 +98,9 @@ class Controller:
         assert not isinstance(stall_threshold, int | float)
         assert not isinstance(hang_timeout, int | float)
         self._hang_timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
-        self._stall_detector = StallDetector(stall_threshold, lambda: self._attempt, group, emit)
+        self._stall_detector = StallDetector(
+            stall_threshold, lambda: self._attempt, group, emit, run.directory.uri
+        )
         self._time_limit = TimeLimit(config, put_event, emit)
         self._node_watcher = NodeWatcher(planner.get_draining_nodes, put_event, emit)
         self._recovery = Recovery(
