@@ -23,6 +23,7 @@ from drawbar.cli._doctor import checks
 from drawbar.cli._doctor.cluster import NodeProbe, check_node_pairs
 from drawbar.cli._doctor.machine import MachineInfo
 from drawbar.cli._exit_handling import StopSignals
+from drawbar.cli._option_names import name_options
 from drawbar.cli._output import CommandError
 from drawbar.cli._ray_connection import find_local_address, num_local_cpus
 from drawbar.cli._ray_probe import check_reachable
@@ -377,3 +378,24 @@ def test_check_node_pairs_of_two_processes() -> None:
     assert float(passed.value.split()[0]) > 0
     (failed,) = check_node_pairs(pair, "nothing")
     assert (failed.status, "SOCKET_IFNAME" in failed.advice) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ('RunConfig.resume="must", but', "--resume must, but"),
+        ("set RunConfig.storage_path to", "set --storage-path to"),
+        ("storage_path='/a' cannot", "--storage-path '/a' cannot"),
+        ("FailureConfig(max_failures=3) allows 3", "--max-failures 3 allows 3"),
+        ("FailureConfig.max_startup_failures=2 is", "max_startup_failures=2 is"),
+        (
+            "Lower ScalingConfig.num_workers or resources_per_worker",
+            "Lower --num-workers or --cpus-per-worker",
+        ),
+        ("ScalingConfig has use_gpu=True and", "ScalingConfig has --use-gpu and"),
+        ('fit() with resume="auto" resumes', "drawbar launch with --resume auto resumes"),
+        ("my_name='a' and profit() and ValueError: resume", None),
+    ],
+)
+def test_name_options_replaces_settings_of_python(message: str, expected: str | None) -> None:
+    assert name_options(message) == (expected or message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -340,3 +341,24 @@ train.collective.barrier()
     assert f"--pid {pid} on " in text
     page = ui.export_html([launch.directory / "run"], launch.directory / "run.html")
     assert re.search(rf'"pid": ?{pid}\b', page.read_text())
+
+
+def test_launch_and_commands_about_its_run_name_options(launch: Launch) -> None:
+    options = ["--tee", "3", "--local-ranks-filter", "0,1"]
+    failed = launch("raise ValueError", *options, script=("script.py", "--hf-token", "abc"))
+    path = shlex.quote(str(launch.directory))
+    hint = f"run the command again with --name 'run' --storage-path '{launch.directory}'"
+    shown = subprocess.run(
+        [sys.executable, "-m", "drawbar.cli", "show", failed.run],
+        env={**os.environ, "COLUMNS": "1000"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    assert "restarts are off. --max-failures 3 allows 3" in shown
+    assert hint in shown
+    assert re.search(r"command +--tee 3 --local-ranks-filter 0,1 script.py --hf-token <", shown)
+    assert not re.search(r"TorchrunOptions|abc|(Run|Failure|Scaling)Config", shown)
+    page = ui.export_html([failed.run], launch.directory / "run.html").read_text()
+    assert f"--name run --storage-path {path}" in page
+    again = launch("", "--resume", "never")
+    assert "drawbar: error: --resume never, but" in again.err

@@ -43,7 +43,7 @@ T = TypeVar("T")
 _NOTHING_TRAINED = (
     "already finished: the training function returned without a report, and the metrics are those "
     "of the earlier start. To train longer, raise the number of epochs or steps of the training "
-    "function. To train from scratch, set another RunConfig.name"
+    "function. To train from scratch, choose another name for the run"
 )
 STOP_GRACE_SECONDS = 5.0  # for clean-up in the training function; a second Ctrl-C cuts it short
 
