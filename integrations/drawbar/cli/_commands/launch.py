@@ -250,6 +250,7 @@ def launch(
         accelerate_options or ([] if accelerate else None),
         parse_env(env or []),
         torchrun,
+        [*(name for option in context.command.params for name in option.opts), *ONLY_TORCHRUN],
     )
     max_failures = max_failures if max_restarts is None else max_restarts
     with launch_errors():
