@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from drawbar.cli._option_names import name_options
-from drawbar.cli._output import discard_stdout
+from drawbar.cli._output import discard_output
 
 if TYPE_CHECKING:
     from drawbar.train import RunHandle, TrainingFailedError, WorkerGroupError
@@ -186,6 +186,6 @@ def _flush_stdout() -> OSError | None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        discard_stdout()
+        discard_output()
         return None if isinstance(error, BrokenPipeError) else error
     return None
