@@ -362,3 +362,14 @@ def test_launch_and_commands_about_its_run_name_options(launch: Launch) -> None:
     assert f"--name run --storage-path {path}" in page
     again = launch("", "--resume", "never")
     assert "drawbar: error: --resume never, but" in again.err
+
+
+def test_restart_count_of_new_command_begins_at_zero(launch: Launch) -> None:
+    source = """
+        import os
+        print(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        raise ValueError
+        """
+    launch.num_workers = 1
+    outputs = [launch(source, "--max-failures", "1").out for _ in range(2)]
+    assert outputs == [b"0\n1\n"] * 2

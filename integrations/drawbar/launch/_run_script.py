@@ -131,7 +131,7 @@ def torchelastic_env(max_restarts: int, options: TorchrunOptions) -> dict[str, s
     return {
         "ROLE_NAME": options.role,
         "TORCHELASTIC_RUN_ID": options.run_id or context.get_run_id(),
-        "TORCHELASTIC_RESTART_COUNT": str(context.get_attempt()),
+        "TORCHELASTIC_RESTART_COUNT": str(context.get_restart_count()),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         # Rank 0's script creates the store. Under torchrun, the agent would provide it.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
