@@ -98,8 +98,8 @@ def test_completion_suggests_commands() -> None:
         (["migrate", "--wirte", "x.py"], "[^:]+option:? '?--wirte"),
         (["migrate"], "Missing argument 'PATH'"),
         (["shwo"], "No such command 'shwo'"),
-        (["list"], "No such command 'list'. Did you mean 'runs'?"),
-        (["status", "x"], "No such command 'status'. Did you mean 'show'?"),
+        (["list"], "[^']+'list'. Did you mean 'runs'?"),
+        (["status", "x"], "[^']+'status'. Did you mean 'show'?"),
         (["plot", "run", "--attempt", "x"], "[^:]+option:? '?--attempt"),
         (["clean", "--older-than", "-1"], "Invalid value for '--older-than'"),
         (["launch"], "Missing argument 'SCRIPT'"),
@@ -110,7 +110,7 @@ def test_invalid_arguments_print_one_line_and_exit_with_2(
 ) -> None:
     result = cli(*arguments)
     assert (result.code, result.out) == (2, "")
-    is_unknown = message.startswith("No such command")
+    is_unknown = arguments[0] in ("shwo", "list", "status")
     command = "drawbar" if is_unknown else f"drawbar {arguments[0]}"
     assert re.match(f"drawbar: error: {message}", result.err)
     assert result.err.endswith(f" For the arguments, run: {command} --help\n")

@@ -76,8 +76,8 @@ class _CommandGroup(TyperGroup):
             return super().resolve_command(ctx, args)
         except _UsageError as error:
             if args[0] in _SYNONYMS:
-                message = f"No such command {args[0]!r}. Did you mean {_SYNONYMS[args[0]]!r}?"
-                error.message = message  # type: ignore[attr-defined]  # the type is not public
+                reason = error.format_message().partition(".")[0]
+                error.message = f"{reason}. Did you mean {_SYNONYMS[args[0]]!r}?"
             raise
 
 
