@@ -45,7 +45,7 @@ def train_steps(num_steps: int) -> list[float]:
     losses, rank_losses = list[float](), list[float]()
     while True:
         for x, y in loader:
-            loss = nn.functional.mse_loss(model(x), y) / accumulation_steps
+            loss: Any = nn.functional.mse_loss(model(x), y) / accumulation_steps
             loss.backward()
             rank_losses.append(loss.item())
             if len(rank_losses) < accumulation_steps:

@@ -148,7 +148,9 @@ class MemoryFiles:
         """
         check_relative_path(path)
         self.remove(path)
-        memory = self._unused.pop(0) if self._unused else SharedMemory()
+        # The first file has most of the bytes, so it gets the largest memory.
+        self._unused.sort(key=lambda memory: memory.size)
+        memory = self._unused.pop() if self._unused else SharedMemory()
         self._files[path] = file = MemoryFile(memory)
         yield cast("IO[bytes]", file)
 

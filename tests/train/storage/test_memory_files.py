@@ -59,6 +59,18 @@ def test_memory_files_reuse_memory(files: MemoryFiles) -> None:
     assert descriptors[0] == descriptors[1]
 
 
+def test_memory_files_use_largest_memory_for_first_file(files: MemoryFiles) -> None:
+    for path, size in (("state.pt", 5_000_000), ("metadata", 10)):
+        with files.open(path) as file:
+            file.write(bytes(size))
+    largest = files.get_descriptors()["state.pt"]
+    for path in ("state.pt", "__0_0.distcp", "state.pt"):
+        files.clear()
+        with files.open(path) as file:
+            file.write(b"x")
+        assert files.get_descriptors() == {path: largest}
+
+
 def test_memory_files_rename_replaces_file(files: MemoryFiles) -> None:
     for path, content in (("a", b"old"), ("a.tmp", b"new")):
         with files.open(path) as file:
