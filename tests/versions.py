@@ -85,7 +85,7 @@ SUITES = {
     "deepspeed": Suite(
         "lightning/test_compat.py transformers/test_sharding_integration.py",
         "deepspeed torch",
-        needs="lightning transformers",
+        needs="lightning transformers accelerate",
     ),
     "cli": Suite("cli/test_inspect.py", "matplotlib", needs="fsspec"),
     "metrics": Suite(
