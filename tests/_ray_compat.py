@@ -111,7 +111,8 @@ def get_log_directory() -> Path:
     """Return the directory of the logs of this process's Ray; Ray 2.54 has no public method."""
     from ray._private import worker
 
-    return Path(worker._global_node.get_logs_dir_path())
+    node: Any = worker._global_node
+    return Path(node.get_logs_dir_path())
 
 
 def list_actors() -> dict[str, Any]:

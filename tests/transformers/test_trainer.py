@@ -288,7 +288,8 @@ def test_load_best_model_at_end_after_resume_does_not_warn(
         def function(saves: dict[str, Any] = saves) -> str | None:
             trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **saves))
             trainer.train()
-            return trainer.state.best_model_checkpoint
+            path: str | None = trainer.state.best_model_checkpoint
+            return path
 
         result = fit(function)
         paths.append(result.return_value)

@@ -337,7 +337,8 @@ def unique_labels(dataset: FeatureData, label: ColumnData) -> Any:
     """
     import ray
 
-    if not ray.available_resources().get("CPU"):
+    available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    if not available.get("CPU"):
         warnings.warn(
             "Ray Data waits for a free CPU to find the labels: workers of other runs, trials, or "
             "actors hold all CPUs. Training starts when one of them ends. To keep CPUs free, lower "
