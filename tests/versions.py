@@ -85,9 +85,9 @@ SUITES = {
     "deepspeed": Suite(
         "lightning/test_compat.py transformers/test_sharding_integration.py",
         "deepspeed torch",
-        needs="lightning transformers",
+        needs="lightning transformers accelerate",
     ),
-    "cli": Suite("cli/test_inspect.py", "matplotlib"),
+    "cli": Suite("cli/test_inspect.py", "matplotlib", needs="fsspec"),
     "metrics": Suite(
         "train/driver/test_metrics_server.py train/history/test_metrics_exporter.py",
         "prometheus-client",
@@ -126,7 +126,8 @@ class Run:
                 *(f"tests/{path}" for path in suite.tests.split()),
             ],
             cwd=REPO,
-            env=os.environ | {"KERAS_BACKEND": "jax"},  # instead of TensorFlow
+            env=os.environ
+            | {"KERAS_BACKEND": "tensorflow" if self.extra == "tensorflow" else "jax"},
         )
         counts = _count(results)
         shown = [f"{name} {versions[name]}" for name in suite.shown.split() if name in versions]

@@ -40,7 +40,7 @@ from drawbar._process.output import write_to_log
 from drawbar._process.stack import Stack, detect_stopped_process
 from drawbar._process.training_thread import AttemptInterrupted
 from drawbar.train._protocol.commands import Command, InterruptFunction
-from drawbar.train._protocol.messages import Heartbeat, OutputBytes
+from drawbar.train._protocol.messages import Heartbeat, OutputBytes, ProgramStarted
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.session import Session
 
@@ -185,6 +185,7 @@ class ProgramProcess:
                 [control.fileno(), child_session.fileno()],
                 self._wait_for_fork_server,
             )
+        self._session.send(ProgramStarted(pid=process.pid))
         self._oom_kills = sentinel.OomKillCounter(process.pid)
         self._activity = ActivityMonitor(process.pid, self._log_path)
         threading.Thread(

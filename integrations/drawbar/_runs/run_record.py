@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from drawbar._storage.run_directory import describe_resume
 
 INTERRUPTED = "interrupted"
 UNKNOWN = "unknown"
+_LAUNCH_PATTERN = re.compile(r"\bdrawbar(\.cli|/cli/__main__\.py)? launch\b")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class RunEvents(RunOutput):
         Values that were not recorded are missing.
         """
         return start.environment if (start := self._last_start) else {}
+
+    @property
+    def is_launched(self) -> bool:
+        """True if `drawbar launch` made the last start."""
+        return _LAUNCH_PATTERN.search(self.environment.get("command", "")) is not None
 
     @property
     def versions(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from drawbar._records.events import (
     AttemptStarted,
     DatasetEpochEnded,
     PreemptionAnnounced,
+    ProgramStarted,
     ShardEpochEnded,
     UserFunctionStarted,
 )
@@ -84,6 +85,7 @@ class Attempt:
         self.number = start.attempt
         self.workers = list(workers)
         self.finished: dict[int, messages.RankFinished] = {}
+        self._program_pids: dict[int, int] = {}
         self.requests = RequestAgreement(len(workers), group.broadcast_command)
         self.reports = ReportEmitter(self.number, emit)
         self._emit = emit
@@ -226,6 +228,10 @@ class Attempt:
             case messages.FunctionStarted():
                 self.requests.on_started(rank)
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
+            case messages.ProgramStarted(pid=pid):
+                self._program_pids[rank] = pid
+                now = time.time()
+                self._emit(ProgramStarted(time=now, attempt=self.number, rank=rank, pid=pid))
             case messages.RankFinished():
                 self._on_finished(rank, message)
             case messages.RankFailed():
@@ -260,6 +266,10 @@ class Attempt:
         """Return the last activity of each rank that has not finished."""
         idle_seconds = self.activity_clock.get_idle_seconds_by_rank()
         return self.progress.get_activity(idle_seconds, self._last_locations)
+
+    def get_pid(self, rank: int) -> int:
+        """Return the process ID of a rank's program, or of its worker if it runs none."""
+        return self._program_pids.get(rank, self.workers[rank].pid)
 
     def count_reports(self, rank: int) -> int:
         """Return the number of reports of a rank in this attempt."""

@@ -43,7 +43,7 @@ T = TypeVar("T")
 _NOTHING_TRAINED = (
     "already finished: the training function returned without a report, and the metrics are those "
     "of the earlier start. To train longer, raise the number of epochs or steps of the training "
-    "function. To train from scratch, set another RunConfig.name"
+    "function. To train from scratch, choose another name for the run"
 )
 STOP_GRACE_SECONDS = 5.0  # for clean-up in the training function; a second Ctrl-C cuts it short
 
@@ -98,7 +98,9 @@ class Controller:
         assert not isinstance(stall_threshold, int | float)
         assert not isinstance(hang_timeout, int | float)
         self._hang_timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
-        self._stall_detector = StallDetector(stall_threshold, lambda: self._attempt, group, emit)
+        self._stall_detector = StallDetector(
+            stall_threshold, lambda: self._attempt, group, emit, run.directory.uri
+        )
         self._time_limit = TimeLimit(config, put_event, emit)
         self._node_watcher = NodeWatcher(planner.get_draining_nodes, put_event, emit)
         self._recovery = Recovery(

@@ -226,6 +226,12 @@ class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     time: float
 
 
+class ProgramStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The user's function runs a program in another process."""
+
+    pid: int
+
+
 class FunctionFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The user's function raised an exception. `RankFailed` follows the backend's shutdown."""
 
@@ -296,6 +302,7 @@ Message = (
     | DiagnosisRequest
     | FunctionImported
     | FunctionStarted
+    | ProgramStarted
     | ModulesImported
     | FunctionFailed
     | OutputLine
