@@ -7,6 +7,7 @@ Other measurements have their own options:
     python -m benchmarks reports    # runs with many reports
     python -m benchmarks ui         # web pages of large runs
     python -m benchmarks goodput    # a run with kills
+    python -m benchmarks faults     # causes of thirty injected faults
     python -m benchmarks objectives # boosting on several workers and in one process
 """
 
@@ -123,6 +124,10 @@ if __name__ == "__main__":
         from benchmarks import _goodput
 
         _goodput.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["faults"]:
+        from benchmarks import _faults
+
+        _faults.main(sys.argv[2:])
     elif sys.argv[1:2] == ["objectives"]:
         from benchmarks import _objectives
 

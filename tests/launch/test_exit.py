@@ -203,3 +203,26 @@ def test_launch_with_full_stdout_exits_as_python_does(
         f"'drawbar logs {run}' prints all of it.\n"
     )
     assert (run / "logs" / "rank_0.log").read_text() == "1\n"
+
+
+def test_launch_with_deterministic_failure_exits_with_70_after_one_restart(launch: Launch) -> None:
+    source = "print('attempt', flush=True)\nraise ValueError(f'bad row {id(object())}')"
+    done = launch(source, "--num-workers=1", "--max-failures=5")
+    assert (done.code, done.out.count(b"attempt")) == (70, 2)
+    assert "twice at the same place, in two processes" in done.err
+    assert "--no-stop-when-deterministic restarts the run anyway" in done.err
+    always = launch(source, "--num-workers=1", "--max-failures=2", "--no-stop-when-deterministic")
+    assert (always.code, always.out.count(b"attempt")) == (1, 3)
+
+
+def test_launch_of_script_that_exits_twice_keeps_its_code(launch: Launch) -> None:
+    done = launch(
+        "import sys; print('attempt'); sys.exit(3)", "--num-workers=1", "--max-failures=5"
+    )
+    assert (done.code, done.out.count(b"attempt")) == (3, 2)
+
+
+def test_launch_of_script_killed_by_signal_exits_with_its_code(launch: Launch) -> None:
+    source = "import os; print('attempt', flush=True); os.kill(os.getpid(), 15)"
+    done = launch(source, "--num-workers=1", "--max-failures=2")
+    assert (done.code, done.out.count(b"attempt")) == (143, 3)

@@ -193,6 +193,9 @@ def test_job_runs_drawbar_launch_with_known_options(cli: Command) -> None:
     shown = cli(command, "--help").out
     options = [argument for argument in arguments if argument.startswith("-")]
     assert [option for option in options if f"{option} " not in shown] == []
-    assert load("job.yaml")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [2]
+    assert load("job.yaml")["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [
+        2,
+        70,
+    ]
     script = cli(command, "--nproc-per-node", "1", "/no/such/script.py")
     assert script.code == 2

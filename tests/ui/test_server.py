@@ -116,6 +116,11 @@ def test_run_failed_has_root_cause_and_remedy(client: Client) -> None:
     assert "name='failed',\nstorage_path=" in page["resume"]["code"]
     assert [(mark["kind"], mark["rank"]) for mark in page["events"]] == [("failure", 0)]
     assert failure["repeats"] == 1
+    decision, evidence, remedy = failure["decision"].splitlines()
+    assert decision == "stop, exception: the first exception of this kind at this place"
+    assert evidence.startswith("  Attempt 0: rank 0 on node ")
+    assert remedy == "  If it is repeated at the same place in another process, the run stops."
+    assert page["attempts"][0]["decision"] == failure["decision"]
 
 
 def test_run_with_same_failure_on_other_ranks_counts_repeats(tmp_path: Path) -> None:

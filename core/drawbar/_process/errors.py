@@ -59,14 +59,21 @@ class TrainingFailedError(RuntimeError):
         error_message: Reason of the failure.
         path: Run directory, "" if it was not created. Its committed checkpoints can be loaded.
 
+    Attributes:
+        should_retry: Whether another start of the same run may succeed. False if it would fail
+            again in the same way: the cause is in the code, the data, or the settings. A script
+            that ends with this kind of error exits with code 70 instead of 1.
+
     Example:
         ```python
         try:
             result = trainer.fit()
         except TrainingFailedError as error:
-            print(error.path)
+            print(error.path, error.should_retry)
         ```
     """
+
+    should_retry = True
 
     def __init__(self, error_message: str, *, path: str = "") -> None:
         super().__init__(error_message)
@@ -143,6 +150,8 @@ class DivergenceError(WorkerGroupError):
             print(error)  # names the line of each rank
         ```
     """
+
+    should_retry = False
 
 
 class HangError(WorkerGroupError):
@@ -239,6 +248,8 @@ class InsufficientResourcesError(TrainingFailedError):
             result = make_trainer(ScalingConfig(num_workers=1)).fit()
         ```
     """
+
+    should_retry = False
 
 
 class ResumeError(ValueError):
@@ -348,6 +359,9 @@ class ProgramFailedError(RuntimeError):
 
     Attributes:
         pid: Process ID of the program; 0 if it is unknown.
+        builtin_type: Nearest built-in class of the program's exception; "" if there is none.
+        num_batches: Batches since the last report; None if unknown.
+        data_position: Description of the batch; "" if there is none.
 
     Example:
         ```python
@@ -376,6 +390,9 @@ class ProgramFailedError(RuntimeError):
         self.location = where
         self.is_exit = is_exit
         self.pid = 0
+        self.builtin_type = ""
+        self.num_batches: int | None = None
+        self.data_position = ""
 
     @property
     def is_killed_by_signal(self) -> bool:

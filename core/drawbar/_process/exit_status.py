@@ -49,6 +49,7 @@ class ExitReport(msgspec.Struct, frozen=True, kw_only=True):
         oom_kill: Whether the OOM killer killed a process in the worker's cgroup during its
             lifetime, or None if the kernel does not count it.
         rss: Last known resident memory in bytes, at most a second old.
+        num_batches: Batches that the rank has received since its last report; None if unknown.
     """
 
     pid: int
@@ -56,6 +57,7 @@ class ExitReport(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     oom_kill: bool | None
     rss: int | None
+    num_batches: int | None = None
 
 
 # Once for all threads: msgspec can crash if two threads use a type for the first time.

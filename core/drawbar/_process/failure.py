@@ -11,7 +11,9 @@ from traceback import StackSummary, TracebackException
 
 from drawbar._base.frames import format_user_location, is_drawbar_file, is_stdlib_file
 from drawbar._base.wording import escape_surrogates
+from drawbar._process.batch_counter import describe_batch, get_num_batches
 from drawbar._process.errors import ProgramFailedError, StorageError
+from drawbar._process.program_main import get_builtin_type
 from drawbar._process.serialization import serialize_without_references
 from drawbar._process.worker_failure import MAX_SHOWN_CHARS, FailureKind, WorkerFailure
 
@@ -34,6 +36,8 @@ def describe_exception(
 ) -> WorkerFailure:
     """Convert an exception of a training function, or of the setup before it, to a record.
 
+    Must be called in the thread of the function.
+
     Args:
         error: The exception.
         rank: Rank of the function.
@@ -45,8 +49,10 @@ def describe_exception(
         error.add_note(_SIGNAL_NOTE)
     # The earliest failure counts as the root cause, so use the time of the exception.
     failed_at, pid = raised_at or time.time(), os.getpid()
+    num_batches, data_position = get_num_batches(), describe_batch()
     if isinstance(error, ProgramFailedError):
         failed_at, pid = error.time, error.pid or pid
+        num_batches, data_position = error.num_batches, error.data_position
     traceback, location = _format_traceback(error)
     if len(traceback) > MAX_SHOWN_CHARS:
         _append_full_traceback(traceback, log)
@@ -61,6 +67,9 @@ def describe_exception(
         pid=pid,
         time=failed_at,
         num_reports=num_reports,
+        num_batches=num_batches,
+        data_position=data_position,
+        builtin_type=_get_builtin_type(error),
         log_path=str(log),
         pickled_exception=_try_serialize(error),
     )
@@ -100,6 +109,12 @@ def _classify(error: BaseException) -> FailureKind:
 
 def _get_type_name(error: BaseException) -> str:
     return error.type_name if isinstance(error, ProgramFailedError) else type(error).__name__
+
+
+def _get_builtin_type(error: BaseException) -> str:
+    if isinstance(error, ProgramFailedError):
+        return error.builtin_type
+    return get_builtin_type(error)
 
 
 def _format_message(error: BaseException) -> str:

@@ -169,8 +169,23 @@ def _send_failure(connection: socket.socket, error: BaseException) -> None:
         ],
         "time": time.time(),
         "is_exit": isinstance(error, SystemExit | KeyboardInterrupt),
+        "builtin_type": get_builtin_type(error),
+        **_get_data_position(),
     }
     _send(connection, {"failed": failure})
+
+
+def get_builtin_type(error: BaseException) -> str:
+    """Return the name of the nearest built-in class of an exception."""
+    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins")
+
+
+def _get_data_position() -> dict[str, object]:
+    """Return the count and the description of the script's batches, if it uses Drawbar."""
+    batches = sys.modules.get("drawbar._process.batch_counter")
+    if batches is None:
+        return {}
+    return {"num_batches": batches.get_num_batches(), "data_position": batches.describe_batch()}
 
 
 def _format_message(error: BaseException) -> str:

@@ -35,7 +35,7 @@ WORKER_MARKER_VARIABLE = "DRAWBAR_WORKER"
 
 _MEMORY_SAMPLE_MS = 1000  # interval at which the worker's memory is read
 _REAP_TIMEOUT_S = 2.0  # limit for the worker's parent to reap it
-_NO_PIDFD = -1
+_NO_DESCRIPTOR = -1
 _ORPHAN_SCANS = 20  # scan repeatedly, because an orphan may fork during a scan
 
 # include/uapi/linux/pidfd.h. Linux 6.15 and later return the exit status of a reaped process.
@@ -66,7 +66,13 @@ def start(report_file: Path) -> None:
     report_file.parent.mkdir(parents=True, exist_ok=True)
     report_file.unlink(missing_ok=True)  # report of an earlier process with this pid
     os.environ[WORKER_MARKER_VARIABLE] = marker = _make_marker()
-    _start_process(str(report_file.absolute()), marker)
+    # Not at the top: the sentinel executes this file without Drawbar.
+    from drawbar._process.batch_counter import share_counter
+
+    batches = share_counter()
+    _start_process(str(report_file.absolute()), marker, batches)
+    if batches != _NO_DESCRIPTOR:
+        os.close(batches)
 
 
 _driver_markers: dict[int, str] = {}  # by process ID: a forked child starts another sentinel
@@ -95,8 +101,11 @@ def _make_marker() -> str:
     return f"{os.getpid()}-{os.urandom(8).hex()}"
 
 
-def _start_process(report_file: str, marker: str) -> None:
-    """Start the sentinel. `report_file` is empty for the sentinel of a driver."""
+def _start_process(report_file: str, marker: str, batches: int = -1) -> None:
+    """Start the sentinel. `report_file` is empty for the sentinel of a driver.
+
+    `batches` is the descriptor of the memory with the worker's count of batches.
+    """
     import subprocess
     import threading
 
@@ -108,16 +117,16 @@ def _start_process(report_file: str, marker: str) -> None:
     # In a new session, so that neither Ctrl-C in the terminal nor the kill of the process group
     # reaches it; in /, so that it does not keep a filesystem busy.
     process = subprocess.Popen(
-        [*command, str(os.getpid()), report_file, marker, str(pidfd)],
+        [*command, str(os.getpid()), report_file, marker, str(pidfd), str(batches)],
         stdin=reader,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        pass_fds=() if pidfd == _NO_PIDFD else (pidfd,),
+        pass_fds=[number for number in (pidfd, batches) if number != _NO_DESCRIPTOR],
         start_new_session=True,
         cwd="/",
     )
     os.close(reader)
-    if pidfd != _NO_PIDFD:
+    if pidfd != _NO_DESCRIPTOR:
         os.close(pidfd)
     # The sentinel forks once and its first process exits: reap that one.
     threading.Thread(target=process.wait, name="drawbar-sentinel", daemon=True).start()
@@ -128,13 +137,14 @@ def _open_pidfd() -> int:
     try:
         return os.pidfd_open(os.getpid())
     except (AttributeError, OSError):  # not Linux, or older than 5.3
-        return _NO_PIDFD
+        return _NO_DESCRIPTOR
 
 
-def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
+def main(pid: int, report_file: str, marker: str, pidfd: int, batches: int) -> None:
     """Wait until the process `pid` ends, kill its descendants, and write the report.
 
     For a driver, `report_file` is empty. Then only the processes with the marker are killed.
+    `pidfd` and `batches` are descriptors, or -1.
     """
     if os.fork():
         # Ray kills the children of an exiting worker, so the sentinel must not be its child.
@@ -155,6 +165,7 @@ def main(pid: int, report_file: str, marker: str, pidfd: int) -> None:
         "time": died_at,
         "oom_kill": oom_kills.has_increased(),
         "rss": rss,
+        "num_batches": _read_number(batches),
     }
     _write_report(report_file, report)
     pipe = os.readlink("/proc/self/fd/0") if _has_procfs() else ""
@@ -168,11 +179,11 @@ def _wait_for_death(pid: int, pidfd: int) -> int | None:
     the pipe open too, the pid is also checked once per memory sample.
     """
     poller = select.poll()
-    poller.register(0 if pidfd == _NO_PIDFD else pidfd, select.POLLIN)
+    poller.register(0 if pidfd == _NO_DESCRIPTOR else pidfd, select.POLLIN)
     rss = _read_resident_bytes(pid)
     while not poller.poll(_MEMORY_SAMPLE_MS):
         rss = _read_resident_bytes(pid) or rss
-        if pidfd == _NO_PIDFD and not _is_alive(pid):
+        if pidfd == _NO_DESCRIPTOR and not _is_alive(pid):
             break
     return rss
 
@@ -180,6 +191,14 @@ def _wait_for_death(pid: int, pidfd: int) -> int | None:
 def _read_resident_bytes(pid: int) -> int | None:
     statm = _read(f"/proc/{pid}/statm").split()
     return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") or None if statm else None
+
+
+def _read_number(descriptor: int) -> int | None:
+    """Return the count of batches in shared memory, or None if there is none."""
+    try:
+        return int(struct.unpack("q", os.pread(descriptor, 8, 0))[0])
+    except (OSError, struct.error):
+        return None
 
 
 def _is_alive(pid: int) -> bool:
@@ -203,7 +222,7 @@ def _read_exit_status(pid: int, pidfd: int) -> int | None:
     # Poll: the pidfd provides the status only after the parent has reaped the process, and there
     # is no event for that.
     deadline = time.monotonic() + _REAP_TIMEOUT_S
-    while pidfd != _NO_PIDFD and time.monotonic() < deadline:
+    while pidfd != _NO_DESCRIPTOR and time.monotonic() < deadline:
         info = bytearray(128)
         struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
         try:
@@ -324,4 +343,4 @@ def _write_report(report_file: str, report: Mapping[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -32,11 +33,14 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
         text: Stacks of all threads as text, the training thread first, from the user's code on.
         stopped_reason: If the process is stopped by a signal, a description with the command that
             continues it; `frames` is empty then.
+        data_position: Position of the rank in the data, such as "batch 3 after 7 reports", "" if it
+            is unknown.
     """
 
     frames: tuple[Frame, ...] = ()
     text: str
     stopped_reason: str = ""
+    data_position: str = ""
 
     @property
     def location(self) -> str:
@@ -56,10 +60,24 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 STACK = Codec[Stack | None](Stack | None)
 
 
-def capture_stack(thread: threading.Thread | None) -> Stack:
+def capture_stack(thread: threading.Thread | None, data_position: str = "") -> Stack:
     """Return the stacks of this process. `thread` is the thread of the training function."""
     lines, text = collect_stacks(None if thread is None else thread.ident, is_internal_file)
-    return Stack(frames=tuple(Frame(*line) for line in lines), text=text)
+    frames = tuple(Frame(*line) for line in lines)
+    return Stack(frames=frames, text=text, data_position=data_position)
+
+
+def format_positions(stacks: Mapping[int, Stack | None]) -> str:
+    """Return one line with the position of each rank in the data; "" if one is unknown."""
+    ranks: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        ranks.setdefault("" if stack is None else stack.data_position, []).append(rank)
+    if "" in ranks or not ranks:
+        return ""
+    if len(ranks) == 1:
+        return f"\n  data: {next(iter(ranks))} on all ranks"
+    texts = (f"{position} ({', '.join(map(str, group))})" for position, group in ranks.items())
+    return f"\n  data by rank: {', '.join(texts)}"
 
 
 def detect_stopped_process(pid: int) -> Stack | None:

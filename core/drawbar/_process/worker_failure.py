@@ -6,12 +6,20 @@ exception is an optional addition; `WorkerError` replaces it if it cannot be unp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
 from drawbar._base.wording import format_count
+
+# Messages of gloo, NCCL, PyTorch's store, gRPC (JAX, TensorFlow), and sockets.
+CONNECTION_LOST = re.compile(
+    r"closed by (the )?(remote )?peer|reset by peer|broken pipe|socket closed|remote process exited"
+    r"|connection (was likely closed|refused)|\bUNAVAILABLE\b",
+    re.IGNORECASE,
+)
 
 FailureKind = Literal[
     "exception", "exit", "died", "configuration", "divergence", "hang", "startup", "storage"
@@ -36,6 +44,10 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
         time: Time of the failure on the worker's node, in seconds since the epoch. The earliest
             failure of an attempt is its root cause.
         num_reports: Number of the rank's reports in the attempt.
+        num_batches: Batches that the rank has received from its data loaders since its last
+            report, or steps that it has counted with `train.step()`; None if unknown.
+        data_position: Position of its data loaders, for example "epoch 2, after 96 samples".
+        builtin_type: Nearest built-in class of the exception, for example "OSError".
         log_path: File with the output of the rank.
         pickled_exception: The exception, if it could be pickled.
 
@@ -59,6 +71,9 @@ class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     time: float = 0.0
     num_reports: int = 0
+    num_batches: int | None = None
+    data_position: str = ""
+    builtin_type: str = ""
     log_path: str = ""
     pickled_exception: bytes | None = None
 
@@ -127,6 +142,17 @@ def sort_root_cause_first(failures: Sequence[WorkerFailure]) -> list[WorkerFailu
     a tenth of a second earlier.
     """
     return sorted(failures, key=lambda f: (f.time - 0.1 * (f.kind == "died"), f.rank))
+
+
+def find_failed_ranks(failures: Sequence[WorkerFailure]) -> set[int]:
+    """Return the ranks that failed like the root cause, not as a consequence of it."""
+    roots = sort_root_cause_first(failures)[:1]
+    return {
+        failure.rank
+        for root in roots
+        for failure in failures
+        if (failure.type_name, failure.location) == (root.type_name, root.location)
+    }
 
 
 class WorkerError(RuntimeError):

@@ -16,6 +16,7 @@ from drawbar._process.errors import PreemptionInfo
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._records.row_positions import UnevenRows
 from drawbar._records.run_progress import RunProgress
+from drawbar._records.verdict import Verdict
 from drawbar._storage.contents import check_checkpoint_name
 from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 
@@ -253,6 +254,8 @@ class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended")
         failure_headlines: One line for each failure, the root cause first.
         num_reports: Number of reports of all ranks in the attempt; None if unknown.
         failure_time: Time of the root cause, in seconds since the epoch; None if unknown.
+        verdict: Why the run restarts or ends; None if the failure is none of the ranks.
+        budget: Remaining failure budget if the run restarts, such as "max_failures: 2 of 3 left".
 
     Example: `print(event.cause, event.failure_headlines[:1])`
     """
@@ -262,6 +265,8 @@ class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended")
     failure_headlines: list[str]
     num_reports: int | None = None
     failure_time: float | None = None
+    verdict: Verdict | None = None
+    budget: str = ""
 
 
 class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):

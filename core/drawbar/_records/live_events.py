@@ -14,6 +14,7 @@ from drawbar._process.output_lines import OutputLine
 from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.events import AttemptEndCause, JournaledEvent
 from drawbar._records.run_progress import RunProgress
+from drawbar._records.verdict import Verdict
 from drawbar._storage.checkpoint import Checkpoint
 
 
@@ -141,12 +142,14 @@ class WorkersFailed:
         failures: Failures of workers; empty if no worker caused the end.
         is_final: Whether the run ends, so that `fit()` raises the failure.
         budget: Remaining failure budget if the run restarts, such as "max_failures: 2 of 3 left".
+        verdict: Why the run restarts or ends; None if the failure is none of the ranks.
     """
 
     cause: AttemptEndCause
     failures: Sequence[WorkerFailure]
     is_final: bool
     budget: str = ""
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)

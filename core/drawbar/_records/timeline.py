@@ -34,6 +34,7 @@ class AttemptTimes:
         outcome: "finished", "failed: ...", "stopped", or "unfinished".
         num_checkpoints: Number of committed checkpoints.
         checkpoint_seconds: Total duration of their commits in seconds.
+        decision: After a failure of ranks: whether the run restarts, its cause, and the evidence.
 
     Example:
         Print how long each attempt took to start:
@@ -52,6 +53,7 @@ class AttemptTimes:
     outcome: str = "unfinished"
     num_checkpoints: int = 0
     checkpoint_seconds: float = 0.0
+    decision: str = ""
 
     @property
     def startup_seconds(self) -> float | None:
@@ -145,11 +147,19 @@ def _apply_to_attempt(attempt: AttemptTimes, event: Event) -> None:
             attempt.outcome = (
                 f"failed: {event.failure_headlines[0] if event.failure_headlines else event.cause}"
             )
+            attempt.decision = _describe_decision(event)
         case events.RunEnded() if attempt.end_time is None:
             attempt.end_time = event.time
             attempt.outcome = event.outcome
         case _:
             pass
+
+
+def _describe_decision(event: events.AttemptEnded) -> str:
+    if event.verdict is None:
+        return ""
+    decision = f"restart ({event.budget})" if event.budget else "stop"
+    return f"{decision}, {event.verdict.describe()}"
 
 
 FINAL_STATUSES = ("finished", "failed", "stopped")

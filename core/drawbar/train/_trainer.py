@@ -20,6 +20,7 @@ from drawbar._data.user_datasets import check_datasets
 from drawbar._modes.run_modes import LocalMode, RayMode
 from drawbar._modes.watchers import SAMPLERS
 from drawbar._process.errors import UserAbort
+from drawbar._process.exit_codes import use_exit_code
 from drawbar._records.result import Result
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.filesystem import AnyFileSystem
@@ -156,7 +157,7 @@ class DataParallelTrainer(ArgumentErrors):
         try:
             return self._prepare_and_start(use_caller_thread=True).wait()
         except (Exception, UserAbort) as error:
-            raise without_internal_frames(error)  # noqa: B904  # the same error
+            raise without_internal_frames(use_exit_code(error))  # noqa: B904  # the same error
 
     def start(self) -> RunHandle:
         """Start the run and return a handle to wait for it, stop it, and inspect it.

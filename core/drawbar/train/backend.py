@@ -23,6 +23,7 @@ from drawbar._base.train_function import TrainFunction
 from drawbar._modes.program_output import ProgramOutput
 from drawbar._modes.program_process import run_program
 from drawbar._modes.report_async import report_async
+from drawbar._process.batch_counter import register_batch_description
 from drawbar._process.driver_env import DriverContext, set_tune_trial
 from drawbar._process.worker_env import get_visible_gpu_ids
 from drawbar._storage.memory_files import MemoryFiles
@@ -80,6 +81,7 @@ __all__ = [
     "measure_data_wait",
     "parse_duration",
     "redact_arguments",
+    "register_batch_description",
     "register_best_checkpoint",
     "register_data_position",
     "report_async",

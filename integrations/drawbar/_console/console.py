@@ -106,6 +106,8 @@ class Console:
                     self._budget = event.budget
                     if event.failures and not event.is_final:  # fit() raises the last one
                         self._show_failure(event.failures[0])
+                    if event.verdict is not None and event.verdict.excluded_node:
+                        self._print(logging.WARNING, event.verdict.describe())
                 case events.PreemptionAnnounced():
                     ranks = ", ".join(map(str, event.info.preempted_ranks))
                     text = f"The nodes of ranks {ranks} are about to be removed."

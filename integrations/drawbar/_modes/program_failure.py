@@ -13,7 +13,8 @@ from drawbar._process.errors import ProgramFailedError
 class ProgramFailure(msgspec.Struct, frozen=True):
     """Failure of a script, as `program_main` describes it.
 
-    `is_exit` is true for SystemExit and KeyboardInterrupt.
+    `is_exit` is true for SystemExit and KeyboardInterrupt. The last three fields are as in
+    `WorkerFailure`.
     """
 
     type_name: str
@@ -22,6 +23,9 @@ class ProgramFailure(msgspec.Struct, frozen=True):
     lines: list[tuple[str, int, str]]
     time: float
     is_exit: bool
+    builtin_type: str = ""
+    num_batches: int | None = None
+    data_position: str = ""
 
 
 def make_program_error(
@@ -42,7 +46,7 @@ def make_program_error(
         is_oom_killed: Whether the kernel's OOM killer may have killed it.
     """
     if failure is not None:
-        return ProgramFailedError(
+        error = ProgramFailedError(
             failure.message,
             failure.type_name,
             status if status > 0 else 1,
@@ -51,6 +55,9 @@ def make_program_error(
             format_user_location(failure.lines),
             failure.is_exit,
         )
+        error.builtin_type, error.num_batches = failure.builtin_type, failure.num_batches
+        error.data_position = failure.data_position
+        return error
     if status < 0:
         # The shell's convention: 128 plus the signal number.
         description = _describe_signal(-status, is_oom_killed=is_oom_killed)

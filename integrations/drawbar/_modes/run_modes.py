@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from drawbar._base.frames import warn_caller
+from drawbar._base.node_resources import NodeResources, count_fitting_bundles
 from drawbar._base.ray_probe import check_reachable
 from drawbar._console.slow_phases import print_if_slow
 from drawbar._fork_server.forkserver_preload import read_default_modules
@@ -30,11 +31,7 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.open_run import get_run_directory
 from drawbar.train._driver.run_view import RunView
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.capacity import (
-    NodeResources,
-    check_group_fits,
-    count_fitting_bundles,
-)
+from drawbar.train._worker_group.capacity import check_group_fits
 from drawbar.train._worker_group.cluster import (
     connect_to_ray,
     has_started_ray,

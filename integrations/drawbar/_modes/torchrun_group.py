@@ -156,6 +156,10 @@ class TorchrunWorkerGroup:
         # A function that does not stop in time must not shorten the time of the others.
         await asyncio.gather(local_end, *peer_ends, return_exceptions=True)
 
+    def exclude_node(self, node_id: str) -> bool:
+        """Return False: torchrun places the processes."""
+        return False
+
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack of every rank, or None for a rank that does not reply."""
         ranks = sorted(self._functions_ended)

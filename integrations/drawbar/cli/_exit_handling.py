@@ -143,6 +143,10 @@ def _describe_failure(error: TrainingFailedError) -> str:
     lines = ["", first.summary() if _has_shown_traceback(error) else first.describe(), ""]
     if others:
         lines += ["Other failed ranks:", *(f"  {failure.headline()}" for failure in others)]
+    if not error.should_retry:
+        # The message of the error ends with the reason, the directory, and the checkpoint.
+        _, heading, reason = str(error).rpartition("The run ends: ")
+        lines += [heading + reason.partition("\nRun directory: ")[0], ""]
     lines.append(f"Run directory: {error.path}")
     return "\n".join(lines)
 

@@ -44,6 +44,9 @@ def name_options(text: str) -> str:
         text: Message, for example about `RunConfig.storage_path`.
     """
     text = re.sub(r"FailureConfig\(max_failures=(\d+)\)", r"--max-failures \1", text)
+    text = text.replace(
+        "FailureConfig(stop_when_deterministic=False)", "--no-stop-when-deterministic"
+    )
     text = _VALUE.sub(lambda match: _join(match), text)
     text = _SETTING.sub(lambda match: _NAMES.get(match[1], match[1]), text)
     for pattern, replacement in _PATTERNS:

@@ -8,6 +8,8 @@ import signal
 
 from drawbar.train import ProgramFailedError, TrainingFailedError, WorkerGroupError
 
+EXIT_DO_NOT_RETRY = 70  # as of a script that does not handle the error of fit()
+
 _KILLED = re.compile(r"killed by (SIG\w+)")
 
 
@@ -16,13 +18,14 @@ def exit_code_for(error: TrainingFailedError) -> int:
 
     If several scripts exited by themselves, for example because all of them reject the same
     argument, this is the exit code of rank 0, whose output is shown. For a script or worker that a
-    signal killed, it is 128 plus the signal number.
+    signal killed, it is 128 plus the signal number. It is 70 if another start of the run would fail
+    again (`TrainingFailedError.should_retry`), and the script has not called `sys.exit()`.
 
     Args:
         error: Error that `ScriptTrainer.fit()` raised.
 
     Returns:
-        The exit code for a shell; 1 if no script failed, for example after a hang.
+        The exit code for a shell; 1 or 70 if no script failed, for example after a hang.
 
     Example:
         ```python
@@ -32,11 +35,15 @@ def exit_code_for(error: TrainingFailedError) -> int:
             sys.exit(exit_code_for(error))
         ```
     """
-    if not isinstance(error, WorkerGroupError) or not error.failures:
+    failures = error.failures if isinstance(error, WorkerGroupError) else []
+    exits = [failure for failure in failures if failure.kind == "exit"]
+    is_exit = bool(exits) and failures[0] is exits[0]
+    if not error.should_retry and not is_exit:
+        return EXIT_DO_NOT_RETRY
+    if not isinstance(error, WorkerGroupError) or not failures:
         return 1
-    first = error.failures[0]
-    if first.kind == "exit":
-        exits = [failure for failure in error.failures if failure.kind == "exit"]
+    first = failures[0]
+    if is_exit:
         first = next((failure for failure in exits if failure.rank == 0), first)
     script = error.worker_failures.get(first.rank)
     if isinstance(script, ProgramFailedError):

@@ -19,6 +19,8 @@ from drawbar.torch._sampler import EpochPosition, EpochSampler
 
 T = TypeVar("T")
 
+_MAX_SHOWN_ROWS = 64
+
 
 class SamplerPositionTracker:
     """Position of a loader whose sampler is an `EpochSampler`.
@@ -37,11 +39,13 @@ class SamplerPositionTracker:
     def __init__(self, sampler: EpochSampler[Any], items_per_batch: int) -> None:
         # A running iteration keeps the sampler alive.
         self._sampler = weakref.ref(sampler)
+        self._rank_items_per_batch = items_per_batch
         self._items_per_batch = items_per_batch * sampler.num_replicas
         self._iteration = 0
         self._begin: EpochPosition | None = None  # of the running iteration
         self._next = sampler.next_position
         self._num_received = 0
+        self._has_load_error, self._last_batch = False, ""
         self.epoch_start = (0, 0)
 
     @property
@@ -70,6 +74,7 @@ class SamplerPositionTracker:
         self._begin = self.next_position
         self._next = EpochPosition(seed=self._begin.seed, epoch=self._begin.epoch + 1)
         self._num_received = 0
+        self._has_load_error, self._last_batch = False, ""
         self.epoch_start = (self._begin.epoch, self._begin.consumed)
 
     def track(self, batches: Iterator[T]) -> Iterator[T]:
@@ -86,11 +91,30 @@ class SamplerPositionTracker:
                 if iteration == self._iteration:
                     self._num_received += 1
                 yield batch
+        except Exception:
+            self._has_load_error = True
+            raise
         finally:
             if iteration == self._iteration:
+                # Now: after an exception, the loader may be deleted before the message is made.
+                self._last_batch = self.describe_batch()
                 if self._num_received == 0:
                     self._resume(self._next)
                 self._begin = None
+
+    def describe_batch(self) -> str:
+        """Return the epoch and the rows of the batch that is being loaded or processed."""
+        if self._last_batch:
+            return self._last_batch
+        sampler, size = self._sampler(), self._rank_items_per_batch
+        number = self._num_received + self._has_load_error
+        text = f"epoch {self.epoch_start[0]}"
+        if sampler is None or not size or not number:
+            return text
+        rows = sampler.get_items((number - 1) * size, size)
+        shown = ", ".join(map(str, rows[:_MAX_SHOWN_ROWS]))
+        more = ", ..." if len(rows) > _MAX_SHOWN_ROWS else ""
+        return f"{text}, rows {shown}{more} of the dataset" if rows else text
 
     def position(self) -> object:
         """Return the position as a dict."""

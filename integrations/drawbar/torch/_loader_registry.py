@@ -22,9 +22,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from drawbar.torch._data_position import PositionTracker
+from drawbar.torch._data_position import PositionTracker, SamplerPositionTracker
 from drawbar.train import get_context
-from drawbar.train.backend import register_data_position
+from drawbar.train.backend import register_batch_description, register_data_position
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class LoaderRegistry:
         # is iterated. The key has ordinal 0.
         self._not_iterated = defaultdict[LoaderIdentity, list[weakref.ref[TrackedLoader]]](list)
         recorded = register_data_position("data_loaders", self.record)
+        register_batch_description(self.describe_batch)
         # A copy, since ranks in threads of one process get the same object.
         self._unclaimed: dict[str, dict[str, Any]] = dict(recorded or {})
 
@@ -216,6 +217,16 @@ class LoaderRegistry:
                 "program since then. Otherwise, pass name= to each call to identify the loaders.",
                 stacklevel=6,
             )
+
+    def describe_batch(self) -> str:
+        """Return the dataset, epoch, and rows of the batch that was requested last."""
+        sequence = max(self._sequences, key=lambda sequence: sequence.begun_at, default=None)
+        if sequence is None or sequence.tracker is None:
+            return ""
+        tracker, batch = sequence.tracker, f"epoch {sequence.tracker.epoch_start[0]}"
+        if isinstance(tracker, SamplerPositionTracker):
+            batch = tracker.describe_batch()
+        return f"{sequence.name or sequence.identity.dataset}, {batch}"
 
     def record(self) -> dict[str, object] | None:
         """Return the positions of all loaders.

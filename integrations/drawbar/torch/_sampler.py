@@ -109,6 +109,11 @@ class EpochSampler(Sampler[T_co]):
         self.next_position = self.current_position = EpochPosition(seed=seed)
         self._requested_epoch: int | None = None
         self._stream: OrderStream[T_co] | None = None  # of the newest iteration
+        self._share: Sequence[T_co] = ()  # items of this rank in the newest iteration
+
+    def get_items(self, first: int, count: int) -> Sequence[T_co]:
+        """Return items of this rank in the newest iteration; none of a source without a length."""
+        return self._share[first : first + count]
 
     def resume_from(self, position: EpochPosition) -> None:
         """Begin the next iteration at a position, in the order of that position's seed.
@@ -149,6 +154,7 @@ class EpochSampler(Sampler[T_co]):
         # Set this now: a loop that ends with `break` never reaches the end of the epoch.
         self.next_position = EpochPosition(seed=begin.seed, epoch=begin.epoch + 1)
         self._requested_epoch = None
+        self._share = ()
         for sampler in (getattr(self.source, "sampler", None), self.source):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(begin.epoch)
@@ -158,7 +164,8 @@ class EpochSampler(Sampler[T_co]):
         with OrderRandom(self.source, derive_seed(begin.seed, begin.epoch)).drawing():
             order = list(self.source)
         self.current_position = self._locate(begin, order)
-        return iter(self._take_share(order[self.current_position.consumed :], padding=order))
+        self._share = self._take_share(order[self.current_position.consumed :], padding=order)
+        return iter(self._share)
 
     def _locate(self, begin: EpochPosition, order: Sequence[object]) -> EpochPosition:
         """Return the position to begin at: the start of the order if it is not the recorded one."""

@@ -39,6 +39,7 @@ def find_failure(run: IndexedRun) -> dict[str, Any] | None:
         time=(ended or {}).get("time"),
         also=headlines[1:],
         is_final=is_final,
+        decision=run.record.timeline.attempts[-1].decision if ended else "",
         repeats=_count_repeats(ends),
     )
 
@@ -71,6 +72,7 @@ def _make_failure(headline: str, *, traceback: str = "", **values: Any) -> dict[
         "code": _find_code(traceback, parts.get("file"), line),
         "traceback": traceback,
         "also": [],
+        "decision": "",
         **values,
     }
 

@@ -309,7 +309,9 @@ def test_restart_replaces_survivor_that_does_not_stop(
             raise ValueError("once")
         return is_cached
 
-    assert fit(function, run_config, num_workers=2, max_failures=1).return_values == [False, True]
+    # By default, the rank that raises gets another process, too.
+    result = fit(function, run_config, num_workers=2, max_failures=1, stop_when_deterministic=False)
+    assert result.return_values == [False, True]
 
 
 def test_max_failures_limits_the_number_of_attempts(run_config: RunConfig, tmp_path: Path) -> None:

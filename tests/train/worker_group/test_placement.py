@@ -13,15 +13,11 @@ import psutil
 import pytest
 
 from drawbar import train
+from drawbar._base.node_resources import NodeResources, describe_missing_resources, matches_selector
 from drawbar._process.errors import InsufficientResourcesError
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar.train._config.scaling_config import PlacementStrategy, ScalingConfig
-from drawbar.train._worker_group.capacity import (
-    NodeResources,
-    check_group_fits,
-    describe_missing_resources,
-    matches_selector,
-)
+from drawbar.train._worker_group.capacity import check_group_fits
 from drawbar.train._worker_group.cluster import (
     can_autoscale,
     has_launchable_node_types,

@@ -43,6 +43,12 @@ class FailureConfig(fields.ConfigRepr):
             shows no activity for this long, the console warns: it shows the rank, its location, and
             how to inspect it. `RunHandle.stalled_ranks` then contains the rank. The run continues.
             None disables the warning.
+        stop_when_deterministic: Whether the run ends, although restarts are left, if a restart
+            cannot help: the same failure has happened twice at the same line and the same data, in
+            two processes, or the disk of a node is full. See the guide's page on failures.
+        exclude_nodes_after: Number of failures in a row on one node, while the other nodes were
+            healthy, after which the run leaves the node. It stays if the other nodes have no room.
+            None keeps the run on all nodes.
         controller_failure_limit: Ray Train's name for `max_startup_failures`.
         relax_collectives_on_preemption: Accepted for compatibility with Ray Train and ignored with
             a warning.
@@ -75,6 +81,8 @@ class FailureConfig(fields.ConfigRepr):
     stall_warning_after: Annotated[
         float | timedelta | None, partial(_to_timedelta, none_meaning="disables the warning")
     ] = timedelta(seconds=30)
+    stop_when_deterministic: bool = True
+    exclude_nodes_after: Annotated[int | None, fields.at_least(1)] = 2
     controller_failure_limit: InitVar[int | None] = None
     relax_collectives_on_preemption: InitVar[bool] = False
     preemption_grace_s: InitVar[float] = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from drawbar._base.fields import ConfigRepr, require_int, require_type
 from drawbar._base.frames import warn_caller
+from drawbar._base.node_resources import exclude_node
 
 TOPOLOGY_LABEL = "ray.io/tpu-topology"
 """Ray's node label for the topology of a TPU slice, such as "2x2x2"."""
@@ -221,6 +223,14 @@ class ScalingConfig(ConfigRepr):
             {**slice_labels, **{key: value.replace(" ", "") for key, value in labels.items()}}
             for labels in selectors
         ]
+
+    def exclude_node(self, node_id: str) -> ScalingConfig:
+        """Return a copy whose workers do not run on a node.
+
+        Returns this configuration if its labels select nodes by their ID.
+        """
+        selectors = exclude_node(self.label_selectors or [{}] * self.max_workers, node_id)
+        return dataclasses.replace(self, label_selector=selectors)
 
     @property
     def num_cpus_per_worker(self) -> float:

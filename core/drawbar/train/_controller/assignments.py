@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from drawbar._base.node_resources import describe_missing_resources, describe_starting_workers
 from drawbar._base.ray_compat import get_draining_nodes
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._records.events import AttemptStarted
@@ -12,10 +13,6 @@ from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
 from drawbar.train._worker_group import cluster
-from drawbar.train._worker_group.capacity import (
-    describe_missing_resources,
-    describe_starting_workers,
-)
 from drawbar.train._worker_group.ranks import format_visible_devices
 
 

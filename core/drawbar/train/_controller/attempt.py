@@ -110,6 +110,7 @@ class Attempt:
         self.failure: AttemptFailure | None = None
         self.error: Exception | None = None
         self._failure_times: dict[int, float] = {}  # by rank: when its function raised
+        self.place_times: dict[int, float] = {}  # by rank: its last report, or its start
 
     def on_messages(self, rank: int, batch: Sequence[messages.GroupMessage]) -> None:
         """Handle messages from a rank in order. An exception ends the attempt with an `error`."""
@@ -227,6 +228,7 @@ class Attempt:
                 self._emit(RankImported(rank))
             case messages.FunctionStarted():
                 self.requests.on_started(rank)
+                self.place_times[rank] = message.time
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case messages.ProgramStarted(pid=pid):
                 self._program_pids[rank] = pid
@@ -291,6 +293,7 @@ class Attempt:
         if report.observation is not None:
             self._emit(make_observation_event(self.number, rank, report.observation))
         self._last_locations[rank] = report.location
+        self.place_times[rank] = report.time
         self._checkpoints.record_moved_files(rank, self.workers[rank], report)
         for complete in self.progress.on_report(rank, report):
             if conflict := complete.find_conflict():

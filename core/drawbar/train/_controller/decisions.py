@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from drawbar._records.events import AttemptEndCause
+from drawbar._records.verdict import Verdict
 from drawbar.train._config.failure_config import FailureConfig
 
 STARTUP_DELAY_SECONDS = 2.0
@@ -29,13 +30,20 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Decision not to restart. `reason` names the used budget, or why no budget applies."""
+    """Decision not to restart. `reason` names the used budget, or why no budget applies.
+
+    `should_retry` is as in `TrainingFailedError`.
+    """
 
     reason: str
+    should_retry: bool = field(default=True, compare=False)
 
 
 def decide_after_failure(
-    cause: AttemptEndCause, failure_counts: Counter[AttemptEndCause], config: FailureConfig
+    cause: AttemptEndCause,
+    failure_counts: Counter[AttemptEndCause],
+    config: FailureConfig,
+    verdict: Verdict | None = None,
 ) -> Restart | GiveUp:
     """Decide whether another attempt follows a failed one.
 
@@ -46,7 +54,10 @@ def decide_after_failure(
         cause: How the attempt ended.
         failure_counts: Number of failures of earlier attempts by cause.
         config: Limits of the budgets.
+        verdict: What follows from the failures of the run; None if it is unknown.
     """
+    if verdict is not None and verdict.should_stop:
+        return GiveUp(verdict.explain_end(verdict.reason), verdict.should_retry)
     match cause:
         case "worker" | "hang":
             count = failure_counts["worker"] + failure_counts["hang"]
@@ -60,14 +71,15 @@ def decide_after_failure(
         case "resize":
             return Restart(failure_counts)
         case "configuration" | "divergence" | "storage":
-            return GiveUp("it would fail again in the same way")
+            return GiveUp("it would fail again in the same way", should_retry=False)
     # -1 is no limit.
     if limit < 0 or count < limit:
         remaining = "no limit" if limit < 0 else f"{limit - count - 1} of {limit} left"
         return Restart(failure_counts + Counter([cause]), f"{name}: {remaining}")
+    reason = f"FailureConfig.{name}={limit} is used up"
     if limit == 0:
-        return GiveUp(f"restarts are off. FailureConfig({name}=3) allows 3")
-    return GiveUp(f"FailureConfig.{name}={limit} is used up")
+        reason = f"restarts are off. FailureConfig({name}=3) allows 3"
+    return GiveUp(reason if verdict is None else verdict.explain_end(reason))
 
 
 def startup_delay(failed_starts: int) -> float:

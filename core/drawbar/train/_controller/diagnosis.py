@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from drawbar._process.stack import Frame, Stack
+from drawbar._process.stack import Frame, Stack, format_positions
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import RanksStalled
@@ -121,7 +121,7 @@ def _format_ranks(ranks: list[int]) -> str:
 def write_stacks(directory: Path, stacks: Mapping[int, Stack | None]) -> str:
     """Write each rank's stacks and their difference to a directory, and return the difference."""
     directory.mkdir(parents=True, exist_ok=True)
-    summary = format_difference(stacks)
+    summary = format_difference(stacks) + format_positions(stacks)
     for rank, stack in stacks.items():
         (directory / f"rank_{rank}.txt").write_text(stack.text if stack else "no reply\n")
     (directory / "difference.txt").write_text(summary + "\n")

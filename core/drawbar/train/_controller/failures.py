@@ -27,7 +27,7 @@ from drawbar._process.exit_status import (
     wait_for_report_of_pid,
 )
 from drawbar._process.ranks import WorkerInfo
-from drawbar._process.worker_failure import WorkerFailure
+from drawbar._process.worker_failure import CONNECTION_LOST, WorkerFailure
 from drawbar._records.events import AttemptEndCause
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._controller.decisions import Restart
@@ -47,13 +47,6 @@ PEER_DEATH_WAIT_S = 2.0
 
 EXIT_SECONDS = 2.0
 """Time that rank 0 has to end by itself after another rank has exited, before it is stopped."""
-
-# Messages of gloo, NCCL, PyTorch's store, gRPC (JAX, TensorFlow), and sockets.
-_CONNECTION_LOST = re.compile(
-    r"closed by (the )?(remote )?peer|reset by peer|broken pipe|socket closed|remote process exited"
-    r"|connection (was likely closed|refused)|\bUNAVAILABLE\b",
-    re.IGNORECASE,
-)
 
 
 @dataclass(eq=False)
@@ -133,7 +126,7 @@ class AttemptFailure:
     def has_only_lost_connections(self) -> bool:
         """Return whether all failures are lost connections, but no death is reported."""
         are_lost_connections = all(
-            _CONNECTION_LOST.search(failure.message) for failure in self.failures
+            CONNECTION_LOST.search(failure.message) for failure in self.failures
         )
         return bool(self.failures) and are_lost_connections and not self.deaths
 
@@ -178,6 +171,7 @@ async def describe_death(
         # Ray can report the death only after other ranks have failed because of it.
         time=exit_report.time if exit_report is not None else death.time,
         num_reports=num_reports,
+        num_batches=exit_report.num_batches if exit_report is not None else None,
         log_path=str(log),
     )
 

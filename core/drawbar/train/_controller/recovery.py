@@ -7,10 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from drawbar._process.errors import TrainingFailedError
+from drawbar._process.threads import run_in_daemon_thread
 from drawbar._process.worker_failure import WorkerFailure, sort_root_cause_first
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import AttemptEndCause, AttemptEnded
+from drawbar._records.failure_history import FailureHistory
+from drawbar._records.fingerprint import make_fingerprints
 from drawbar._records.live_events import AttemptEnding, Notice, WorkersFailed
+from drawbar._records.verdict import Verdict
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
@@ -68,6 +72,10 @@ class Recovery:
         self._emit = emit
         self._wait_for_events = wait_for_events
         self._failure_counts = run.failure_counts
+        config = run.spec.run_config.failure_config
+        self._history = FailureHistory(
+            run.failed_attempts, config.stop_when_deterministic, config.exclude_nodes_after
+        )
         self._failed_starts = 0  # in a row
         self._has_warned = False  # that work is lost
 
@@ -108,13 +116,14 @@ class Recovery:
         # After these causes the backend was not set up.
         if failure.cause not in ("startup", "configuration"):
             await self._backend.run_shutdown_hook()
-        if _should_relocate(attempt):
+        verdict = await self._judge(attempt, failure) if attempt is not None else None
+        if _should_relocate(attempt) or (verdict is not None and verdict.excluded_node):
             self._group.kill()  # the next start places all processes again
-        decision = self._decide(failure.cause)
+        decision = self._decide(failure.cause, verdict)
         self._failed_starts = self._failed_starts + 1 if failure.cause == "startup" else 0
         if isinstance(decision, Restart):
             decision = replace(decision, delay=startup_delay(self._failed_starts))
-        self._emit_failure(number, attempt, failure, decision)
+        self._emit_failure(number, attempt, failure, decision, verdict)
         if isinstance(decision, Restart):
             self._failure_counts = decision.failure_counts
             if attempt is not None:
@@ -128,9 +137,22 @@ class Recovery:
             self._has_warned = True
             self._emit(Notice(_NO_CHECKPOINT))
 
-    def _decide(self, cause: AttemptEndCause) -> Restart | GiveUp:
+    def _decide(self, cause: AttemptEndCause, verdict: Verdict | None = None) -> Restart | GiveUp:
         config = self._run.spec.run_config.failure_config
-        return decide_after_failure(cause, self._failure_counts, config)
+        return decide_after_failure(cause, self._failure_counts, config, verdict)
+
+    async def _judge(self, attempt: Attempt, failure: AttemptFailure) -> Verdict | None:
+        """Return why the attempt failed. A bad node is excluded from later attempts."""
+        fingerprints = make_fingerprints(
+            failure.cause,
+            failure.failures,
+            attempt.workers,
+            attempt.progress.first_index,
+            attempt.place_times,
+        )
+        return await run_in_daemon_thread(
+            self._history.judge, attempt.number, fingerprints, self._group.exclude_node
+        )
 
     async def _stop_workers(self, failure: AttemptFailure, *, should_relocate: bool) -> None:
         """End the attempt on all workers. Processes that a restart can reuse are kept.
@@ -158,6 +180,7 @@ class Recovery:
                 should_keep=should_keep,
                 # After a failed start, the next attempt creates the processes, after a delay.
                 should_replace=is_restart_possible and failure.cause != "startup",
+                failed_ranks=self._history.list_ranks_to_replace(failure.failures),
             )
         )
 
@@ -179,6 +202,7 @@ class Recovery:
         attempt: Attempt | None,
         failure: AttemptFailure,
         decision: Restart | GiveUp,
+        verdict: Verdict | None,
     ) -> None:
         headlines = [worker_failure.headline() for worker_failure in failure.failures]
         if failure.exception is not None and not any(
@@ -187,6 +211,8 @@ class Recovery:
             headlines.append(f"{type(failure.exception).__name__}: {failure.exception}")
         if attempt is not None:
             self._emit(AttemptEnding(number))
+        is_final = isinstance(decision, GiveUp)
+        budget = "" if isinstance(decision, GiveUp) else decision.budget
         self._emit(
             AttemptEnded(
                 time=time.time(),
@@ -195,20 +221,26 @@ class Recovery:
                 failure_headlines=headlines,
                 num_reports=0 if attempt is None else attempt.reports.num_reports,
                 failure_time=_get_failure_time(attempt, failure),
+                verdict=verdict,
+                budget=budget,
             )
         )
-        is_final = isinstance(decision, GiveUp)
-        budget = "" if isinstance(decision, GiveUp) else decision.budget
-        self._emit(WorkersFailed(failure.cause, failure.failures, is_final=is_final, budget=budget))
+        self._emit(
+            WorkersFailed(
+                failure.cause, failure.failures, is_final=is_final, budget=budget, verdict=verdict
+            )
+        )
 
     def make_error(self, failure: AttemptFailure, decision: GiveUp) -> TrainingFailedError:
         """Return the error of a run that does not restart."""
-        return make_training_failed_error(
+        error = make_training_failed_error(
             failure,
             reason=decision.reason,
             path=self._run.directory.uri,
             recoverable=self._checkpoints.describe_remaining_files(),
         )
+        error.should_retry = decision.should_retry
+        return error
 
 
 def _get_failure_time(attempt: Attempt | None, failure: AttemptFailure) -> float | None:

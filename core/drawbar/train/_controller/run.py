@@ -13,6 +13,7 @@ from drawbar._process.errors import TrainingFailedError
 from drawbar._process.serialization import Serialized
 from drawbar._records.event_stream import Emit, Watcher
 from drawbar._records.events import AttemptEndCause
+from drawbar._records.failure_history import FailedAttempt
 from drawbar._records.journal import Journal
 from drawbar._records.report_log import ReportLog
 from drawbar._records.result import Result
@@ -84,6 +85,7 @@ class OpenRun:
         state: Current state of the run.
         next_attempt: Number of the next attempt.
         failure_counts: Number of failures of earlier attempts by cause.
+        failed_attempts: Failed attempts with the same settings, also of earlier starts.
         warning: Warning for the user; may be empty.
         had_finished: Whether an earlier start of the run had finished.
     """
@@ -96,6 +98,7 @@ class OpenRun:
     state: RunState
     next_attempt: int
     failure_counts: Counter[AttemptEndCause]
+    failed_attempts: list[FailedAttempt]
     warning: str
     had_finished: bool
 

@@ -34,6 +34,7 @@ from drawbar._records.events import (
     RunEnded,
     RunStarted,
 )
+from drawbar._records.failure_history import list_failed_attempts
 from drawbar._records.journal import Journal
 from drawbar._records.report_log import ReportLog, repair_segments
 from drawbar._records.report_ranges import (
@@ -148,6 +149,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         state=RunHistory([*existing.events, *start_events], existing.reports).make_state(),
         next_attempt=existing.next_attempt,
         failure_counts=Counter(_list_failures_since_last_end(existing.events)),
+        failed_attempts=list_failed_attempts([*existing.events, *start_events]),
         warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
         had_finished=_has_finished(existing.events),
     )

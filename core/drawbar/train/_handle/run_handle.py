@@ -15,6 +15,7 @@ from drawbar._base.frames import without_internal_frames
 from drawbar._base.metrics import Metrics
 from drawbar._process.driver_signals import diagnose_on_signal, stop_on_sigterm
 from drawbar._process.errors import UserAbort
+from drawbar._process.exit_codes import use_exit_code
 from drawbar._process.user_abort import make_user_abort
 from drawbar._records.goodput import Goodput
 from drawbar._records.result import Result
@@ -203,7 +204,7 @@ class RunHandle:
         try:
             return self._wait(timeout)
         except (Exception, UserAbort) as error:
-            raise without_internal_frames(error)  # noqa: B904  # the same error
+            raise without_internal_frames(use_exit_code(error))  # noqa: B904  # the same error
 
     def _wait(self, timeout: float | timedelta | None) -> Result:
         seconds = None

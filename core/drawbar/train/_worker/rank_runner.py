@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from drawbar._process.batch_counter import format_place
 from drawbar._process.failure import describe_exception
 from drawbar._process.output import capture_output, tee_output
 from drawbar._process.output_lines import OutputLine
@@ -130,8 +131,11 @@ class RankRunner:
         Returns:
             The stack, or None if the program does not reply.
         """
-        program = self.program
-        return capture_stack(self._thread) if program is None else program.capture_stack()
+        session, program = self.session, self.program
+        if session is None or program is not None:
+            return capture_stack(self._thread) if program is None else program.capture_stack()
+        report_index = session.assignment.first_report_index + session.report_count
+        return capture_stack(self._thread, format_place(session.timer.batches[0], report_index))
 
 
 def execute(call: Serialized) -> object:

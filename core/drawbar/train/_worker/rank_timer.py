@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from drawbar._process.batch_counter import start_counter
 from drawbar.train._protocol.messages import Observation
 
 T = TypeVar("T")
@@ -47,13 +48,17 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankTimer:
-    """Times of one rank since the start of its training function.
+    """Times and counts of one rank since the start of its training function.
 
     Only the thread of the training function is measured: waiting in other threads does not delay
     the training. Measurements may be nested. Each second counts only for the innermost one.
 
     Args:
         clock: Returns the time in seconds. It never goes back.
+
+    Attributes:
+        batches: One number: the batches since the last report, including the one that is being
+            loaded. Without a data loader that Drawbar tracks, the steps that the user has counted.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +77,8 @@ class RankTimer:
         self._seconds: dict[str, float] = {}
         self._measured = self._measured_at_step = 0.0  # sum of the measurements
         self._forward = 0.0
-        self._counts_steps = False
+        self.batches = start_counter()
+        self._counts_steps = self._counts_batches = False
         self.num_steps = 0
         self._first_step = 0.0
         self._step_times: list[float] = []  # without the first one
@@ -93,11 +99,14 @@ class RankTimer:
     def measure_items(self, key: str, items: Iterable[T]) -> Iterator[T]:
         """Yield the items, and measure the time that waiting for each of them takes."""
         iterator = iter(items)
+        self._counts_batches = True
         while True:
+            self.batches[0] += 1  # before it is loaded, which may fail
             self.begin(key)
             try:
                 item = next(iterator)
             except StopIteration:
+                self.batches[0] -= 1
                 return
             finally:
                 self.end(key)
@@ -155,6 +164,8 @@ class RankTimer:
         if not self._counts_steps:
             self._counts_steps, self.num_steps = True, 0
             self._step_times.clear()
+        if not self._counts_batches:
+            self.batches[0] += 1
         self._add_step(self._clock())
 
     def on_report(self) -> Observation | None:
@@ -164,6 +175,7 @@ class RankTimer:
             The times of the rank, if they have not been sent for a while.
         """
         now = self._clock()
+        self.batches[0] = 0
         if not self._counts_steps:
             self._add_step(now)
         if now < self._next_send:

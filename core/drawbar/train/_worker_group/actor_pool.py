@@ -24,6 +24,8 @@ from drawbar._process.ranks import WorkerInfo
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._protocol.assignment import WORKER_INFO
 from drawbar.train._worker.actor import Worker, take_fork_error
+from drawbar.train._worker_group.capacity import has_room
+from drawbar.train._worker_group.cluster import can_autoscale, list_node_resources
 from drawbar.train._worker_group.placement import Placement, remove_orphaned_groups
 from drawbar.train._worker_group.worker_group import OnMessages, OnWaiting
 
@@ -279,6 +281,26 @@ class ActorPool:
             self._kill_actor(slot)
             if should_replace:
                 self._create_actor(slot)
+
+    def exclude_node(self, node_id: str, used: Mapping[str, int]) -> bool:
+        """Create no process on a node after `kill_all`.
+
+        Args:
+            node_id: ID of the node.
+            used: Number of workers of the run on each node, by ID.
+
+        Returns:
+            False if the other nodes have no room, or if the placement group belongs to another
+            owner.
+        """
+        scaling = self._scaling.exclude_node(node_id)
+        is_possible = scaling.label_selectors != self._scaling.label_selectors
+        if self._parent_placement is not None or not is_possible:
+            return False
+        if not can_autoscale() and not has_room(list_node_resources(), scaling, used):
+            return False
+        self._scaling = scaling
+        return True
 
     def kill_all(self) -> None:
         """Kill all processes and release the placement."""

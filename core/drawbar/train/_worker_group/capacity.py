@@ -12,29 +12,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
+from drawbar._base.node_resources import (
+    NodeResources,
+    count_fitting_bundles,
+    format_resources,
+    matches_selector,
+)
 from drawbar._base.wording import format_count
 from drawbar._process.errors import InsufficientResourcesError
 from drawbar.train._config.scaling_config import ScalingConfig
 
-# Ray counts resources in ten-thousandths. Integers prevent 0.3 // 0.1 from being 2.
-_UNITS_PER_RESOURCE = 10_000
-# Ray (2.60) places three workers of 0.3334 CPUs on one CPU, but not two of 0.5001.
-_TOLERATED_UNITS = 2
-_UNBOUNDED = 10**9
 _INTERNAL_RESOURCES = re.compile(r"node:|object_store_memory$|.*_group_|bundle_group")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeResources:
-    """A live node: its total and available resources and its labels. `memory` is in bytes."""
-
-    node_id: str
-    hostname: str
-    total: Mapping[str, float]
-    available: Mapping[str, float] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_group_fits(nodes: Sequence[NodeResources], scaling: ScalingConfig) -> None:
@@ -68,6 +57,24 @@ def check_group_fits(nodes: Sequence[NodeResources], scaling: ScalingConfig) -> 
         every_selector = strategy == "STRICT_PACK"  # then one node must satisfy all of them
         matching = _filter_nodes(nodes, [*map(dict, selectors)], every_selector=every_selector)
         _check_group(matching, bundle, strategy, num_workers)
+
+
+def has_room(
+    nodes: Sequence[NodeResources], scaling: ScalingConfig, used: Mapping[str, int]
+) -> bool:
+    """Return whether a worker group fits now if its workers are started again.
+
+    Args:
+        nodes: Live nodes.
+        scaling: Resources, labels, and minimum number of the workers.
+        used: Number of running workers of the group on each node, by ID.
+    """
+    free = [node.release(scaling.bundle, used.get(node.node_id, 0)) for node in nodes]
+    try:
+        check_group_fits(free, scaling)
+    except InsufficientResourcesError:
+        return False
+    return True
 
 
 def check_cpus_for_datasets(
@@ -130,45 +137,6 @@ def _make_no_cpu_error(
         "ScalingConfig.num_workers or resources_per_worker, add CPUs, or materialize datasets "
         "that fit into memory before fit()"
     )
-
-
-def describe_missing_resources(
-    nodes: Sequence[NodeResources], bundle: Mapping[str, float], num_workers: int
-) -> str:
-    """Return one line that describes which resources are missing now.
-
-    For example "waiting for CPU=4 (2 workers of CPU=2); free are CPU=3 on 2 nodes, room for 1
-    worker".
-    """
-    required = {name: amount * num_workers for name, amount in bundle.items()}
-    free = {name: sum(node.available.get(name, 0) for node in nodes) for name in bundle}
-    room = min(sum(count_fitting_bundles(node.available, bundle) for node in nodes), num_workers)
-    suffix = ": Ray is placing or starting them" if room == num_workers else ""
-    return (
-        f"waiting for {format_resources(required)} ({format_count(num_workers, 'worker')} of "
-        f"{format_resources(bundle)}); free are {format_resources(free)} on "
-        f"{format_count(len(nodes), 'node')}, room for {format_count(room, 'worker')}{suffix}"
-    )
-
-
-def describe_starting_workers(num_ready: int, num_workers: int) -> str:
-    """Return one line about workers that are placed but not ready yet."""
-    return f"starting {format_count(num_workers, 'worker')}, {num_ready} of them are ready"
-
-
-def matches_selector(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Return whether the labels of a node satisfy a Ray label selector.
-
-    A selector's value is "x", "!x", "in(x, y)" or "!in(x, y)"; a node without the label satisfies
-    the negative forms (https://docs.ray.io/en/latest/ray-core/scheduling/labels.html).
-    """
-    for key, condition in selector.items():
-        positive = condition.removeprefix("!")
-        listed = re.fullmatch(r"in\((.*)\)", positive)
-        values = [v.strip() for v in listed[1].split(",")] if listed else [positive]
-        if (labels.get(key) in values) != (positive == condition):
-            return False
-    return True
 
 
 def _check_names(nodes: Sequence[NodeResources], bundle: Mapping[str, float]) -> None:
@@ -258,32 +226,3 @@ def _filter_nodes(
     decide = all if every_selector else any
     required = list(selectors)
     return [node for node in nodes if decide(matches_selector(node.labels, s) for s in required)]
-
-
-def count_fitting_bundles(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
-    """Return how many bundles the resources hold. A fraction of a GPU is always on one GPU."""
-    most = _UNBOUNDED
-    for name, amount in bundle.items():
-        need, has = (
-            round(amount * _UNITS_PER_RESOURCE),
-            round(resources.get(name, 0) * _UNITS_PER_RESOURCE),
-        )
-        if not need:
-            continue
-        # Ray places a fraction on one GPU, so the remainders of two GPUs do not add up.
-        if name == "GPU" and need < _UNITS_PER_RESOURCE:
-            most = min(most, has // _UNITS_PER_RESOURCE * (_UNITS_PER_RESOURCE // need))
-        elif need < _UNITS_PER_RESOURCE // 2:
-            most = min(most, (has + _TOLERATED_UNITS) // need)
-        else:
-            most = min(most, has // need)
-    return most
-
-
-def format_resources(resources: Mapping[str, float]) -> str:
-    """Format resources as in "CPU=4, memory=16.0 GiB"."""
-    formatted = (
-        f"{name}={amount / 2**30:.1f} GiB" if name == "memory" else f"{name}={amount:g}"
-        for name, amount in resources.items()
-    )
-    return ", ".join(formatted) or "no resources"

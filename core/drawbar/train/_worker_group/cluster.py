@@ -16,15 +16,13 @@ from concurrent.futures import Future
 from functools import partial
 
 from drawbar._base import ray_compat as _ray_compat
+from drawbar._base.node_resources import NodeResources, count_fitting_bundles, format_resources
 from drawbar._process.errors import InsufficientResourcesError
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._worker_group.capacity import (
-    NodeResources,
     check_cpus_for_datasets,
     check_group_fits,
     check_unreserved_cpus,
-    count_fitting_bundles,
-    format_resources,
 )
 
 _PLACEMENT_RELEASE_S = 3.0  # wait for ended Tune trials to release their placement groups

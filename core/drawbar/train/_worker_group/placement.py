@@ -22,10 +22,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from drawbar._base.node_resources import count_fitting_bundles
 from drawbar._base.ray_compat import is_worker_process_dead
 from drawbar._process.threads import DaemonThreadPool
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._worker_group.capacity import count_fitting_bundles
 from drawbar.train._worker_group.cluster import get_ray_worker_id
 
 _RELEASE_TIMEOUT_S = 1.0

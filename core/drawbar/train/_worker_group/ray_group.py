@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
@@ -172,6 +173,8 @@ class RayWorkerGroup:
     async def end_attempt(self, end: AttemptEnd) -> None:
         """Interrupt functions and kill processes that do not stop within `end.grace` seconds."""
         slots = self._pool.slots
+        for rank in self._ranks.keys() & end.failed_ranks:
+            self._ranks[rank].is_retired = True
         participants = [index for index, slot in slots.items() if slot.run_task is not None]
         dead = [index for index, slot in slots.items() if slot.is_dead]
         # First, so that replacements start while the other processes are still stopping.
@@ -189,6 +192,11 @@ class RayWorkerGroup:
             if slot.is_dead or slot.is_running or slot.is_retired or not end.should_keep:
                 self._pool.kill_slots([index], should_replace=end.should_replace)
             slot.run_task = None
+
+    def exclude_node(self, node_id: str) -> bool:
+        """Exclude a node from the next start after `kill`, if the other nodes have room."""
+        nodes = [slot.info.result().node_id for slot in self._ranks.values()]
+        return self._pool.exclude_node(node_id, Counter(nodes))
 
     # -- the end
 

@@ -32,12 +32,14 @@ class AttemptEnd:
             of being killed.
         should_replace: Whether new processes start at once in place of dead and killed ones.
         is_user_request: Whether the user has stopped the run.
+        failed_ranks: Ranks whose processes are not kept.
     """
 
     grace: float
     should_keep: bool = True
     should_replace: bool = False
     is_user_request: bool = False
+    failed_ranks: Collection[int] = ()
 
     @property
     def interrupt(self) -> InterruptFunction:
@@ -100,13 +102,25 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         """Kill every process immediately. The next `start` may place new ones on other nodes."""
         ...
 
+    def exclude_node(self, node_id: str) -> bool:
+        """Start no worker on a node after the next `kill`.
+
+        Returns:
+            False if the other nodes have no room for the workers.
+        """
+        ...
+
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack trace of every rank; None for a rank that does not reply."""
         ...
 
 
 class InProcessExecution(Sized):
-    """Methods for backends of a group whose ranks are all in this process."""
+    """Methods of a group whose ranks are all in this process, and its methods for backends."""
+
+    def exclude_node(self, node_id: str) -> bool:
+        """Return False: there is no other node."""
+        return False
 
     def execute_single_async(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs

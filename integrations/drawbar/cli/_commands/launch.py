@@ -171,11 +171,16 @@ StoragePath = Annotated[
         " [default: DRAWBAR_STORAGE, or ~/drawbar_results]",
     ),
 ]
-MaxFailures = Annotated[
-    int, typer.Option(metavar="N", help="Maximum number of restarts; -1 for no limit.")
-]
+MaxFailures = Annotated[int, typer.Option(metavar="N", help="Maximum restarts; -1 for any.")]
 MaxRestarts = Annotated[
     int | None, typer.Option(metavar="N", help="torchrun's name for --max-failures.")
+]
+NoStopWhenDeterministic = Annotated[
+    bool,
+    typer.Option(
+        "--no-stop-when-deterministic",
+        help="Restart also if a failure is repeated.",
+    ),
 ]
 HangTimeout = Annotated[
     float | None,
@@ -225,6 +230,7 @@ def launch(
     name: Name = None,
     storage_path: StoragePath = None,
     max_failures: MaxFailures = 0,
+    no_stop_when_deterministic: NoStopWhenDeterministic = False,
     hang_timeout: HangTimeout = None,
     resume: Resume = "auto",
     detach: Detach = False,
@@ -259,6 +265,9 @@ def launch(
         )
         if no_fork_server:
             run_config = dataclasses.replace(run_config, forkserver_preload=())
+        if no_stop_when_deterministic:
+            failures = dataclasses.replace(run_config.failure_config, stop_when_deterministic=False)
+            run_config = dataclasses.replace(run_config, failure_config=failures)
         make_trainer = _bind_trainer(script, arguments or [], is_module, torchrun, run_config)
     rendezvous = _find_rendezvous(torchrun, requested, address, standalone, detach=detach)
     if rendezvous is None:

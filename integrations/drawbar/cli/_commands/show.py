@@ -103,6 +103,8 @@ def _write(
         print("\nAttempts")
         for attempt in attempts:
             print(f"  {escape_control_chars(str(attempt))}")
+            if attempt.decision:
+                print(indent(escape_lines(attempt.decision), "    "))
         _write_goodput(record)
         for straggler in record.stragglers:
             print(f"  {escape_control_chars(straggler.describe())} (drawbar show --ranks)")

@@ -18,7 +18,8 @@ export function Attempts({attempts}) {
         <td class="n" data-label="Checkpoints">${number(each.num_checkpoints)}</td>
         <td class="nowrap" data-label="Resumed from">${baseName(each.resume_checkpoint) || "–"}</td>
         <td data-label="Outcome">${each.status}</td></tr>
-        ${(each.failures || []).length > 0 && html`<tr><td class="small muted" colspan=${times.length + 6}>${each.failures.slice(0, 3).map((text) => html`<div>${text}</div>`)}</td></tr>`}`)}
+        ${(each.failures || []).length > 0 && html`<tr><td class="small muted" colspan=${times.length + 6}>${each.failures.slice(0, 3).map((text) => html`<div>${text}</div>`)}
+          ${each.decision && html`<details><summary>Decision: ${each.decision.split("\n")[0]}</summary>${each.decision.split("\n").slice(1).map((text) => html`<div>${text}</div>`)}</details>`}</td></tr>`}`)}
       </tbody></table></div></section>`;
 }
 

@@ -23,6 +23,7 @@ function RootCause({data}) {
   return html`<section class="cause" aria-label="Root cause">
     <h1>${rank}${failure.headline}</h1>
     <${Where} failure=${failure} />
+    ${failure.decision && html`<div class="decision"><b>Decision</b>${failure.decision.split("\n").map((text) => html`<div>${text}</div>`)}</div>`}
     ${failure.repeats > 1 && html`<p>The last ${failure.repeats} attempts ended with this error.</p>`}
     ${(failure.also || []).length > 0 && html`<details><summary>${failure.also.length} later
       failure${failure.also.length === 1 ? "" : "s"} of other ranks</summary>

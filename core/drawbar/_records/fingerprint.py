@@ -1,0 +1,222 @@
+"""`FailureFingerprint`: kind of a failure, and its place in the code and in the data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from drawbar._base.frames import format_user_location
+from drawbar._base.wording import format_count
+from drawbar._process.batch_counter import format_place, parse_places
+from drawbar._process.ranks import WorkerInfo
+from drawbar._process.worker_failure import CONNECTION_LOST, WorkerFailure
+
+FailureNature = Literal[
+    "exception", "exit", "crash", "out_of_memory", "full_disk",
+    "network", "hardware", "killed", "preemption", "hang",
+]  # fmt: skip
+"""Kinds of a single failure, without knowledge of other failures."""
+
+_MAX_ERROR_CHARS = 1000
+
+# Names of exception classes, also of causes in a chain: requests, urllib3, botocore, gRPC, torch.
+_NETWORK_TYPES = re.compile(
+    r"Connect|Timeout|TimedOut|Network|Unavailable|Unreachable|Socket|Proxy|SSL|Throttl|RateLimit"
+    r"|BrokenPipe|Disconnect|IncompleteRead|EndpointError|TransportError|RpcError|URLError"
+    r"|HTTPError|HttpError|gaierror|herror|DistBackendError|DistStoreError|ServiceRequest"
+)
+_NETWORK_TEXTS = re.compile(
+    rf"{CONNECTION_LOST.pattern}|connection (aborted|error|lost)|no route to host|unreachable"
+    r"|timed? ?out|temporarily|temporary failure|name resolution|name or service not known"
+    r"|too many requests|service unavailable|bad gateway|internal server error"
+    r"|NCCL error|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+_MEMORY_TYPES = re.compile(r"^MemoryError$|OutOfMemory")
+_MEMORY_TEXTS = re.compile(
+    r"out of memory|cannot allocate memory|can't allocate memory|unable to allocate"
+    r"|RESOURCE_EXHAUSTED|ALLOC_FAILED|by the kernel's OOM killer: |Ray's memory monitor"
+    r"|is killed by signal: Killed",
+    re.IGNORECASE,
+)
+_DISK_TEXTS = re.compile(r"No space left on device|\[Errno 28\]|Disk quota exceeded", re.IGNORECASE)
+_HARDWARE_TEXTS = re.compile(
+    r"uncorrectable|\bECC\b|\bXid\b|\bNVLink\b|unspecified launch failure|hardware (error|failure)"
+    r"|device is lost|fallen off the bus|CUDA-capable device\(s\) is/are busy|Input/output error"
+    r"|Stale file handle|Remote I/O error",
+    re.IGNORECASE,
+)
+_MISSING_FILE_TYPES = {
+    *("FileNotFoundError", "NotADirectoryError", "IsADirectoryError"),
+    *("FileExistsError", "PermissionError"),
+}
+_SIGNAL = re.compile(r"killed by (SIG\w+)")
+_CRASH_SIGNALS = {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"}
+_CRASH_FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_CHAINED_TYPE = re.compile(r"^(?:[\w.]+\.)?(\w+)(?::|$)", re.MULTILINE)
+# Addresses, identifiers, and numbers differ between two runs of the same code.
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\b(?=\w*\d)[0-9a-fA-F-]{8,}\b|\d+")
+_HANG_SECONDS = re.compile(r"no rank made progress for [\d.e+]+ s")
+
+
+class FailureFingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """Kind of a failure, and its place in the code, in the data, and in the cluster.
+
+    Attributes:
+        rank: Rank of the worker; -1 if no single rank is responsible, as for a hang.
+        nature: Kind of the failure.
+        error: Type and message of the exception, or the signal, without numbers and addresses.
+        location: Innermost line of user code as `file:line in function`, "" if it is unknown.
+        report_index: Number of the rank's next report in the run.
+        num_batches: Batches since the last report, as in `WorkerFailure`.
+        num_reports: Number of the rank's reports in the attempt.
+        seconds: Time since the rank's last report, or since the start of its function.
+        world_size: Number of ranks.
+        num_nodes: Number of nodes of the ranks.
+        node_id: Node of the worker.
+        hostname: Host of the worker.
+        pid: Process ID of the worker.
+        data_position: As in `WorkerFailure`.
+        is_missing_file: Whether the error is about a file that does not exist or cannot be opened.
+
+    Example: `print(event.fingerprints[0].error, event.fingerprints[0].location)`
+    """
+
+    rank: int
+    nature: FailureNature
+    error: str
+    location: str = ""
+    report_index: int = 0
+    num_batches: int | None = None
+    num_reports: int = 0
+    seconds: float = 0.0
+    world_size: int = 1
+    num_nodes: int = 1
+    node_id: str = ""
+    hostname: str = ""
+    pid: int = 0
+    data_position: str = ""
+    is_missing_file: bool = False
+
+    @property
+    def has_data_position(self) -> bool:
+        """True if the rank has received a batch or made a report in the attempt."""
+        return bool(self.num_batches or self.num_reports)
+
+    def describe_position(self) -> str:
+        """Return the position in the data, such as "report 4, batch 13"."""
+        if not self.num_batches:
+            where = format_count(self.report_index, "report")
+            return f"after {where}" if self.report_index else "at the start"
+        return format_place(self.num_batches, self.report_index)
+
+
+def make_fingerprints(
+    cause: str,
+    failures: Sequence[WorkerFailure],
+    workers: Sequence[WorkerInfo],
+    first_report_index: int,
+    place_times: Mapping[int, float],
+) -> list[FailureFingerprint]:
+    """Return the fingerprints of the failures of an attempt, in the same order.
+
+    Args:
+        cause: Cause of the end of the attempt, as in `AttemptEnded`.
+        failures: Failures, the root cause first.
+        workers: Process of each rank, in rank order.
+        first_report_index: Number of the first report of the attempt.
+        place_times: Time of the last report, or of the start of the training function, by rank.
+
+    Returns:
+        Fingerprints; empty if the failures are never retried, or are no failures of ranks.
+    """
+    if cause not in ("worker", "hang", "preemption"):
+        return []
+    num_nodes = len({worker.node_id for worker in workers})
+    fingerprints = []
+    for failure in failures:
+        worker = workers[failure.rank] if failure.rank >= 0 else None
+        nature = "preemption" if cause == "preemption" else find_nature(failure)
+        since = place_times.get(failure.rank, failure.time)
+        num_reports, num_batches = failure.num_reports, failure.num_batches
+        report_index = first_report_index + num_reports
+        if nature == "hang" and (places := parse_places(failure.message)):
+            report_index, num_batches = max(places)
+            num_reports = report_index - first_report_index
+        fingerprints.append(
+            FailureFingerprint(
+                rank=failure.rank,
+                nature=nature,
+                error=_describe_error(failure, nature),
+                location=_find_location(failure, nature),
+                report_index=report_index,
+                num_batches=num_batches,
+                num_reports=num_reports,
+                seconds=max(failure.time - since, 0.0),
+                world_size=len(workers),
+                num_nodes=num_nodes,
+                node_id=worker.node_id if worker else failure.node_id,
+                hostname=worker.hostname if worker else failure.hostname,
+                pid=failure.pid,
+                data_position=failure.data_position,
+                is_missing_file=failure.builtin_type in _MISSING_FILE_TYPES,
+            )
+        )
+    return fingerprints
+
+
+def find_nature(failure: WorkerFailure) -> FailureNature:
+    """Return the kind of a single failure."""
+    match failure.kind:
+        case "hang":
+            return "hang"
+        case "died":
+            return _find_nature_of_death(failure.message)
+        case "exit":
+            return "exit"
+    types = {failure.type_name, failure.builtin_type, *_CHAINED_TYPE.findall(failure.traceback)}
+    text = failure.message
+    if _DISK_TEXTS.search(text):
+        return "full_disk"
+    if any(map(_MEMORY_TYPES.search, types)) or _MEMORY_TEXTS.search(text):
+        return "out_of_memory"
+    if _HARDWARE_TEXTS.search(text):
+        return "hardware"
+    if any(map(_NETWORK_TYPES.search, types)) or _NETWORK_TEXTS.search(text):
+        return "network"
+    if failure.builtin_type in ("OSError", "BlockingIOError", "InterruptedError"):
+        return "hardware"  # such as EIO: the code did not cause it
+    return "exception"
+
+
+def _find_nature_of_death(message: str) -> FailureNature:
+    if _MEMORY_TEXTS.search(message):
+        return "out_of_memory"
+    killed = _SIGNAL.match(message)
+    if killed:
+        return "crash" if killed[1] in _CRASH_SIGNALS else "killed"
+    return "exit" if message.startswith("exited with code") else "killed"
+
+
+def _describe_error(failure: WorkerFailure, nature: FailureNature) -> str:
+    if nature == "hang":
+        return _HANG_SECONDS.sub("no progress", failure.message.partition("\nstacks:")[0])
+    if failure.kind == "died":
+        killed = _SIGNAL.match(failure.message)
+        return killed[0] if killed else failure.message.splitlines()[0]
+    if failure.kind == "exit":
+        return f"{failure.type_name}: {failure.message}"  # the exit code is significant
+    message = _VARYING.sub("#", failure.message.strip())[:_MAX_ERROR_CHARS]
+    return f"{failure.type_name}: {message}"
+
+
+def _find_location(failure: WorkerFailure, nature: FailureNature) -> str:
+    if nature != "crash" or failure.location:
+        return failure.location
+    # faulthandler writes the innermost frame first; the crashed thread comes first, too.
+    stack = failure.message.partition("\n\n")[2].partition("\n\n")[0]
+    frames = [(file, int(line), name) for file, line, name in _CRASH_FRAME.findall(stack)]
+    return format_user_location(frames[::-1])
