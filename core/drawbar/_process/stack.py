@@ -32,11 +32,15 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
         text: Stacks of all threads as text, the training thread first, from the user's code on.
         stopped_reason: If the process is stopped by a signal, a description with the command that
             continues it; `frames` is empty then.
+        log_size: Size of the log of the rank in bytes; 0 if it is unknown.
+        cpu_seconds: CPU time that the training thread has used; 0 if it is unknown.
     """
 
     frames: tuple[Frame, ...] = ()
     text: str
     stopped_reason: str = ""
+    log_size: int = 0
+    cpu_seconds: float = 0.0
 
     @property
     def location(self) -> str:
@@ -56,10 +60,29 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 STACK = Codec[Stack | None](Stack | None)
 
 
-def capture_stack(thread: threading.Thread | None) -> Stack:
-    """Return the stacks of this process. `thread` is the thread of the training function."""
+def capture_stack(thread: threading.Thread | None, log_size: int) -> Stack:
+    """Return the stacks of this process.
+
+    Args:
+        thread: Thread of the training function; None if it has not started.
+        log_size: Size of the log of the rank in bytes.
+    """
     lines, text = collect_stacks(None if thread is None else thread.ident, is_internal_file)
-    return Stack(frames=tuple(Frame(*line) for line in lines), text=text)
+    return Stack(
+        frames=tuple(Frame(*line) for line in lines),
+        text=text,
+        log_size=log_size,
+        cpu_seconds=0.0 if thread is None else _read_cpu_seconds(thread),
+    )
+
+
+def _read_cpu_seconds(thread: threading.Thread) -> float:
+    """Return the CPU time of a thread of this process; 0 if it has ended. See proc(5)."""
+    try:
+        text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(errors="replace")
+    except OSError:  # it has ended, or the system has no /proc
+        return 0.0
+    return sum(map(int, text.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def detect_stopped_process(pid: int) -> Stack | None:

@@ -130,8 +130,10 @@ class RankRunner:
         Returns:
             The stack, or None if the program does not reply.
         """
-        program = self.program
-        return capture_stack(self._thread) if program is None else program.capture_stack()
+        program, session = self.program, self.session
+        if program is not None:
+            return program.capture_stack()
+        return capture_stack(self._thread, 0 if session is None else session.get_log_size())
 
 
 def execute(call: Serialized) -> object:
@@ -156,7 +158,7 @@ def use_worker_process(session: Session) -> Iterator[None]:
     assert driver_env is not None  # every worker process receives it
     with (
         _transfer_if_node_local(session),
-        capture_output(log, session.send, errors_only=rank != 0),
+        capture_output(log, session.send, errors_only=rank != 0) as session.get_log_size,
         driver_env.apply(),
     ):
         yield
@@ -173,7 +175,7 @@ def use_caller_process(session: Session) -> Iterator[None]:
     with (
         _transfer_if_node_local(session),
         preserve_environment(),
-        tee_output(log),
+        tee_output(log) as session.get_log_size,
     ):
         yield
 
