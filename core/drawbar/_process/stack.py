@@ -64,9 +64,11 @@ def capture_stack(thread: threading.Thread | None, log_size: int) -> Stack:
     """Return the stacks of this process.
 
     Args:
-        thread: Thread of the training function; None if it has not started.
+        thread: Thread of the training function, which may have ended; None if it has not started.
         log_size: Size of the log of the rank in bytes.
     """
+    if thread is not None and not thread.is_alive():
+        thread = None  # another thread may have its identifier now
     lines, text = collect_stacks(None if thread is None else thread.ident, is_internal_file)
     return Stack(
         frames=tuple(Frame(*line) for line in lines),
@@ -77,10 +79,10 @@ def capture_stack(thread: threading.Thread | None, log_size: int) -> Stack:
 
 
 def _read_cpu_seconds(thread: threading.Thread) -> float:
-    """Return the CPU time of a thread of this process; 0 if it has ended. See proc(5)."""
+    """Return the CPU time of a thread of this process; 0 if it is unknown. See proc(5)."""
     try:
         text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(errors="replace")
-    except OSError:  # it has ended, or the system has no /proc
+    except OSError:  # it has just ended, or the system has no /proc
         return 0.0
     return sum(map(int, text.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
 

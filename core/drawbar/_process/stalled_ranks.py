@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from drawbar._process.stack import Frame, Stack
 from drawbar._process.stack_comparison import Stacks, find_outlier_ranks, format_ranks
 
-# CPU time between two samples of an active rank, as a fraction of the threshold: 1 % of a core, if
-# the samples are collected within a sixth of the threshold.
-_BUSY_CPU_FRACTION = 0.01 / 6
+# CPU time between two samples of an active rank, as a fraction of the threshold: 1 % of a core, as
+# the samples are collected half of the threshold apart.
+_BUSY_CPU_FRACTION = 0.01 / 2
 _NO_REPLY = "it does not respond: it is frozen, or in one long call that holds the interpreter lock"
 
 
@@ -82,7 +82,7 @@ def find_stalled_ranks(
         activity: Last activity of each running rank.
         threshold: Seconds without activity after which a rank counts as idle.
         before: Stacks of all ranks.
-        now: Stacks of all ranks, collected some seconds later.
+        now: Stacks of all ranks, collected half of the threshold later.
         returned: Ranks that have returned, if no rank has done so within the threshold.
     """
     unchanged = {

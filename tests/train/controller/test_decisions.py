@@ -309,7 +309,7 @@ def test_preemption_after_a_checkpoint_without_budget_raises_preemption_error() 
 
 HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
 THERE = Stack(frames=(Frame("/home/me/train.py", 12, "step"),), text="")
-BUSY_HERE = Stack(frames=HERE.frames, text="", cpu_seconds=0.1)
+BUSY_HERE = Stack(frames=HERE.frames, text="", cpu_seconds=0.2)
 STOPPED = Stack(text="", stopped_reason="stopped (state T): kill -CONT 7 on node")
 
 

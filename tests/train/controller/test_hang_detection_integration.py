@@ -207,6 +207,7 @@ def test_hang_of_last_running_rank_ends_attempt(run_config: RunConfig) -> None:
     with pytest.raises(HangError) as raised:
         trainer(function, run_config, hang_timeout=2).fit()
     assert f"rank 1: {__file__}:{function.__code__.co_firstlineno + 2} in " in str(raised.value)
+    assert "rank 0: not in the training function" in str(raised.value)
 
 
 @on_ray

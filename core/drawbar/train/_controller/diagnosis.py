@@ -128,8 +128,8 @@ class StallDetector:
         self._path = shlex.quote(path)
         self._stalled_ranks: dict[int, StalledRank] = {}
         self._suspects: set[int] = set()
-        # Idle time of all suspects at which the stacks are collected next. It doubles each time.
-        self._next_inspection = 0.0
+        # Time of the next inspection of the same suspects, and the delay before it, which doubles.
+        self._next_inspection = self._delay = 0.0
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -137,21 +137,22 @@ class StallDetector:
             await asyncio.sleep(self._threshold / _CHECKS_PER_THRESHOLD)
             attempt = self._get_attempt()
             activity = attempt.get_activity() if attempt is not None else {}
-            suspects = find_suspects(activity, self._threshold)
-            shortest = min((activity[rank].idle_seconds for rank in suspects), default=0.0)
+            # Earlier than the warning: its second half shows whether stacks and logs change.
+            suspects = find_suspects(activity, self._threshold / 2)
             if suspects != self._suspects:
-                self._suspects, self._next_inspection = suspects, shortest
+                self._suspects, self._next_inspection, self._delay = suspects, 0.0, 0.0
             if attempt is None or not suspects:
                 self._update(attempt, {})
-            elif shortest >= self._next_inspection:
+            elif (now := time.monotonic()) >= self._next_inspection:
                 # Collecting stacks interrupts each rank briefly, and rarely shows anything new
                 # while the same ranks are idle.
-                self._next_inspection = 2 * shortest
+                self._delay = max(2 * self._delay, self._threshold)
+                self._next_inspection = now + self._delay
                 await self._inspect(attempt, self._threshold)
 
     async def _inspect(self, attempt: Attempt, threshold: float) -> None:
         before = await self._sampler.collect(attempt)
-        await asyncio.sleep(threshold / _CHECKS_PER_THRESHOLD)
+        await asyncio.sleep(threshold / 2)
         now = await self._sampler.collect(attempt)
         # The attempt may have ended meanwhile, since an inspection takes seconds.
         if attempt is not self._get_attempt():
