@@ -173,6 +173,27 @@ def test_torchrun_restart_resumes_from_latest_checkpoint(tmp_path: Path) -> None
     assert read_results(tmp_path, "run") == [[[None, None], "checkpoint_000001", [0, 0, 1, 1]]] * 2
 
 
+def test_torchrun_rank_that_only_prints_is_active(tmp_path: Path) -> None:
+    torchrun(
+        tmp_path,
+        """
+        import time
+
+        def loop():
+            end = time.monotonic() + 10
+            while rank == "1" and time.monotonic() < end:
+                print("loading")
+                time.sleep(0.1)
+            train.collective.barrier()
+
+        failures = train.FailureConfig(hang_timeout=5)
+        run = train.RunConfig(storage_path=folder, name="run", failure_config=failures)
+        workers = train.ScalingConfig(num_workers=0)
+        TorchTrainer(loop, scaling_config=workers, run_config=run).fit()
+        """,
+    )
+
+
 def test_torchrun_error_of_rank_0_is_raised_on_all_ranks(runs: Path) -> None:
     (kind, message), other = read_results(runs, "closed")
     assert kind == "FileExistsError"

@@ -16,6 +16,7 @@ import pytest
 
 from drawbar import train
 from drawbar.train.testing import BackendContract
+from tests.train.runs import fit
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-an-integration.md"
 
@@ -97,3 +98,29 @@ def test_docs_run_mode_executes_function_in_child_process(
         assert run.get_logs() == "stopped\n"
     finally:
         run.stop(save=False)  # otherwise, the function might never end
+
+
+def test_docs_callback_lists_checkpoints_of_a_killed_driver(tmp_path: Path) -> None:
+    (code,) = (code for code in CODE if "class CheckpointList" in code)
+    module = types.ModuleType("checkpoint_list")
+    exec(compile(code, "checkpoint_list.py", "exec"), module.__dict__)
+
+    def function() -> None:
+        with train.checkpoint_dir() as path:
+            (path / "model").touch()
+            train.report({}, checkpoint=path)
+
+    fit(function, tmp_path)
+    journal = tmp_path / "run" / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    commit = next(number for number, line in enumerate(lines) if '"checkpoint"' in line)
+    journal.write_text("".join(lines[:commit]))  # as if the driver had been killed there
+    checkpoints = module.CheckpointList(str(tmp_path / "checkpoints.txt"))
+    keep_one = train.CheckpointConfig(num_to_keep=1)
+    fit(function, tmp_path, resume="auto", callbacks=[checkpoints])
+    names = ["checkpoint_000000", "checkpoint_000001"]
+    expected = [str(tmp_path / "run" / name) for name in names]
+    assert Path(checkpoints.file).read_text().splitlines() == expected
+    fit(function, tmp_path, resume="auto", callbacks=[checkpoints], checkpoint_config=keep_one)
+    last = str(tmp_path / "run" / "checkpoint_000002")
+    assert Path(checkpoints.file).read_text().splitlines() == [last]

@@ -160,7 +160,7 @@ class HangError(WorkerGroupError):
     Example:
         ```python
         except HangError as error:
-            print(error.failures[0].rank)  # the outlier rank
+            print(error)  # shows the location of each rank
         ```
     """
 

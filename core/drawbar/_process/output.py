@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -30,6 +31,7 @@ from drawbar._process import threads as _threads
 from drawbar._process.output_lines import LineSplitter, LoggedStream, OutputLine, StreamName
 
 SendLine = Callable[[OutputLine], None]
+GetLogSize = Callable[[], int]
 OnWriteError = Callable[[OSError], None]
 _FILENO: dict[StreamName, int] = {"stdout": 1, "stderr": 2}
 LOG_POLL_S = 0.25
@@ -38,7 +40,7 @@ MAX_FORWARDED_BYTES = 16 * 1024
 
 
 @contextmanager
-def capture_output(log_path: Path, send: SendLine, *, errors_only: bool) -> Iterator[None]:
+def capture_output(log_path: Path, send: SendLine, *, errors_only: bool) -> Iterator[GetLogSize]:
     """Redirect the output of this process to a log and send lines to the driver.
 
     File descriptors 1 and 2 are redirected too, so output of children and C++ libraries is
@@ -52,6 +54,9 @@ def capture_output(log_path: Path, send: SendLine, *, errors_only: bool) -> Iter
             for output of C code and children, in a separate thread; never in a forked child.
         errors_only: Do not send printed lines. Log records of level ERROR and above are always
             sent, and are marked, because the console may show them instead of printed lines.
+
+    Yields:
+        Function that returns the size of the log in bytes; 0 after the end.
 
     Raises:
         OSError: The log cannot be created.
@@ -69,11 +74,11 @@ def capture_output(log_path: Path, send: SendLine, *, errors_only: bool) -> Iter
             _redirect(_FILENO[name], log.fileno(), getattr(sys, name), undo)
             _replace_stream(name, _LogStream(name, splitter, log_file, on_write_error), undo)
         undo.enter_context(_forward_error_records(send))
-        yield
+        yield partial(_get_log_size, log, log_file)
 
 
 @contextmanager
-def tee_output(log_path: Path) -> Iterator[None]:
+def tee_output(log_path: Path) -> Iterator[GetLogSize]:
     """Write the output of Python code to its previous target and to a log.
 
     `pdb` and `input()` keep working. On exit, also after an exception, the streams are restored.
@@ -82,6 +87,9 @@ def tee_output(log_path: Path) -> Iterator[None]:
     Args:
         log_path: Log file, opened for appending. Its directory is created.
 
+    Yields:
+        Function that returns the size of the log in bytes; 0 after the end.
+
     Raises:
         OSError: The log cannot be created.
     """
@@ -89,7 +97,21 @@ def tee_output(log_path: Path) -> Iterator[None]:
     with open(log_path, "ab", buffering=0) as log, ExitStack() as undo:
         for name in _FILENO:
             _replace_stream(name, _TeeStream(name, getattr(sys, name), log), undo)
-        yield
+        yield partial(_get_log_size, log)
+
+
+def _get_log_size(log: io.FileIO, log_file: LogFile | None = None) -> int:
+    """Return the end of the last output in the log, without a call of the filesystem.
+
+    The filesystem may not respond, and a rank must be able to send its stack nevertheless. With
+    O_APPEND, the position of the descriptor is the end of the last text that was written to it,
+    also by C code and child processes.
+    """
+    try:
+        size = log.seek(0, os.SEEK_CUR)
+    except ValueError:  # closed
+        return 0
+    return size if log_file is None else max(size, log_file.forwarded_size)
 
 
 def _replace_stream(name: StreamName, stream: _LogStream | _TeeStream, undo: ExitStack) -> None:
@@ -343,6 +365,11 @@ class LogFile:
         with self._lock:
             os.close(self._fd)
             self._fd = -1
+
+    @property
+    def forwarded_size(self) -> int:
+        """Position up to which the log was forwarded."""
+        return self._forwarded_size
 
     def write(self, data: bytes) -> bool:
         """Append Python's text, and forward the text of C code and child processes before it.

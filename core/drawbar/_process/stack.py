@@ -35,12 +35,16 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
             continues it; `frames` is empty then.
         data_position: Position of the rank in the data, such as "batch 3 after 7 reports", "" if it
             is unknown.
+        log_size: Size of the log of the rank in bytes; 0 if it is unknown.
+        cpu_seconds: CPU time that the training thread has used; 0 if it is unknown.
     """
 
     frames: tuple[Frame, ...] = ()
     text: str
     stopped_reason: str = ""
     data_position: str = ""
+    log_size: int = 0
+    cpu_seconds: float = 0.0
 
     @property
     def location(self) -> str:
@@ -60,11 +64,24 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 STACK = Codec[Stack | None](Stack | None)
 
 
-def capture_stack(thread: threading.Thread | None, data_position: str = "") -> Stack:
-    """Return the stacks of this process. `thread` is the thread of the training function."""
+def capture_stack(thread: threading.Thread | None, log_size: int, data_position: str = "") -> Stack:
+    """Return the stacks of this process.
+
+    Args:
+        thread: Thread of the training function, which may have ended; None if it has not started.
+        log_size: Size of the log of the rank in bytes.
+        data_position: Position of the rank in the data, "" if it is unknown.
+    """
+    if thread is not None and not thread.is_alive():
+        thread = None  # another thread may have its identifier now
     lines, text = collect_stacks(None if thread is None else thread.ident, is_internal_file)
-    frames = tuple(Frame(*line) for line in lines)
-    return Stack(frames=frames, text=text, data_position=data_position)
+    return Stack(
+        frames=tuple(Frame(*line) for line in lines),
+        text=text,
+        data_position=data_position,
+        log_size=log_size,
+        cpu_seconds=0.0 if thread is None else _read_cpu_seconds(thread),
+    )
 
 
 def format_positions(stacks: Mapping[int, Stack | None]) -> str:
@@ -78,6 +95,15 @@ def format_positions(stacks: Mapping[int, Stack | None]) -> str:
         return f"\n  data: {next(iter(ranks))} on all ranks"
     texts = (f"{position} ({', '.join(map(str, group))})" for position, group in ranks.items())
     return f"\n  data by rank: {', '.join(texts)}"
+
+
+def _read_cpu_seconds(thread: threading.Thread) -> float:
+    """Return the CPU time of a thread of this process; 0 if it is unknown. See proc(5)."""
+    try:
+        text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(errors="replace")
+    except OSError:  # it has just ended, or the system has no /proc
+        return 0.0
+    return sum(map(int, text.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def detect_stopped_process(pid: int) -> Stack | None:

@@ -149,10 +149,11 @@ class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
     """A checkpoint is committed.
 
     Attributes:
-        time: Time of the event, in seconds since the epoch.
+        time: Time at which its manifest was made, in seconds since the epoch.
         attempt: Number of the attempt.
         index: Number of the report.
-        name: Name of the checkpoint.
+        name: Path of the checkpoint in the run directory; an absolute path or a URI if it was
+            committed in place outside of it.
         nbytes: Size of its files in bytes.
         seconds: Time since the last rank's report.
         metrics: Reported metrics of the checkpoint, as in `Manifest`.
@@ -174,7 +175,7 @@ class CheckpointCommitted(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
     def of(manifest: Manifest, *, seconds: float) -> CheckpointCommitted:
         """Return the event for the commit of a checkpoint."""
         return CheckpointCommitted(
-            # Time of the commit: after a kill, a resumed driver emits the event later.
+            # Not the current time: after a kill, the next driver adds the event to the journal.
             time=manifest.time,
             attempt=manifest.attempt,
             index=manifest.index,
@@ -222,11 +223,14 @@ class CheckpointValidated(JournalEntry, frozen=True, kw_only=True, tag="checkpoi
 
 
 class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_deleted"):
-    """Retention has deleted a checkpoint.
+    """A checkpoint is no longer in the list of checkpoints.
+
+    Retention or a user has deleted it, or it is damaged or missing. Its files may still exist, for
+    example in quarantine.
 
     Attributes:
         time: Time of the event, in seconds since the epoch.
-        name: Name of the checkpoint.
+        name: Name of the checkpoint, as in `CheckpointCommitted`.
 
     Example: `remove_link(event.name)`
     """

@@ -121,7 +121,11 @@ class RunEvents(RunOutput):
 
         Returns:
             Events. `event` is the type, `time` is in seconds since the epoch, and the other keys
-            depend on the type.
+            are the attributes of the type in `drawbar.train.events`. Its name is there in snake
+            case, with three exceptions: "checkpoint" is `CheckpointCommitted`, "ranks_quiet" is
+            `RanksStalled`, and "straggler" is `StragglerFound`. Other types are only in the
+            journal, such as "run_started", "workers_started", "first_report", "dataset_pass" (a
+            rank has read its shard to the end), "reports_lost", and "preemption_announced".
 
         Example:
             Print the types of the events of a run:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ import pytest
 
 from drawbar._base.frames import find_user_frames
 from drawbar._process.stack import Frame, Stack
+from drawbar._process.stack_comparison import Stacks, format_difference
+from drawbar._process.stalled_ranks import RankActivity, find_stalled_ranks, find_suspects
 from drawbar._process.worker_failure import sort_root_cause_first
 from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.events import AttemptEndCause, ShardEpochEnded
@@ -34,9 +37,7 @@ from drawbar.train._controller.decisions import (
     decide_after_failure,
     startup_delay,
 )
-from drawbar.train._controller.diagnosis import Stacks, find_stalled_ranks, format_difference
 from drawbar.train._controller.failures import AttemptFailure, make_training_failed_error
-from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
 from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train.backend import BackendWorkerGroup
@@ -308,6 +309,7 @@ def test_preemption_after_a_checkpoint_without_budget_raises_preemption_error() 
 
 HERE = Stack(frames=(Frame("/home/me/train.py", 10, "step"),), text="")
 THERE = Stack(frames=(Frame("/home/me/train.py", 12, "step"),), text="")
+BUSY_HERE = Stack(frames=HERE.frames, text="", cpu_seconds=0.2)
 STOPPED = Stack(text="", stopped_reason="stopped (state T): kill -CONT 7 on node")
 
 
@@ -329,6 +331,43 @@ def test_find_stalled_ranks_with_idle_ranks_returns_unchanged_outliers(
     assert list(find_stalled_ranks(all_idle, 30, before, now)) == stalled
     one_active = {**all_idle, 0: RankActivity(1)}
     assert find_stalled_ranks(one_active, 30, before, now) == {}
+
+
+@pytest.mark.parametrize(
+    ("now", "stalled"), [({1: HERE}, [1]), ({1: BUSY_HERE}, []), ({1: THERE}, []), ({1: None}, [])]
+)
+def test_find_stalled_ranks_behind_others_returns_unchanged_ones(
+    now: Stacks, stalled: list[int]
+) -> None:
+    activity = {0: RankActivity(1), 1: RankActivity(31, lag="12 reports behind rank 0")}
+    assert find_suspects(activity, 30) == {1}
+    found = find_stalled_ranks(activity, 30, {1: HERE}, now)
+    assert list(found) == stalled
+    assert [rank.text for rank in found.values()] == [
+        "rank 1 has shown no activity for 31 s and is 12 reports behind rank 0: it is at "
+        "/home/me/train.py:10 in step"
+    ] * len(stalled)
+    waiting = replace(activity[1], waiting_in="waits in collective #0 (barrier) at t.py:90")
+    assert find_suspects({0: activity[0], 1: waiting}, 30) == set()
+
+
+@pytest.mark.parametrize(
+    ("now", "returned", "stalled"),
+    [
+        (HERE, (0,), [1]),
+        (HERE, (), []),  # none, or one returned only now
+        (THERE, (0,), []),
+    ],
+)
+def test_find_stalled_ranks_after_others_returned_returns_unchanged_ones(
+    now: Stack, returned: tuple[int, ...], stalled: list[int]
+) -> None:
+    found = find_stalled_ranks({1: RankActivity(31)}, 30, {1: HERE}, {1: now}, returned)
+    assert list(found) == stalled
+    assert [rank.text for rank in found.values()] == [
+        "rank 1 has shown no activity for 31 s, and rank 0 has finished: it is at "
+        "/home/me/train.py:10 in step"
+    ] * len(stalled)
 
 
 def test_format_difference_puts_smallest_group_first() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -19,8 +20,10 @@ from drawbar.train import (
     FailureConfig,
     HangError,
     RunConfig,
+    RunHandle,
     ScalingConfig,
     collective,
+    runs,
 )
 from tests.train.runs import fit
 
@@ -124,6 +127,87 @@ STALLS = {
     2: (wait_for_child, "in wait_for_child, inside "),
     3: (freeze, "it is stopped (state T): kill -CONT "),
 }
+
+
+def print_for(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        print("loading", end=" ")
+        threading.Event().wait(0.05)
+
+
+@on_ray
+def test_rank_that_only_prints_is_active(run_config: RunConfig, tmp_path: Path) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1:
+            print_for(3 * TIMEOUT_S)
+        collective.barrier()
+
+    trainer(function, run_config, hang_timeout=TIMEOUT_S, stall_warning_after=TIMEOUT_S).fit()
+    events = runs.find_run(tmp_path / "run").list_events()
+    assert "ranks_quiet" not in [event["event"] for event in events]
+
+
+def test_local_function_that_only_prints_is_active(run_config: RunConfig) -> None:
+    fit(lambda: print_for(2 * TIMEOUT_S), run_config, hang_timeout=TIMEOUT_S)
+
+
+def wait_for_stalled_rank(run: RunHandle) -> str:
+    while not (stalled := run.stalled_ranks):
+        assert not run.is_done
+        threading.Event().wait(0.01)
+    assert list(stalled) == [1]
+    return stalled[1]
+
+
+@on_ray
+def test_stalled_rank_is_reported_after_others_have_finished(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    os.mkfifo(gate := tmp_path / "gate")
+
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1:
+            wait_for_child(gate)
+
+    run = trainer(function, run_config, stall_warning_after=1).start()
+    assert ", and rank 0 has finished: it is at " in wait_for_stalled_rank(run)
+    gate.write_text("x")
+    run.wait()
+
+
+@on_ray
+def test_stalled_rank_is_reported_while_another_one_reports(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    os.mkfifo(gate := tmp_path / "gate")
+
+    def function() -> None:
+        train.report({"step": 0})
+        rank = train.get_context().get_world_rank()
+        if rank == 1:
+            wait_for_child(gate)
+        while rank == 0 and not (tmp_path / "end").exists():
+            train.report({"step": 1})
+            threading.Event().wait(0.01)
+
+    run = trainer(function, run_config, stall_warning_after=1).start()
+    assert " reports behind rank 0: it is at " in wait_for_stalled_rank(run)
+    gate.write_text("x")
+    (tmp_path / "end").touch()
+    run.wait()
+
+
+@on_ray
+def test_hang_of_last_running_rank_ends_attempt(run_config: RunConfig) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1:
+            threading.Event().wait()
+
+    with pytest.raises(HangError) as raised:
+        trainer(function, run_config, hang_timeout=2).fit()
+    assert f"rank 1: {__file__}:{function.__code__.co_firstlineno + 2} in " in str(raised.value)
+    assert "rank 0: not in the training function" in str(raised.value)
 
 
 @on_ray

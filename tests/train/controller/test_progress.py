@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
+from drawbar._process.stalled_ranks import RankActivity
 from drawbar._storage.contents import FileEntry
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
-from drawbar.train._controller.rank_progress import RankActivity
 from drawbar.train._protocol.messages import (
     CheckpointListRequest,
     CheckpointOffer,
@@ -489,3 +489,12 @@ def test_activity_lists_running_ranks_and_their_running_waiters() -> None:
     assert {rank: a.waiters for rank, a in activity.items()} == {0: (2,), 2: (0,), 3: (0, 2)}
     assert activity[0].waiting_in == "waits in collective #0 (barrier) at t.py:90"
     assert activity[3] == RankActivity(5.0, "", (0, 2), "t.py:4")
+
+
+def test_activity_describes_lag_of_ranks_that_have_reported() -> None:
+    progress = AttemptProgress(world_size=4, first_index=3)
+    for rank, count in enumerate([3, 1, 2, 0]):
+        for index in range(3, 3 + count):
+            progress.on_report(rank, save(index))
+    activity = progress.get_activity(dict.fromkeys(range(4), 5.0), {})
+    assert [activity[rank].lag for rank in range(4)] == ["", "2 reports behind rank 0", "", ""]

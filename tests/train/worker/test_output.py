@@ -246,6 +246,24 @@ def test_tee_writes_to_stream_and_log(log: Path, capfd: pytest.CaptureFixture[st
     assert log.read_text() == capfd.readouterr().out == "seen twice\n"
 
 
+def test_capture_returns_size_of_log_that_grows_with_any_output(log: Path) -> None:
+    for errors_only in (False, True):
+        with capture_output(log, lambda line: None, errors_only=errors_only) as get_log_size:
+            print("without a newline", end="")
+            assert get_log_size() == log.stat().st_size
+            subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+            while get_log_size() < log.stat().st_size:  # rank 0 polls the log
+                threading.Event().wait(0.01)
+        assert get_log_size() == 0
+
+
+def test_tee_returns_size_of_log(log: Path) -> None:
+    with tee_output(log) as get_log_size:
+        print("printed")
+        assert get_log_size() == len("printed\n")
+    assert get_log_size() == 0
+
+
 def test_tee_with_full_disk_writes_to_stream(capfd: pytest.CaptureFixture[str]) -> None:
     with tee_output(Path("/dev/full")):
         print("printed", flush=True)

@@ -36,13 +36,15 @@ class FailureConfig(fields.ConfigRepr):
             their imported modules and `get_context().cache`. This requires a backend that supports
             it, and a training function that stops within one second when another rank fails.
         hang_timeout: Time in seconds, or a timedelta. The attempt fails if no rank shows any
-            activity (reports, collectives, output) for this long. Drawbar then writes the stacks of
-            all ranks to `<run>/stacks` and raises a `HangError` that names the outlier rank. Counts
-            as one of `max_failures`. None disables the timeout.
-        stall_warning_after: Time in seconds, or a timedelta. If other ranks wait for a rank that
-            shows no activity for this long, the console warns: it shows the rank, its location, and
-            how to inspect it. `RunHandle.stalled_ranks` then contains the rank. The run continues.
-            None disables the warning.
+            activity (reports, collectives, output) for this long, even if some ranks have returned.
+            Drawbar then writes the stacks of all ranks to `<run>/stacks` and raises a `HangError`,
+            which shows the location of each rank and marks the smallest group. Counts as one of
+            `max_failures`. None disables the timeout.
+        stall_warning_after: Time in seconds, or a timedelta. The console warns if a rank shows no
+            activity for this long, and others wait for it, have returned, or have made at least two
+            more reports. It shows the rank, its location, and how to inspect it.
+            `RunHandle.stalled_ranks` then contains the rank. The run continues. None disables the
+            warning.
         stop_when_deterministic: Whether the run ends, although restarts are left, if a restart
             cannot help: the same failure has happened twice at the same line and the same data, in
             two processes, or the disk of a node is full. See the guide's page on failures.

@@ -134,6 +134,10 @@ class UserCallback:
     def on_run_start(self, run_context: RunContext) -> None:
         """Handle the start of the run, once per `fit()`. A resume calls it again.
 
+        The start may add events to the journal, which `on_event` does not receive: for example, a
+        checkpoint that an earlier driver committed just before it was killed. Read them with
+        `drawbar.train.runs.find_run(run_context.path).list_events()`.
+
         Args:
             run_context: The run. `run_id` is the same after a resume.
         """
@@ -192,9 +196,10 @@ class UserCallback:
         """
 
     def on_event(self, run_context: RunContext, event: Event) -> None:
-        """Handle any event of the run: reports, checkpoints, failures, stalls, resource samples.
+        """Handle one of the events in `drawbar.train.events`.
 
-        There can be thousands of events per second.
+        These are reports, checkpoints, failures, stalls, and resource samples. There can be
+        thousands of events per second.
 
         Args:
             run_context: The run.

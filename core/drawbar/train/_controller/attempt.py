@@ -15,6 +15,7 @@ import msgspec
 
 from drawbar._process.output_lines import OutputLine
 from drawbar._process.ranks import WorkerInfo
+from drawbar._process.stalled_ranks import RankActivity
 from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import (
@@ -43,7 +44,7 @@ from drawbar.train._controller.failures import (
     get_end_cause,
 )
 from drawbar.train._controller.progress import AttemptProgress
-from drawbar.train._controller.rank_progress import ActivityClock, RankActivity, collect_payloads
+from drawbar.train._controller.rank_progress import ActivityClock, collect_payloads
 from drawbar.train._controller.request_agreement import RequestAgreement, find_preemption
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._protocol import messages
@@ -369,7 +370,8 @@ class MessagesReceived(msgspec.Struct, frozen=True):
     batch: Sequence[messages.GroupMessage]
 
 
-class HangCheckDue(NamedTuple):
-    """Event: check whether the ranks of an attempt have made progress within `hang_timeout`."""
+class HangDetected(NamedTuple):
+    """Event: no rank of an attempt has been active for `hang_timeout`, in seconds."""
 
     attempt: Attempt
+    hang_timeout: float

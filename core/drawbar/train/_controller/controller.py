@@ -21,12 +21,17 @@ from drawbar._records.event_stream import Emit
 from drawbar._records.live_events import AttemptEnding, Notice
 from drawbar.train._controller import failures
 from drawbar.train._controller.assignments import RunAssignmentPlanner
-from drawbar.train._controller.attempt import Attempt, HangCheckDue, MessagesReceived
+from drawbar.train._controller.attempt import Attempt, HangDetected, MessagesReceived
 from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointEvent
 from drawbar.train._controller.commits import CommitFinished, StorageFailed
 from drawbar.train._controller.decisions import GiveUp
-from drawbar.train._controller.diagnosis import DiagnosisWriter, StallDetector
+from drawbar.train._controller.diagnosis import (
+    DiagnosisWriter,
+    HangDetector,
+    RankSampler,
+    StallDetector,
+)
 from drawbar.train._controller.event_queue import EventQueue
 from drawbar.train._controller.failures import AttemptFailure
 from drawbar.train._controller.node_watcher import NodesDraining, NodeWatcher
@@ -49,7 +54,7 @@ STOP_GRACE_SECONDS = 5.0  # for clean-up in the training function; a second Ctrl
 
 
 ControllerEvent = (
-    MessagesReceived | StopRequested | RepliesDue | HangCheckDue | NodesDraining | CheckpointEvent
+    MessagesReceived | StopRequested | RepliesDue | HangDetected | NodesDraining | CheckpointEvent
 )
 
 
@@ -81,7 +86,7 @@ class Controller:
         put_event = self._queue.put
         self._attempt: Attempt | None = None
         self._attempt_number = run.next_attempt
-        self._is_hanging = False
+        self._hang: HangDetected | None = None
         self._should_stop_at_commit = False
         self._should_stop_if_unused = False
         self._is_stopping = False
@@ -97,12 +102,13 @@ class Controller:
         # FailureConfig makes them a timedelta.
         assert not isinstance(stall_threshold, int | float)
         assert not isinstance(hang_timeout, int | float)
-        self._hang_timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
-        self._stall_detector = StallDetector(
-            stall_threshold, lambda: self._attempt, group, emit, run.directory.uri
+        sampler = RankSampler(group)
+        self._monitors = (
+            HangDetector(hang_timeout, lambda: self._attempt, sampler, put_event),
+            StallDetector(stall_threshold, lambda: self._attempt, sampler, emit, run.directory.uri),
+            NodeWatcher(planner.get_draining_nodes, put_event, emit),
+            TimeLimit(config, put_event, emit),
         )
-        self._time_limit = TimeLimit(config, put_event, emit)
-        self._node_watcher = NodeWatcher(planner.get_draining_nodes, put_event, emit)
         self._recovery = Recovery(
             run, group, self._backend, self._checkpoints, emit, self._queue.join
         )
@@ -133,10 +139,7 @@ class Controller:
     async def run(self) -> ControllerOutcome:
         """Supervise the run to its end. All worker processes have ended when this returns."""
         # These tasks span all attempts: a node may be lost while an attempt is starting.
-        watchers = [
-            asyncio.create_task(watcher.run())
-            for watcher in (self._node_watcher, self._stall_detector, self._time_limit)
-        ]
+        monitors = [asyncio.create_task(monitor.run()) for monitor in self._monitors]
         self._checkpoints.validations.resume_pending()
         try:
             outcome = await self._run_attempts()
@@ -147,7 +150,7 @@ class Controller:
                 self._emit_run_ended("stopped")
         finally:
             self._has_ended = True
-            for task in watchers:
+            for task in monitors:
                 task.cancel()
             # Processes end last, because a commit may still need files from them.
             await self._call(self._checkpoints.close())
@@ -276,35 +279,25 @@ class Controller:
 
     async def _wait_for_attempt(self, attempt: Attempt) -> AttemptFailure | None:
         """Wait until an attempt has ended or the run is stopped. Return the failure, if any."""
-        self._check_hang(attempt)
+        self._hang = None
         await self._queue.handle_until(
-            lambda: attempt.has_ended or self._is_hanging or self._is_stopping
+            lambda: attempt.has_ended or self._hang is not None or self._is_stopping
         )
-        if self._is_hanging:
-            self._is_hanging = False
+        if (hang := self._hang) is not None:
             written = await self._call(self._diagnosis.write(f"hang_{attempt.number}"))
             # Collecting the stacks took seconds, in which the attempt may have ended. Then `fail`
             # has no effect.
-            if written is not None and self._hang_timeout is not None:
+            if written is not None:
                 directory, difference = written
                 difference += attempt.batch_counts.describe_ranks_ahead()
-                hang = failures.describe_hang(self._hang_timeout, difference, directory)
-                attempt.fail(AttemptFailure("hang", [hang]))
+                failure = failures.describe_hang(hang.hang_timeout, difference, directory)
+                attempt.fail(AttemptFailure("hang", [failure]))
         if attempt.error is not None:
             raise attempt.error
         if attempt.failure is None:
             await self._call(self._checkpoints.finish_attempt())
             await self._call(self._backend.run_shutdown_hook())
         return attempt.failure
-
-    def _check_hang(self, attempt: Attempt) -> None:
-        """Record whether the attempt hangs, or check it again later."""
-        if self._hang_timeout is None or attempt.has_ended:
-            return
-        remaining = attempt.get_remaining_seconds(self._hang_timeout)
-        self._is_hanging = not remaining
-        if remaining:
-            self._loop.call_later(remaining, self._queue.put, HangCheckDue(attempt))
 
     # -- events
 
@@ -337,8 +330,10 @@ class Controller:
             case RepliesDue():
                 if event.requests.is_pending and not self._has_ended:
                     self._stop()  # a rank does not reply, or its function has not started
-            case HangCheckDue():
-                self._check_hang(event.attempt)
+            case HangDetected():
+                # An earlier event on the queue may have been a message of a rank.
+                if not event.attempt.get_remaining_seconds(event.hang_timeout):
+                    self._hang = event
             case NodesDraining():
                 if self._attempt is not None:
                     self._attempt.on_draining_nodes(event.nodes)

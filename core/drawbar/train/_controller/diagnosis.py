@@ -1,11 +1,7 @@
-"""Collect the stacks of all ranks, and detect ranks that stop responding while others wait.
+"""Collect the stacks of all ranks, and detect ranks that stop responding.
 
-Ranks are polled, because no event reports a stall. A rank is stalled if it sends no message while
-other ranks wait for it. If a rank waits in Drawbar (a collective, a checkpoint), the ranks that it
-waits for are known. If it waits in a library, for example in an all-reduce, they are not. So when
-all ranks are idle, their stacks are collected twice. Of the ranks whose stacks have not changed,
-only those that do not respond or differ from the others are stalled. A long epoch in which all
-ranks compute therefore does not trigger a warning.
+Ranks are polled, because no event reports a stall. `find_stalled_ranks` decides which of them are
+stalled.
 """
 
 from __future__ import annotations
@@ -13,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from drawbar._process.stack import Frame, Stack, format_positions
+from drawbar._process.stack_comparison import Stacks, write_stacks
+from drawbar._process.stalled_ranks import StalledRank, find_stalled_ranks, find_suspects
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import RanksStalled
 from drawbar._records.live_events import Notice
 from drawbar._storage.run_directory import RunDirectory
-from drawbar.train._controller.attempt import Attempt
-from drawbar.train._controller.rank_progress import RankActivity
+from drawbar.train._controller.attempt import Attempt, HangDetected
 from drawbar.train._protocol.commands import DiagnosisReply
 from drawbar.train._protocol.messages import DiagnosisRequest
 from drawbar.train._worker_group.worker_group import WorkerGroup
@@ -78,163 +73,33 @@ class DiagnosisWriter:
         self._group.send_command(rank, DiagnosisReply(request_id=request.request_id, text=text))
 
 
-def format_difference(stacks: Mapping[int, Stack | None]) -> str:
-    """Return one line for each location with its ranks, the smallest group of ranks first."""
-    groups = _group_by_location(stacks)
-    minority = find_minority_ranks(stacks)
-    lines = []
-    for location, ranks in groups:
-        mark = "   <- differs from the others" if ranks == minority else ""
-        lines.append(f"  {_format_ranks(ranks)}: {location}{mark}")
-    return "\n".join(lines)
-
-
-def find_minority_ranks(stacks: Mapping[int, Stack | None]) -> list[int]:
-    """Return the ranks of the smallest group at one location; empty if two groups are smallest."""
-    sizes = [len(ranks) for _, ranks in _group_by_location(stacks)]
-    has_minority = len(sizes) > 1 and sizes[0] < sizes[1]
-    return _group_by_location(stacks)[0][1] if has_minority else []
-
-
-def find_outlier_ranks(stacks: Mapping[int, Stack | None]) -> list[int]:
-    """Return the minority; all ranks if they differ and there is no minority."""
-    return find_minority_ranks(stacks) or (
-        list(stacks) if len(_group_by_location(stacks)) > 1 else []
-    )
-
-
-def _group_by_location(stacks: Mapping[int, Stack | None]) -> list[tuple[str, list[int]]]:
-    groups: dict[str, list[int]] = {}
-    for rank, stack in sorted(stacks.items()):
-        no_reply = "does not respond: in one long call that holds the interpreter lock, or dead"
-        groups.setdefault(stack.location if stack else no_reply, []).append(rank)
-    return sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8])) + (f" ... {ranks[-1]}" if len(ranks) > 8 else "")
-    return f"ranks {shown} ({len(ranks)})"
-
-
-def write_stacks(directory: Path, stacks: Mapping[int, Stack | None]) -> str:
-    """Write each rank's stacks and their difference to a directory, and return the difference."""
-    directory.mkdir(parents=True, exist_ok=True)
-    summary = format_difference(stacks) + format_positions(stacks)
-    for rank, stack in stacks.items():
-        (directory / f"rank_{rank}.txt").write_text(stack.text if stack else "no reply\n")
-    (directory / "difference.txt").write_text(summary + "\n")
-    return summary
-
-
-Stacks = Mapping[int, Stack | None]
-
 _CHECKS_PER_THRESHOLD = 6  # checks in the time after which an idle rank is reported
-_NO_REPLY = "it does not respond: it is frozen, or in one long call that holds the interpreter lock"
+_SAMPLES_PER_TIMEOUT = 4  # samples of the logs of idle ranks in `hang_timeout`
 
 
-@dataclass(frozen=True)
-class StalledRank:
-    """Stalled rank. It is reported again if `is_responding` changes.
-
-    Attributes:
-        is_responding: Whether the rank's stack could be read.
-        text: Description for the user.
-    """
-
-    is_responding: bool
-    text: str = field(compare=False)
-
-
-def should_inspect(activity: Mapping[int, RankActivity], threshold: float) -> bool:
-    """Return whether the stacks of the ranks must be inspected."""
-    return bool(_find_blocking_ranks(activity, threshold)) or _is_every_rank_idle(
-        activity, threshold
-    )
-
-
-def find_stalled_ranks(
-    activity: Mapping[int, RankActivity], threshold: float, before: Stacks, now: Stacks
-) -> dict[int, StalledRank]:
-    """Return the ranks that other ranks wait for.
+class RankSampler:
+    """Collect the stacks of all ranks, and record the output of ranks as activity.
 
     Args:
-        activity: Last activity of each rank.
-        threshold: Seconds without activity after which a rank counts as idle.
-        before: Stacks of all ranks.
-        now: Stacks of all ranks, collected some seconds later.
+        group: Workers.
     """
-    stalled = _find_blocking_ranks(activity, threshold)
-    if not stalled and _is_every_rank_idle(activity, threshold):
-        unchanged = {
-            rank: now[rank] for rank in activity if _is_unchanged(before.get(rank), now.get(rank))
-        }
-        unresponsive = [rank for rank, stack in unchanged.items() if _get_frames(stack) is None]
-        is_any_moving = len(unchanged) < len(activity)
-        # Unresponsive ranks are certainly stuck. An unchanged rank that responds is not reported
-        # while other ranks move, since it may just be slower.
-        stalled = unresponsive if unresponsive or is_any_moving else find_outlier_ranks(unchanged)
-    return {
-        rank: _describe_stall(rank, activity, now.get(rank))
-        for rank in stalled
-        if len(activity) > 1
-    }
 
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._attempt: Attempt | None = None
+        self._log_sizes: dict[int, int] = {}  # by rank, in the previous sample
 
-def _find_blocking_ranks(activity: Mapping[int, RankActivity], threshold: float) -> list[int]:
-    """Return the idle ranks that other idle ranks wait for in Drawbar calls."""
-    idle = {
-        rank for rank, rank_activity in activity.items() if rank_activity.idle_seconds >= threshold
-    }
-    return [
-        rank
-        for rank, rank_activity in activity.items()
-        if rank in idle
-        and not rank_activity.waiting_in
-        and not idle.isdisjoint(rank_activity.waiters)
-    ]
-
-
-def _is_every_rank_idle(activity: Mapping[int, RankActivity], threshold: float) -> bool:
-    return all(
-        rank_activity.idle_seconds >= threshold and not rank_activity.waiting_in
-        for rank_activity in activity.values()
-    )
-
-
-def _is_unchanged(before: Stack | None, now: Stack | None) -> bool:
-    return _get_frames(before) == _get_frames(now)
-
-
-def _get_frames(stack: Stack | None) -> tuple[Frame, ...] | None:
-    """Return the frames of a rank; None if it does not respond."""
-    return None if stack is None or stack.stopped_reason else stack.frames
-
-
-def _describe_stall(
-    rank: int, activity: Mapping[int, RankActivity], stack: Stack | None
-) -> StalledRank:
-    rank_activity = activity[rank]
-    waits = (
-        f" while rank {waiter} {activity[waiter].waiting_in}"
-        for waiter in rank_activity.waiters
-        if activity[waiter].waiting_in
-    )
-    while_waiting = next(waits, "")
-    last_location = rank_activity.last_location
-    last_call = f"; its last report or collective was at {last_location}" if last_location else ""
-    if stack is None:
-        state = _NO_REPLY + last_call
-    else:
-        state = (
-            f"it is {stack.stopped_reason}{last_call}"
-            if stack.stopped_reason
-            else f"it is at {stack.location}"
-        )
-    seconds = f"{rank_activity.idle_seconds:.0f} s"
-    text = f"rank {rank} has shown no activity for {seconds}{while_waiting}: {state}"
-    return StalledRank(_get_frames(stack) is not None, text)
+    async def collect(self, attempt: Attempt) -> Stacks:
+        """Return the stacks. A rank whose log has grown since the previous call is active now."""
+        stacks = await self._group.collect_stacks()
+        if attempt is not self._attempt:
+            self._attempt, self._log_sizes = attempt, {}
+        for rank, stack in stacks.items():
+            if stack is not None and not stack.stopped_reason:
+                if stack.log_size > self._log_sizes.get(rank, stack.log_size):
+                    attempt.activity_clock.record(rank)
+                self._log_sizes[rank] = stack.log_size
+        return stacks
 
 
 class StallDetector:
@@ -243,7 +108,7 @@ class StallDetector:
     Args:
         threshold: Time without activity after which a rank is inspected; None disables the checks.
         get_attempt: Returns the current attempt; None while there is none.
-        group: Workers, whose stacks are collected.
+        sampler: Collects the stacks.
         emit: Callback that publishes events.
         path: Path of the run.
     """
@@ -252,18 +117,19 @@ class StallDetector:
         self,
         threshold: timedelta | None,
         get_attempt: Callable[[], Attempt | None],
-        group: WorkerGroup,
+        sampler: RankSampler,
         emit: Emit,
         path: str,
     ) -> None:
         self._threshold = threshold.total_seconds() if threshold is not None else None
         self._get_attempt = get_attempt
-        self._group = group
+        self._sampler = sampler
         self._emit = emit
         self._path = shlex.quote(path)
         self._stalled_ranks: dict[int, StalledRank] = {}
-        # Idle time of all ranks at which their stacks are collected next. It doubles each time.
-        self._next_inspection = 0.0
+        self._suspects: set[int] = set()
+        # Time of the next inspection of the same suspects, and the delay before it, which doubles.
+        self._next_inspection = self._delay = 0.0
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -271,26 +137,31 @@ class StallDetector:
             await asyncio.sleep(self._threshold / _CHECKS_PER_THRESHOLD)
             attempt = self._get_attempt()
             activity = attempt.get_activity() if attempt is not None else {}
-            idle_times = [rank_activity.idle_seconds for rank_activity in activity.values()]
-            shortest = min(idle_times, default=0.0)
-            if attempt is None or not should_inspect(activity, self._threshold):
+            # Earlier than the warning: its second half shows whether stacks and logs change.
+            suspects = find_suspects(activity, self._threshold / 2)
+            if suspects != self._suspects:
+                self._suspects, self._next_inspection, self._delay = suspects, 0.0, 0.0
+            if attempt is None or not suspects:
                 self._update(attempt, {})
-                self._next_inspection = 0.0
-            elif shortest < self._threshold or shortest >= self._next_inspection:
+            elif (now := time.monotonic()) >= self._next_inspection:
                 # Collecting stacks interrupts each rank briefly, and rarely shows anything new
-                # while no rank is active.
-                self._next_inspection = 2 * shortest
+                # while the same ranks are idle.
+                self._delay = max(2 * self._delay, self._threshold)
+                self._next_inspection = now + self._delay
                 await self._inspect(attempt, self._threshold)
 
     async def _inspect(self, attempt: Attempt, threshold: float) -> None:
-        before = await self._group.collect_stacks()
-        await asyncio.sleep(threshold / _CHECKS_PER_THRESHOLD)
-        now = await self._group.collect_stacks()
+        before = await self._sampler.collect(attempt)
+        await asyncio.sleep(threshold / 2)
+        now = await self._sampler.collect(attempt)
         # The attempt may have ended meanwhile, since an inspection takes seconds.
-        if attempt is self._get_attempt():
-            self._update(
-                attempt, find_stalled_ranks(attempt.get_activity(), threshold, before, now)
-            )
+        if attempt is not self._get_attempt():
+            return
+        activity = attempt.get_activity()
+        # A rank may have more to do than the others, so wait again after one of them has returned.
+        has_recent = attempt.activity_clock.get_idle_seconds() < threshold
+        returned = () if has_recent else tuple(attempt.finished)
+        self._update(attempt, find_stalled_ranks(activity, threshold, before, now, returned))
 
     def _update(self, attempt: Attempt | None, stalled_ranks: dict[int, StalledRank]) -> None:
         if stalled_ranks == self._stalled_ranks:
@@ -309,3 +180,40 @@ class StallDetector:
             self._emit(Notice(f"{text}. {remedy}"))
         if not texts:
             self._emit(Notice("All ranks are active again."))
+
+
+class HangDetector:
+    """Report an attempt in which no rank has been active for `FailureConfig.hang_timeout`.
+
+    Args:
+        timeout: The timeout; None disables the check.
+        get_attempt: Returns the current attempt; None while there is none.
+        sampler: Collects the stacks, to find output that is not sent to the driver.
+        put_event: Puts `HangDetected` on the event queue.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta | None,
+        get_attempt: Callable[[], Attempt | None],
+        sampler: RankSampler,
+        put_event: Callable[[HangDetected], None],
+    ) -> None:
+        self._timeout = timeout.total_seconds() if timeout is not None else None
+        self._get_attempt = get_attempt
+        self._sampler = sampler
+        self._put_event = put_event
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while self._timeout is not None:
+            attempt, interval = self._get_attempt(), self._timeout / _SAMPLES_PER_TIMEOUT
+            remaining = self._timeout
+            if attempt is not None and not attempt.has_ended:
+                remaining = attempt.get_remaining_seconds(self._timeout)
+                if remaining <= self._timeout - interval:
+                    await self._sampler.collect(attempt)
+                    remaining = attempt.get_remaining_seconds(self._timeout)
+                if not remaining:
+                    self._put_event(HangDetected(attempt, self._timeout))
+            await asyncio.sleep(min(remaining or interval, interval))

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from drawbar._base.indexed_heap import IndexedHeap
+from drawbar._process.stalled_ranks import RankActivity
 from drawbar._storage.contents import FileEntry
 from drawbar.train._controller.rank_progress import (
     CollectiveCalls,
     DivergenceDetector,
-    RankActivity,
     RankProgress,
 )
 from drawbar.train._protocol.messages import (
@@ -161,15 +161,23 @@ class AttemptProgress:
         """
         running = {rank: p for rank, p in self.ranks.items() if not p.is_finished}
         waiters = find_waiters(running)
+        first = max(self.ranks, key=lambda rank: self.ranks[rank].reports)
         return {
             rank: RankActivity(
                 idle_seconds[rank],
                 progress.describe() if progress.is_blocked else "",
                 waiters[rank],
                 last_locations.get(rank, ""),
+                self._describe_lag(progress, first),
             )
             for rank, progress in running.items()
         }
+
+    def _describe_lag(self, progress: RankProgress, first: int) -> str:
+        lacking = self.ranks[first].reports - progress.reports
+        # A rank without a report may never report: often only rank 0 does.
+        has_lag = lacking > 1 and progress.reports > self.first_index
+        return f"{lacking} reports behind rank {first}" if has_lag else ""
 
 
 def find_waiters(running: Mapping[int, RankProgress]) -> dict[int, tuple[int, ...]]:

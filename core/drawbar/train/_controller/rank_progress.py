@@ -18,23 +18,6 @@ from drawbar.train._protocol.messages import (
 )
 
 
-@dataclass(frozen=True)
-class RankActivity:
-    """Last activity of a rank that has not finished.
-
-    Attributes:
-        idle_seconds: Time since its last message.
-        waiting_in: Description of the Drawbar call that blocks the rank, "" if there is none.
-        waiters: Ranks that wait for this rank in Drawbar calls.
-        last_location: Line of its last report or collective.
-    """
-
-    idle_seconds: float
-    waiting_in: str = ""
-    waiters: tuple[int, ...] = ()
-    last_location: str = ""
-
-
 class ActivityClock:
     """Times of the last messages of the ranks, by the clock of this process.
 

@@ -95,7 +95,7 @@ class RunHandle:
 
     @property
     def stalled_ranks(self) -> dict[int, str]:
-        """Ranks that show no activity while others wait for them, with their locations.
+        """Ranks that show no activity while others wait or continue, with their locations.
 
         `FailureConfig.stall_warning_after` sets the time after which a rank counts as stalled.
         """

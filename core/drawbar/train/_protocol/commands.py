@@ -13,7 +13,9 @@ from drawbar._storage.manifest import ReportedCheckpointStatus
 
 
 class PersistFiles(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Persist the assigned files of the rank's offer for a checkpoint in the staging area.
+    """Put the assigned files of the rank's offer where the commit can use them.
+
+    The rank calls `UploadTarget.persist`, or the upload function of the user.
 
     Attributes:
         report_index: Index of the report.

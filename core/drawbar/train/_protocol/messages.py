@@ -108,7 +108,7 @@ class CheckpointWaitStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True)
 
 
 class FilesPersisted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank has put its assigned files of a checkpoint into the staging area.
+    """The rank has put its assigned files where the commit can use them (`UploadTarget.persist`).
 
     Attributes:
         report_index: Index of the report.

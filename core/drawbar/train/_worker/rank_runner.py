@@ -131,11 +131,14 @@ class RankRunner:
         Returns:
             The stack, or None if the program does not reply.
         """
-        session, program = self.session, self.program
-        if session is None or program is not None:
-            return capture_stack(self._thread) if program is None else program.capture_stack()
+        program, session = self.program, self.session
+        if program is not None:
+            return program.capture_stack()
+        if session is None:
+            return capture_stack(self._thread, 0)
         report_index = session.assignment.first_report_index + session.report_count
-        return capture_stack(self._thread, format_place(session.timer.batches[0], report_index))
+        place = format_place(session.timer.batches[0], report_index)
+        return capture_stack(self._thread, session.get_log_size(), place)
 
 
 def execute(call: Serialized) -> object:
@@ -160,7 +163,7 @@ def use_worker_process(session: Session) -> Iterator[None]:
     assert driver_env is not None  # every worker process receives it
     with (
         _transfer_if_node_local(session),
-        capture_output(log, session.send, errors_only=rank != 0),
+        capture_output(log, session.send, errors_only=rank != 0) as session.get_log_size,
         driver_env.apply(),
     ):
         yield
@@ -177,7 +180,7 @@ def use_caller_process(session: Session) -> Iterator[None]:
     with (
         _transfer_if_node_local(session),
         preserve_environment(),
-        tee_output(log),
+        tee_output(log) as session.get_log_size,
     ):
         yield
 

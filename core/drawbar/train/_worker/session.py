@@ -126,6 +126,7 @@ class Session:
         self._locals: dict[object, Any] = {}  # objects of integrations, by factory
         self.training_count = itertools.count(1)  # a training function may train several times
         self.program: ProgramProxy | None = None
+        self.get_log_size: Callable[[], int] = lambda: 0
         self.is_timed_by_program = False
         self.is_first_of_process = True
         self.imported_modules: ImportedModules | None = None
@@ -232,7 +233,7 @@ class Session:
         # Without the lock: other threads may report while this one waits for its commit.
         with self.timer.measure("checkpoint_blocked"):
             if options.is_blocking:
-                self.uploads.persist_and_wait(index, offer)
+                self.uploads.complete_commit(index, offer)
             else:
                 self.uploads.async_commits.submit(index, offer)
 

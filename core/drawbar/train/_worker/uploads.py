@@ -93,7 +93,7 @@ class Uploads:
         self._upload_fns: dict[str, tuple[CheckpointUploadFn, Checkpoint]] = {}
         self._file_identities: dict[str, FileIdentities] = {}
         self._background_writes: dict[str, BackgroundWrite] = {}
-        self.async_commits = AsyncCommits(self.persist_and_wait, command_queue.send)
+        self.async_commits = AsyncCommits(self.complete_commit, command_queue.send)
 
     # -- offers
 
@@ -276,8 +276,8 @@ class Uploads:
 
     # -- commits
 
-    def persist_and_wait(self, report_index: int, offer: CheckpointOffer) -> None:
-        """Persist this rank's assigned files of a report and wait for the commit."""
+    def complete_commit(self, report_index: int, offer: CheckpointOffer) -> None:
+        """Persist this rank's assigned files of a report, if there are any; wait for the commit."""
         # Either command may arrive first: a rank has nothing to persist if all its files are
         # staged, or are also offered by a lower rank.
         command = self._command_queue.wait(

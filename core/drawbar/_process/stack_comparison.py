@@ -1,0 +1,64 @@
+"""Compare the stacks of all ranks, and write them to files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from drawbar._process.stack import Stack, format_positions
+
+Stacks = Mapping[int, Stack | None]
+"""Stack by rank; None for a rank that does not reply."""
+
+
+def format_difference(stacks: Stacks) -> str:
+    """Return one line for each location with its ranks, the smallest group of ranks first."""
+    groups = _group_by_location(stacks)
+    minority = find_minority_ranks(stacks)
+    lines = []
+    for location, ranks in groups:
+        mark = "   <- differs from the others" if ranks == minority else ""
+        lines.append(f"  {format_ranks(ranks)}: {location}{mark}")
+    return "\n".join(lines)
+
+
+def find_minority_ranks(stacks: Stacks) -> list[int]:
+    """Return the ranks of the smallest group at one location; empty if two groups are smallest."""
+    sizes = [len(ranks) for _, ranks in _group_by_location(stacks)]
+    has_minority = len(sizes) > 1 and sizes[0] < sizes[1]
+    return _group_by_location(stacks)[0][1] if has_minority else []
+
+
+def find_outlier_ranks(stacks: Stacks) -> list[int]:
+    """Return the minority; all ranks if they differ and there is no minority."""
+    return find_minority_ranks(stacks) or (
+        list(stacks) if len(_group_by_location(stacks)) > 1 else []
+    )
+
+
+def _group_by_location(stacks: Stacks) -> list[tuple[str, list[int]]]:
+    groups: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        no_reply = "does not respond: in one long call that holds the interpreter lock, or dead"
+        groups.setdefault(stack.location if stack else no_reply, []).append(rank)
+    return sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
+
+
+def format_ranks(ranks: Collection[int]) -> str:
+    """Return "rank 3", or "ranks 0, 2 (2)"."""
+    first, *others = sorted(ranks)
+    if not others:
+        return f"rank {first}"
+    shown = ", ".join(map(str, [first, *others[:7]]))
+    last = f" ... {others[-1]}" if len(others) > 7 else ""
+    return f"ranks {shown}{last} ({len(ranks)})"
+
+
+def write_stacks(directory: Path, stacks: Stacks) -> str:
+    """Write each rank's stacks and their difference to a directory, and return the difference."""
+    directory.mkdir(parents=True, exist_ok=True)
+    summary = format_difference(stacks) + format_positions(stacks)
+    for rank, stack in stacks.items():
+        (directory / f"rank_{rank}.txt").write_text(stack.text if stack else "no reply\n")
+    (directory / "difference.txt").write_text(summary + "\n")
+    return summary
