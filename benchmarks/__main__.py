@@ -7,6 +7,7 @@ Other measurements have their own options:
     python -m benchmarks reports    # runs with many reports
     python -m benchmarks ui         # web pages of large runs
     python -m benchmarks goodput    # a run with kills
+    python -m benchmarks fault_tolerance # full restarts and in-place recovery
     python -m benchmarks objectives # boosting on several workers and in one process
 """
 
@@ -123,6 +124,10 @@ if __name__ == "__main__":
         from benchmarks import _goodput
 
         _goodput.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["fault_tolerance"]:
+        from benchmarks import _fault_tolerance
+
+        _fault_tolerance.main(sys.argv[2:])
     elif sys.argv[1:2] == ["objectives"]:
         from benchmarks import _objectives
 

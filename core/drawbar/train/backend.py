@@ -23,6 +23,7 @@ from drawbar._modes.program_output import ProgramOutput
 from drawbar._modes.program_process import run_program
 from drawbar._process.driver_env import DriverContext, set_tune_trial
 from drawbar._process.worker_env import get_visible_gpu_ids
+from drawbar._recovery.rank_recovery import RankRecovery
 from drawbar.train._config.backend import (
     Backend,
     BackendConfig,
@@ -38,6 +39,7 @@ from drawbar.train._worker.integration_api import (
     count_collectives,
     discard_checkpoint,
     get_agreed_checkpoint,
+    get_recovery,
     get_resume_checkpoint,
     get_worker_environment,
     register_best_checkpoint,
@@ -56,6 +58,7 @@ __all__ = [
     "DriverContext",
     "LauncherStore",
     "ProgramOutput",
+    "RankRecovery",
     "TrainFunction",
     "add_final_notice",
     "at_least",
@@ -67,6 +70,7 @@ __all__ = [
     "get_agreed_checkpoint",
     "get_forward_callback",
     "get_node_address",
+    "get_recovery",
     "get_resume_checkpoint",
     "get_visible_gpu_ids",
     "get_worker_address",

@@ -16,6 +16,13 @@ from drawbar._process.stack import Frame, Stack
 from drawbar._process.worker_failure import sort_root_cause_first
 from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.events import AttemptEndCause, ShardEpochEnded
+from drawbar._recovery import decisions
+from drawbar._recovery.decisions import (
+    GiveUp,
+    Restart,
+    decide_after_failure,
+    startup_delay,
+)
 from drawbar.train import (
     Backend,
     BackendConfig,
@@ -26,13 +33,6 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     WorkerFailure,
-)
-from drawbar.train._controller import decisions
-from drawbar.train._controller.decisions import (
-    GiveUp,
-    Restart,
-    decide_after_failure,
-    startup_delay,
 )
 from drawbar.train._controller.diagnosis import Stacks, find_stalled_ranks, format_difference
 from drawbar.train._controller.failures import AttemptFailure, make_training_failed_error

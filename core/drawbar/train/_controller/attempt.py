@@ -31,6 +31,18 @@ from drawbar._records.live_events import (
     RankImported,
     RoundCompleted,
 )
+from drawbar._recovery.attempt_recovery import (
+    AttemptRecovery,
+    Declined,
+    Recovered,
+    find_obstacle,
+)
+from drawbar._recovery.messages import (
+    RecoveryDeclined,
+    RecoveryFinished,
+    RecoveryMessage,
+    RecoveryReady,
+)
 from drawbar._storage.manifest import Manifest
 from drawbar.train._controller.attempt_events import ReportEmitter, make_observation_event
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
@@ -51,6 +63,8 @@ from drawbar.train._worker_group.worker_group import WorkerGroup
 
 T = TypeVar("T")
 
+_NOT_IN_PLACE = "The run cannot recover in place, so it restarts"
+
 
 class Attempt:
     """State of one attempt.
@@ -64,6 +78,8 @@ class Attempt:
         emit: Callback that publishes events.
         on_diagnosis_request: Collects the stacks of all ranks and replies to the rank that requests
             them.
+        in_place: Recovers from deaths in place; None if a death ends the attempt.
+        on_recovered: Called when all ranks have recovered in place.
 
     Attributes:
         failure: Failure that ended the attempt; None if there is none.
@@ -80,6 +96,8 @@ class Attempt:
         checkpoints: CheckpointCoordinator,
         emit: Emit,
         on_diagnosis_request: Callable[[int, messages.DiagnosisRequest], None],
+        in_place: AttemptRecovery[messages.WorkerDied] | None = None,
+        on_recovered: Callable[[Recovered[messages.WorkerDied]], None] = lambda recovered: None,
     ) -> None:
         self.number = start.attempt
         self.workers = list(workers)
@@ -92,6 +110,8 @@ class Attempt:
         self._should_emit_rounds = bool(run.spec.run_config.callbacks)
         self._checkpoints = checkpoints
         self._on_diagnosis_request = on_diagnosis_request
+        self._in_place = in_place
+        self._on_recovered = on_recovered
         self.progress = AttemptProgress(
             len(workers), start.first_report_index, should_keep_all_rounds=self._should_emit_rounds
         )
@@ -135,6 +155,8 @@ class Attempt:
 
     def _handle_reports(self, rank: int, reports: Sequence[messages.Report]) -> None:
         """Handle consecutive reports of a rank."""
+        if self._in_place is not None:
+            reports = [report for report in reports if not self._is_repeated(rank, report)]
         if reports and not self.has_ended:
             # First, so that no command or event refers to a report that is not stored.
             self.reports.emit(rank, reports)
@@ -154,6 +176,10 @@ class Attempt:
         # arrived yet.
         failure.failure_times = self._failure_times
         failure.returned = set(self.finished)
+        if self._in_place is not None and self._in_place.deaths:
+            failure.deaths = {**self._in_place.deaths, **failure.deaths}
+            if failure.failures:
+                self._emit(Notice(f"{_NOT_IN_PLACE}: {failure.failures[0].headline()}"))
         self.failure = failure
         self.has_ended = True
         return True
@@ -225,13 +251,17 @@ class Attempt:
                 self._emit(RankImported(rank))
             case messages.FunctionStarted():
                 self.requests.on_started(rank)
+                if self._in_place is not None and self._in_place.is_replaced(rank):
+                    return
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case messages.RankFinished():
                 self._on_finished(rank, message)
             case messages.RankFailed():
                 self.fail(AttemptFailure(get_end_cause(message.failure), [message.failure]))
             case messages.WorkerDied():
-                self.fail(AttemptFailure("worker", deaths={rank: message}))
+                self._on_death(rank, message)
+            case RecoveryReady() | RecoveryDeclined() | RecoveryFinished():
+                self._on_recovery_message(rank, message)
             case messages.RankInterrupted():
                 self.fail(AttemptFailure("worker", [describe_interruption(rank)]))
 
@@ -312,16 +342,62 @@ class Attempt:
 
     def _on_collective(self, rank: int, call: messages.CollectiveCalled) -> None:
         self._last_locations[rank] = call.location
+        if self._in_place is not None and self.progress.has_left_collective(rank, call.sequence):
+            payloads = self._in_place.repeat_collective(call.sequence, rank, call.location)
+            if isinstance(payloads, Declined):
+                self._conclude(payloads)
+            else:
+                result = CollectiveResult(sequence=call.sequence, payloads=payloads)
+                self._broadcast_command([rank], result)
+            return
         calls = self.progress.on_collective(rank, call)
         if calls is None:
             self._check_divergence()
             return
         try:
             payloads = collect_payloads(calls)
+            if self._in_place is not None:
+                lines = {other: called.location for other, called in calls.items()}
+                self._in_place.record_collective(call.sequence, lines, payloads)
         except ValueError as error:
             self.fail(AttemptFailure("configuration", exception=error))
             return
         self._broadcast_command(calls, CollectiveResult(sequence=call.sequence, payloads=payloads))
+
+    # -- recovery in place
+
+    def _on_death(self, rank: int, death: messages.WorkerDied) -> None:
+        if self._in_place is None:
+            self.fail(AttemptFailure("worker", deaths={rank: death}))
+            return
+        has_offers = bool(self.progress.ranks[rank].pending_offers)
+        obstacle = find_obstacle(death.is_preempted, bool(self.finished), has_offers)
+        self._conclude(self._in_place.on_death(rank, death, obstacle))
+
+    def _on_recovery_message(self, rank: int, message: RecoveryMessage) -> None:
+        assert self._in_place is not None
+        latest = self._checkpoints.registry.latest
+        if latest and isinstance(message, RecoveryReady) and self._in_place.is_replaced(rank):
+            name = CommitCompleted(report_index=-1, checkpoint_name=latest.name)
+            self._broadcast_command([rank], name)
+        self._conclude(self._in_place.on_message(rank, message))
+
+    def _conclude(self, outcome: Declined | Recovered[messages.WorkerDied] | None) -> None:
+        if isinstance(outcome, Declined):
+            self._emit(Notice(f"{_NOT_IN_PLACE}: {outcome.reason}"))
+            self.fail(AttemptFailure("worker"))
+        elif outcome is not None:
+            self._on_recovered(outcome)
+
+    def _is_repeated(self, rank: int, report: messages.Report) -> bool:
+        """Return whether a dead process of the rank has made a report already."""
+        if report.index >= self.progress.ranks[rank].reports:
+            return False
+        if report.offer is not None:  # it was committed before the process died
+            name = report.offer.checkpoint_name
+            command = CommitCompleted(report_index=report.index, checkpoint_name=name)
+            self._broadcast_command([rank], command)
+        return True
 
     def _on_finished(self, rank: int, message: messages.RankFinished) -> None:
         self.finished[rank] = message

@@ -280,6 +280,12 @@ class ActorPool:
             if should_replace:
                 self._create_actor(slot)
 
+    def replace(self, dead: ActorSlot) -> ActorSlot:
+        """Start a new process in the slot of a dead one."""
+        index = next(index for index, slot in self.slots.items() if slot is dead)
+        self.kill_slots([index], should_replace=True)
+        return self.slots[index]
+
     def kill_all(self) -> None:
         """Kill all processes and release the placement."""
         for start in self._fork_server_starts:

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from drawbar._base.ray_compat import suppress_death_messages
 from drawbar._fork_server.imported_modules import ModulesImported
 from drawbar._process.codec import ProtocolError, RayValue
+from drawbar._process.rank_assignment import assign_ranks, rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import MIN_SHARED_BYTES, Serialized, serialize
 from drawbar._process.stack import STACK, Stack, detect_stopped_process
@@ -32,8 +33,12 @@ from drawbar.train._protocol.commands import COMMANDS, CollectiveResult, Command
 from drawbar.train._protocol.messages import MESSAGE_BATCHES, ProcessRetired, RankFailed, WorkerDied
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
 from drawbar.train._worker_group.cluster import is_node_available
-from drawbar.train._worker_group.ranks import assign_ranks, rank_workers
-from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, OnWaiting
+from drawbar.train._worker_group.worker_group import (
+    AttemptEnd,
+    MakeAssignment,
+    OnMessages,
+    OnWaiting,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,20 +91,46 @@ class RayWorkerGroup:
         """Start an attempt: one call per worker, whose stream is read from now on."""
         self._attempt = assignments[0].attempt
         for assignment in assignments:
-            rank = assignment.ranks.world_rank
-            slot = self._ranks[rank]
-            # A stream instead of calls of the driver: messages keep their order, and the end of the
-            # stream reports the death of the process.
-            run = slot.actor.run.options(num_returns="streaming")
-            if assignment.open_shards is not None:
-                # Ray would unpickle it before the worker has the environment of the driver.
-                shards = serialize(assignment.open_shards)
-                assignment = dataclasses.replace(assignment, open_shards=shards)
-            stream = run.remote(assignment, self._train_loop)
+            slot = self._ranks[assignment.ranks.world_rank]
+            stream = self._call_run(slot, assignment)
             slot.on_messages = on_messages
             slot.run_task = asyncio.ensure_future(
-                self._receive_messages(rank, slot, stream, on_messages)
+                self._receive_messages(assignment.ranks.world_rank, slot, stream, on_messages)
             )
+
+    def _call_run(
+        self, slot: ActorSlot, assignment: WorkerAssignment
+    ) -> AsyncIterator[Awaitable[RayValue]]:
+        # A stream instead of calls of the driver: messages keep their order, and the end of the
+        # stream reports the death of the process.
+        run = slot.actor.run.options(num_returns="streaming")
+        if assignment.open_shards is not None:
+            # Ray would unpickle it before the worker has the environment of the driver.
+            shards = serialize(assignment.open_shards)
+            assignment = dataclasses.replace(assignment, open_shards=shards)
+        return run.remote(assignment, self._train_loop)
+
+    def replace_worker(
+        self, rank: int, make_assignment: MakeAssignment, on_messages: OnMessages
+    ) -> None:
+        """Start a new process for a rank in the slot of the dead one."""
+        slot = self._ranks[rank] = self._pool.replace(self._ranks[rank])
+        slot.on_messages = on_messages
+        slot.run_task = asyncio.ensure_future(
+            self._run_replacement(rank, slot, make_assignment, on_messages)
+        )
+
+    async def _run_replacement(
+        self, rank: int, slot: ActorSlot, make_assignment: MakeAssignment, on_messages: OnMessages
+    ) -> None:
+        try:
+            worker = await slot.info
+        except RayError as error:
+            on_messages(rank, [WorkerDied(detail=str(error), time=time.time())])
+            return
+        suppress_death_messages([(worker.node_id, worker.pid)])
+        stream = self._call_run(slot, make_assignment(worker))
+        await self._receive_messages(rank, slot, stream, on_messages)
 
     async def _receive_messages(
         self,
@@ -255,6 +286,8 @@ async def _request_stack(slot: ActorSlot) -> Stack | None:
     except RayError:
         return None
     except TimeoutError:
+        if not slot.info.done():
+            return None
         return await _detect_stopped_worker(slot.info.result())
 
 

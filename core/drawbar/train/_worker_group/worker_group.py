@@ -17,6 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OnMessages = Callable[[int, Sequence[GroupMessage]], None]
+MakeAssignment = Callable[[WorkerInfo], WorkerAssignment]
 OnWaiting = Callable[[int, bool], None]
 """Receives the number of ready workers, and whether the resources of all workers are reserved."""
 
@@ -74,6 +75,20 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
             assignments: One assignment for each worker.
             on_messages: Called on the event loop with a rank and its messages, in the order in
                 which the rank sent them. `WorkerDied` reports that the process of the rank died.
+        """
+        ...
+
+    def replace_worker(
+        self, rank: int, make_assignment: MakeAssignment, on_messages: OnMessages
+    ) -> None:
+        """Start a new process for a rank whose process has died, in the same attempt.
+
+        If that fails, a `WorkerDied` of the rank follows.
+
+        Args:
+            rank: Rank of the dead process.
+            make_assignment: Returns the assignment of the new process.
+            on_messages: As in `run`.
         """
         ...
 
