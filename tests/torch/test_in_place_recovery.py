@@ -236,7 +236,8 @@ def train_without_prepared_optimizer(config: dict[str, Any]) -> None:
     model = prepare_model(make_model())
     for samples, x, y in prepare_data_loader(make_loader()):
         recorder.die_at("forward")
-        nn.functional.mse_loss(model(x), y).backward()
+        loss: Any = nn.functional.mse_loss(model(x), y)
+        loss.backward()
         recorder.record(samples)
 
 
@@ -248,7 +249,7 @@ def use_variable_of_skipped_epoch(config: dict[str, Any]) -> None:
     for _ in range(EPOCHS):
         for samples, x, y in loader:
             recorder.die_at("forward")
-            loss = nn.functional.mse_loss(model(x), y)
+            loss: Any = nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
             recorder.record(samples)

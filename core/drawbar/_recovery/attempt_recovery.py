@@ -1,12 +1,14 @@
-"""In-place recovery as the controller sees it, for one attempt. No Ray, I/O, or clock."""
+"""In-place recovery as the controller sees it, for one attempt. No Ray and no I/O."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from drawbar._process.serialization import Serialized
+from drawbar._records.events import ReportsLost
 from drawbar._recovery.membership import Membership
 from drawbar._recovery.messages import (
     RanksLost,
@@ -37,6 +39,14 @@ def find_obstacle(is_node_lost: bool, has_returned: bool, has_offers: bool) -> s
     if has_returned:
         return "a rank has returned from its function"
     return "the dead rank took part in a checkpoint that is not committed" if has_offers else ""
+
+
+def make_reports_lost(rank: int, first: int, until: int) -> ReportsLost:
+    """Return the event for reports that a rank would have made between two steps.
+
+    Its process has died there, and the new one continues with the next step.
+    """
+    return ReportsLost(time=time.time(), first=first, until=until, ranks=[rank], checkpoint="")
 
 
 def make_late_message(lost: RanksLost) -> RecoveryDeclined:
@@ -72,6 +82,7 @@ class AttemptRecovery(Generic[DeathT]):
         world_size: Number of ranks.
         broadcast: Sends a command to several ranks.
         replace: Starts a new process for a rank, which receives the announcement of the death.
+        on_recovered: Called when all ranks have finished a recovery.
         check_budget: Returns why so many deaths cannot be recovered, "" if they can.
 
     Attributes:
@@ -83,12 +94,14 @@ class AttemptRecovery(Generic[DeathT]):
         world_size: int,
         broadcast: Callable[[Collection[int], RecoveryCommand], None],
         replace: Callable[[int, RanksLost], None],
+        on_recovered: Callable[[Recovered[DeathT]], None],
         check_budget: Callable[[int], str] = lambda num_deaths: "",
     ) -> None:
         self.deaths: dict[int, DeathT] = {}
         self._world_size = world_size
         self._broadcast = broadcast
         self._replace = replace
+        self._on_recovered = on_recovered
         self._check_budget = check_budget
         self._membership = Membership(world_size)
         self._collectives = RecordedCollectives()
@@ -119,9 +132,7 @@ class AttemptRecovery(Generic[DeathT]):
         self._replace(rank, lost)
         return None
 
-    def on_message(
-        self, rank: int, message: RecoveryMessage
-    ) -> Declined | Recovered[DeathT] | None:
+    def on_message(self, rank: int, message: RecoveryMessage) -> Declined | None:
         """Handle a message of a rank about the recovery."""
         match message:
             case RecoveryReady():
@@ -137,7 +148,13 @@ class AttemptRecovery(Generic[DeathT]):
             case RecoveryFinished():
                 if self._membership.on_finished(rank, message):
                     deaths, self.deaths = self.deaths, {}
-                    return Recovered(deaths, self._membership.stopped_seconds)
+                    self._on_recovered(Recovered(deaths, self._membership.stopped_seconds))
+        return None
+
+    def on_returned(self, rank: int) -> Declined | None:
+        """Handle the return of a rank from its function. It cannot join another group."""
+        if self._membership.is_recovering:
+            return Declined(f"rank {rank} has returned from its function")
         return None
 
     def is_replaced(self, rank: int) -> bool:

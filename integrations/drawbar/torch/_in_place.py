@@ -41,7 +41,12 @@ from drawbar.torch._training_state import (
     TrainedObjects,
 )
 from drawbar.train import collective, get_context
-from drawbar.train.backend import RankRecovery, attempt_local, get_recovery
+from drawbar.train.backend import (
+    RankRecovery,
+    attempt_local,
+    get_recovery,
+    get_worker_address,
+)
 
 T = TypeVar("T")
 
@@ -71,8 +76,8 @@ class InPlaceTraining:
         self._group: ReplicaGroup | None = None
         self._store: object = None  # that this rank has opened; closed with the object
         self._objects = TrainedObjects()
+        self._shared_buffers: list[torch.Tensor] = []
         self._loaders: list[LoaderRecord] = []
-        self._active_loader: LoaderRecord | None = None
         self._commit: Commit | None = None
         self._num_reductions = 0
         self._num_steps = 0  # since the commit
@@ -115,6 +120,8 @@ class InPlaceTraining:
         wrapped.register_comm_hook(None, lambda state, bucket: buckets(state, bucket))
         wrapped.register_forward_pre_hook(self._on_forward)
         self._objects.models.append(model)
+        if kwargs.get("broadcast_buffers", True):
+            self._shared_buffers += model.buffers()
         return wrapped
 
     def _on_forward(self, module: nn.Module, inputs: object) -> None:
@@ -131,8 +138,6 @@ class InPlaceTraining:
     def _on_step(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         self._num_steps += 1
         self._has_gradients = False
-        if self._active_loader is not None:
-            self._active_loader.is_training = True
 
     def add_loader(self, tracked: TrackedLoader) -> LoaderRecord:
         """Track a prepared loader."""
@@ -147,7 +152,7 @@ class InPlaceTraining:
             targets = self._received["commit"].loaders
             for record, target in zip(self._loaders, targets, strict=False):
                 if record.num_iterations == 0:
-                    record.target, record.is_training = target, target["is_training"]
+                    record.target = target
 
     # -- iterations and commits
 
@@ -176,16 +181,13 @@ class InPlaceTraining:
 
     def _track(self, record: LoaderRecord, batches: Iterator[T]) -> Iterator[T]:
         number, record.is_running = record.num_iterations, True
-        is_first = True
         try:
             while True:
-                self._commit_if_complete(record, is_start=is_first)
-                is_first = False
+                self._commit_if_complete(record)
                 try:
                     batch = next(batches)
                 except StopIteration:
                     return
-                self._active_loader = record
                 yield batch
         finally:
             if record.num_iterations == number:
@@ -193,10 +195,13 @@ class InPlaceTraining:
             if hasattr(batches, "close"):
                 batches.close()
 
-    def _commit_if_complete(self, record: LoaderRecord, *, is_start: bool) -> None:
-        """Commit if a step is complete. An evaluation between steps is no part of the state."""
-        is_complete = self._num_steps > 0 or (is_start and record.is_training)
-        if self._has_gradients or not (is_complete or self._commit is None):
+    def _commit_if_complete(self, record: LoaderRecord) -> None:
+        """Commit if a loader is asked for a batch after a step.
+
+        Code between epochs, such as an evaluation or a checkpoint, is not part of a commit: a new
+        process runs it again.
+        """
+        if self._has_gradients or not (self._num_steps > 0 or self._commit is None):
             return
         self._commit = self._objects.commit(
             has_stepped=self._num_steps > 0,
@@ -243,9 +248,8 @@ class InPlaceTraining:
     def _copy_buffers(self) -> None:
         """Copy the buffers of rank 0 to all ranks, as DDP does before the next forward pass."""
         with torch.no_grad():
-            for model in self._objects.models:
-                for buffer in model.buffers():
-                    self._get_group().broadcast(buffer.data, 0)
+            for buffer in self._shared_buffers:
+                self._get_group().broadcast(buffer.data, 0)
 
     def _vote(self) -> None:
         """Wait until all ranks have averaged, and check that their optimizers agree.
@@ -314,7 +318,7 @@ class InPlaceTraining:
                 error = failure  # another rank has died, so that the next group follows
 
     def _open_store(self) -> str:
-        store = open_store()
+        store = open_store(get_worker_address())
         self._store = store
         return f"{store.host}:{store.port}"
 

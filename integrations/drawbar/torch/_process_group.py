@@ -162,7 +162,7 @@ def _create_store(context: TrainContext, timeout: timedelta) -> TCPStore:
     if context.get_world_rank() > 0:
         host, port = collective.broadcast_from_rank_zero(("", 0))
         if is_joining:  # rank 0 may be dead
-            return open_store()
+            return open_store(get_worker_address())
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     # Do not wait for the other ranks here: they do not know the address yet.
     store = TCPStore(

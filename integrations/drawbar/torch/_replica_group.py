@@ -25,8 +25,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, not in 
     Work,
 )
 
-from drawbar.train.backend import get_worker_address
-
 CONNECT_TIMEOUT = timedelta(seconds=20)
 """Time limit for connecting. All members call `connect` at the same time."""
 
@@ -34,16 +32,14 @@ CHUNK_BYTES = 64 * 1024 * 1024
 """Size of one message. Each of them has the time limit `CONNECT_TIMEOUT`."""
 
 
-def open_store() -> TCPStore:
-    """Open a store on a free port of this node, for the members of a group."""
-    return TCPStore(
-        get_worker_address(),
-        0,
-        None,
-        is_master=True,
-        timeout=CONNECT_TIMEOUT,
-        wait_for_workers=False,
-    )
+def open_store(host: str) -> TCPStore:
+    """Open a store on a free port of this node, for the members of a group.
+
+    Args:
+        host: Address of this node, at which other nodes reach it.
+    """
+    timeout = CONNECT_TIMEOUT
+    return TCPStore(host, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 class ReplicaGroup:
@@ -146,7 +142,7 @@ class ReplicaGroup:
         self._check()
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._gloo.send([torch.tensor([len(data)])], rank, 0).wait()
-        for chunk in payload.split(CHUNK_BYTES):
+        for chunk in torch.split(payload, CHUNK_BYTES):
             self._gloo.send([chunk], rank, 1).wait()
 
     def receive(self, rank: int) -> bytes:
@@ -155,7 +151,7 @@ class ReplicaGroup:
         size = torch.zeros(1, dtype=torch.int64)
         self._gloo.recv([size], rank, 0).wait()
         payload = torch.empty(int(size), dtype=torch.uint8)
-        for chunk in payload.split(CHUNK_BYTES):
+        for chunk in torch.split(payload, CHUNK_BYTES):
             self._gloo.recv([chunk], rank, 1).wait()
         return payload.numpy().tobytes()
 

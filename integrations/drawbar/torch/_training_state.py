@@ -30,14 +30,12 @@ class LoaderRecord:
         tracked: Tracks the position of the loader.
         num_iterations: Number of iterations that have begun.
         is_running: Whether the latest one has not ended.
-        is_training: Whether an optimizer has made a step in an iteration.
         target: State of this loader on another rank, which this rank has to reach.
     """
 
     tracked: TrackedLoader
     num_iterations: int = 0
     is_running: bool = False
-    is_training: bool = False
     target: Mapping[str, Any] | None = None
 
     def save(self) -> dict[str, Any]:
@@ -45,7 +43,6 @@ class LoaderRecord:
         return {
             "num_iterations": self.num_iterations,
             "is_running": self.is_running,
-            "is_training": self.is_training,
             "position": self.tracked.tracker.position() if self.num_iterations else None,
         }
 

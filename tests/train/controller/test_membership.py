@@ -22,7 +22,10 @@ class Attempt:
     def __init__(self) -> None:
         self.sent: list[tuple[list[int], RecoveryCommand]] = []
         self.replaced: list[int] = []
-        self.recovery = AttemptRecovery[str](3, self._broadcast, self._replace)
+        self.recovered: list[Recovered[str]] = []
+        self.recovery = AttemptRecovery[str](
+            3, self._broadcast, self._replace, self.recovered.append
+        )
 
     def _broadcast(self, ranks: Collection[int], command: RecoveryCommand) -> None:
         self.sent.append((list(ranks), command))
@@ -35,9 +38,9 @@ class Attempt:
             message = RecoveryReady(generation=generation, address=f"host:{rank}" if rank else "")
             assert self.recovery.on_message(rank, message) is None
 
-    def finish(self, rank: int, seconds: float, generation: int = 1) -> object:
+    def finish(self, rank: int, seconds: float, generation: int = 1) -> None:
         message = RecoveryFinished(generation=generation, stopped_seconds=seconds)
-        return self.recovery.on_message(rank, message)
+        assert self.recovery.on_message(rank, message) is None
 
 
 def test_recovery_replaces_dead_rank_and_forms_group_when_all_are_ready() -> None:
@@ -50,9 +53,11 @@ def test_recovery_replaces_dead_rank_and_forms_group_when_all_are_ready() -> Non
     attempt.get_ready(1, 0)
     ranks, formed = attempt.sent[-1]
     assert (ranks, type(formed)) == ([0, 1, 2], GroupFormed)
-    assert attempt.finish(1, 0.5) is None
-    assert attempt.finish(2, 0.7) is None
-    assert attempt.finish(0, 0.0) == Recovered({0: "killed"}, 0.7)
+    attempt.finish(1, 0.5)
+    attempt.finish(2, 0.7)
+    assert attempt.recovered == []
+    attempt.finish(0, 0.0)
+    assert attempt.recovered == [Recovered({0: "killed"}, 0.7)]
     assert not attempt.recovery.deaths
 
 
@@ -67,9 +72,9 @@ def test_recovery_with_another_death_waits_for_all_ranks_again() -> None:
     assert isinstance(attempt.sent[-1][1], RanksLost)
     attempt.get_ready(2, 1)
     assert isinstance(attempt.sent[-1][1], GroupFormed)
-    assert [attempt.finish(rank, 1.0, generation=2) for rank in (0, 1)] == [None, None]
-    recovered = attempt.finish(2, 1.0, generation=2)
-    assert recovered == Recovered({1: "second", 2: "first"}, 1.0)
+    for rank in range(3):
+        attempt.finish(rank, 1.0, generation=2)
+    assert attempt.recovered == [Recovered({1: "second", 2: "first"}, 1.0)]
 
 
 def test_recovery_without_survivor_or_with_obstacle_is_declined() -> None:

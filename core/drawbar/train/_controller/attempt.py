@@ -34,8 +34,8 @@ from drawbar._records.live_events import (
 from drawbar._recovery.attempt_recovery import (
     AttemptRecovery,
     Declined,
-    Recovered,
     find_obstacle,
+    make_reports_lost,
 )
 from drawbar._recovery.messages import (
     RecoveryDeclined,
@@ -79,7 +79,6 @@ class Attempt:
         on_diagnosis_request: Collects the stacks of all ranks and replies to the rank that requests
             them.
         in_place: Recovers from deaths in place; None if a death ends the attempt.
-        on_recovered: Called when all ranks have recovered in place.
 
     Attributes:
         failure: Failure that ended the attempt; None if there is none.
@@ -97,7 +96,6 @@ class Attempt:
         emit: Emit,
         on_diagnosis_request: Callable[[int, messages.DiagnosisRequest], None],
         in_place: AttemptRecovery[messages.WorkerDied] | None = None,
-        on_recovered: Callable[[Recovered[messages.WorkerDied]], None] = lambda recovered: None,
     ) -> None:
         self.number = start.attempt
         self.workers = list(workers)
@@ -111,7 +109,6 @@ class Attempt:
         self._checkpoints = checkpoints
         self._on_diagnosis_request = on_diagnosis_request
         self._in_place = in_place
-        self._on_recovered = on_recovered
         self.progress = AttemptProgress(
             len(workers), start.first_report_index, should_keep_all_rounds=self._should_emit_rounds
         )
@@ -156,7 +153,7 @@ class Attempt:
     def _handle_reports(self, rank: int, reports: Sequence[messages.Report]) -> None:
         """Handle consecutive reports of a rank."""
         if self._in_place is not None:
-            reports = [report for report in reports if not self._is_repeated(rank, report)]
+            reports = self._drop_repeated(rank, reports)
         if reports and not self.has_ended:
             # First, so that no command or event refers to a report that is not stored.
             self.reports.emit(rank, reports)
@@ -382,25 +379,32 @@ class Attempt:
             self._broadcast_command([rank], name)
         self._conclude(self._in_place.on_message(rank, message))
 
-    def _conclude(self, outcome: Declined | Recovered[messages.WorkerDied] | None) -> None:
-        if isinstance(outcome, Declined):
+    def _conclude(self, outcome: Declined | None) -> None:
+        if outcome is not None:
             self._emit(Notice(f"{_NOT_IN_PLACE}: {outcome.reason}"))
             self.fail(AttemptFailure("worker"))
-        elif outcome is not None:
-            self._on_recovered(outcome)
 
-    def _is_repeated(self, rank: int, report: messages.Report) -> bool:
-        """Return whether a dead process of the rank has made a report already."""
-        if report.index >= self.progress.ranks[rank].reports:
-            return False
-        if report.offer is not None:  # it was committed before the process died
-            name = report.offer.checkpoint_name
-            command = CommitCompleted(report_index=report.index, checkpoint_name=name)
-            self._broadcast_command([rank], command)
-        return True
+    def _drop_repeated(
+        self, rank: int, reports: Sequence[messages.Report]
+    ) -> list[messages.Report]:
+        """Return the reports that no dead process of the rank has made."""
+        new_reports, expected = list[messages.Report](), self.progress.ranks[rank].reports
+        for report in reports:
+            if report.index >= expected:
+                if report.index > expected:
+                    self._emit(make_reports_lost(rank, expected, report.index))
+                expected = report.index + 1
+                new_reports.append(report)
+            elif report.offer is not None:  # it was committed before the process died
+                name = report.offer.checkpoint_name
+                command = CommitCompleted(report_index=report.index, checkpoint_name=name)
+                self._broadcast_command([rank], command)
+        return new_reports
 
     def _on_finished(self, rank: int, message: messages.RankFinished) -> None:
         self.finished[rank] = message
+        if self._in_place is not None:
+            self._conclude(self._in_place.on_returned(rank))
         # A return value that cannot be pickled is not a failure: training has succeeded.
         if message.serialization_error:
             self._emit(Notice(f"rank {rank}: {message.serialization_error}"))

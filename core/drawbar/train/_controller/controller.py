@@ -45,9 +45,9 @@ from drawbar.train._controller.run import ControllerOutcome, OpenRun
 from drawbar.train._controller.time_limit import TimeLimit
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
 from drawbar.train._protocol.assignment import WorkerAssignment
-from drawbar.train._protocol.messages import GroupMessage, WorkerDied
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._worker_group.validators import Validator
-from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
+from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, WorkerGroup
 
 T = TypeVar("T")
 
@@ -263,17 +263,17 @@ class Controller:
             emit=self._emit,
             on_diagnosis_request=self._diagnosis.reply,
             in_place=self._make_in_place_recovery(assignments),
-            on_recovered=self._on_recovered,
         )
         # Emit before the functions start, so that the journal has the workers before their reports.
         self._emit(
             events.WorkersStarted(time=time.time(), attempt=self._attempt_number, workers=workers)
         )
-        put = self._queue.put
-        self._group.run(
-            assignments, lambda rank, messages: put(MessagesReceived(attempt, rank, messages))
-        )
+        self._group.run(assignments, self._make_receiver(attempt))
         return None
+
+    def _make_receiver(self, attempt: Attempt) -> OnMessages:
+        put = self._queue.put
+        return lambda rank, batch: put(MessagesReceived(attempt, rank, batch))
 
     def _make_in_place_recovery(
         self, assignments: Sequence[WorkerAssignment]
@@ -284,6 +284,7 @@ class Controller:
             len(assignments),
             self._group.broadcast_command,
             lambda rank, lost: self._replace_worker(assignments[rank], lost),
+            self._on_recovered,
             self._recovery.check_budget,
         )
 
@@ -296,9 +297,7 @@ class Controller:
             attempt.workers[rank] = worker
             return replace(assignment, gpu_ids=worker.gpu_ids, replaced=lost)
 
-        def put(rank: int, batch: Sequence[GroupMessage]) -> None:
-            self._queue.put(MessagesReceived(attempt, rank, batch))
-
+        put = self._make_receiver(attempt)
         self._dead_workers[rank] = attempt.workers[rank]
         self._group.replace_worker(rank, make_assignment, put)
         self._loop.call_later(JOIN_TIMEOUT_S, put, rank, [make_late_message(lost)])

@@ -173,8 +173,8 @@ class Session:
             metrics: Metrics by name.
             is_buffered: Whether the report may be sent later, together with others.
         """
-        if self._is_repeating():
-            return
+        if self.recovery is not None and self.recovery.is_joining:
+            return  # a dead process of this rank has made this report
         # Normalize before the index is used: invalid metrics must not leave a gap, because the
         # reports of all ranks are matched by index.
         values = normalize(metrics)
@@ -205,8 +205,8 @@ class Session:
         validation: object,
     ) -> None:
         """Report metrics and a checkpoint. See `drawbar.train.report`."""
-        if self._is_repeating():
-            return
+        if self.recovery is not None and self.recovery.is_joining:
+            return  # a dead process of this rank has made this report
         default = self.assignment.spec.default_validation
         to_validate = resolve_validation(validation, default, has_checkpoint=checkpoint is not None)
         assert checkpoint is not None  # resolve_validation rejects a validation without one
@@ -244,10 +244,6 @@ class Session:
                 self.uploads.persist_and_wait(index, offer)
             else:
                 self.uploads.async_commits.submit(index, offer)
-
-    def _is_repeating(self) -> bool:
-        """Return whether the function repeats calls of a dead process of this rank."""
-        return self.recovery is not None and self.recovery.is_joining
 
     def get_counters(self) -> tuple[int, int, int]:
         """Return the numbers of reports, collectives, and calls of `should_checkpoint()`."""

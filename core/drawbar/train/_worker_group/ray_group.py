@@ -286,9 +286,7 @@ async def _request_stack(slot: ActorSlot) -> Stack | None:
     except RayError:
         return None
     except TimeoutError:
-        if not slot.info.done():
-            return None
-        return await _detect_stopped_worker(slot.info.result())
+        return await _detect_stopped_worker(slot.info.result()) if slot.info.done() else None
 
 
 async def _detect_stopped_worker(worker: WorkerInfo) -> Stack | None:
