@@ -125,7 +125,7 @@ class AttemptRecovery(Generic[DeathT]):
             return Declined(obstacle)
         lost = self._membership.on_death(rank)
         if lost is None:
-            return Declined("no rank has the state of the training any more")
+            return Declined("all ranks with the state of the training have died")
         self._starting.add(rank)
         others = [other for other in range(self._world_size) if other not in self._starting]
         self._broadcast(others, lost)

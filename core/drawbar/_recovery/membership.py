@@ -19,7 +19,7 @@ from drawbar._recovery.messages import (
 
 
 class Membership:
-    """Which ranks have the state of the training, and which are ready for the next group.
+    """Ranks that have the state of the training, and ranks that are ready for the next group.
 
     Args:
         world_size: Number of ranks.

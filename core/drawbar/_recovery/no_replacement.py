@@ -7,5 +7,5 @@ class NoReplacement:
     """Method of a group whose workers cannot be replaced within an attempt."""
 
     def replace_worker(self, *arguments: object) -> None:
-        """Raise an error. Runs in such groups reject `FailureConfig(recovery="in_place")`."""
+        """Raise an error. Runs of these groups reject `FailureConfig(recovery="in_place")`."""
         raise NotImplementedError

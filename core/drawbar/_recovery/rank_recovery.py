@@ -98,7 +98,7 @@ class RankRecovery:
         self._thread: int | None = None
 
     def set_member(self, leave_collectives: Callable[[], str], recover: Callable[[], None]) -> None:
-        """Take part in recoveries from now on. Call it in the thread of the training function.
+        """Join recoveries from now on. Call it in the thread of the training function.
 
         Args:
             leave_collectives: Called in another thread when a rank has died. It ends collectives
@@ -160,7 +160,7 @@ class RankRecovery:
 
     @property
     def has_lost_ranks(self) -> bool:
-        """Whether a rank has died since the latest group was formed."""
+        """True if a rank has died since the latest group was formed."""
         return self._lost.generation > self._generation
 
     def get_counters(self) -> tuple[int, int, int]:

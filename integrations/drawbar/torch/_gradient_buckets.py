@@ -111,7 +111,7 @@ class GradientBuckets:
             bucket.num_missing, bucket.work = bucket.num_params, None
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take the gradients of a bucket of DDP, and return the future of their averages."""
+        """Copy the gradients of a bucket of DDP, and return the future of their averages."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         self._waiting.append(_Waiting(future, bucket.buffer(), pairs))

@@ -147,7 +147,7 @@ class InPlaceTraining:
         return record
 
     def _set_targets(self) -> None:
-        """Let the loaders skip what the dead process of this rank has consumed."""
+        """Let the loaders skip batches that the dead process of this rank has consumed."""
         if self._received is not None:
             targets = self._received["commit"].loaders
             for record, target in zip(self._loaders, targets, strict=False):

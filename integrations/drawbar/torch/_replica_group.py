@@ -93,7 +93,7 @@ class ReplicaGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the socket to each other member is known."""
+        """True if the socket to each other member is known."""
         return len(self._sockets) == self.size - 1
 
     def shut_down(self) -> None:
