@@ -74,11 +74,10 @@ class Membership:
 
     def on_finished(self, rank: int, message: RecoveryFinished) -> bool:
         """Record that a rank has finished the recovery. Return whether it was the last one."""
+        self.replaced.discard(rank)  # it has the state, also if another rank has died since
         if message.generation != self.generation or not self.is_recovering:
             return False
         self.stopped_seconds = max(self.stopped_seconds, message.stopped_seconds)
-        # A rank that dies from now on is replaced by the state of a rank that has it.
-        self.replaced.discard(rank)
         self._unfinished.discard(rank)
         self.is_recovering = bool(self._unfinished)
         return not self.is_recovering

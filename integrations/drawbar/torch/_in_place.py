@@ -240,6 +240,8 @@ class InPlaceTraining:
                 buckets.prepare_repetition()
                 if self._recover(error):
                     break
+                # The new process has not averaged yet, so all ranks do it again.
+                self._has_averages = False
         self._has_averages = False
         self._num_reductions += 1
         if stopped_at is not None:
