@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from rich.console import Console
 from torch import nn
@@ -205,6 +206,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     epochs = max(1, round(options.seconds / STEP_S / STEPS_PER_EPOCH))
     console = Console(highlight=False, soft_wrap=True)
+    ray.init(address="local", num_cpus=NUM_WORKERS, include_dashboard=False, log_to_driver=False)
     outcomes = [
         _measure(mode, epochs, options.every, options.seed)
         for mode in ("undisturbed", "restart", "in_place")

@@ -21,6 +21,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, not in 
 
 from drawbar.torch._replica_group import ReplicaGroup
 
+FIRST_BUCKET_BYTES = 1024 * 1024
+"""Size of the first bucket, which is reduced while the others are computed. As in DDP."""
+
 BUCKET_BYTES = 25 * 1024 * 1024
 
 
@@ -169,14 +172,14 @@ class GradientBuckets:
 
 
 def _split(params: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Yield consecutive parameters of one dtype with at most `BUCKET_BYTES`."""
+    """Yield consecutive parameters of one dtype, for one bucket each."""
     group: list[nn.Parameter] = []
-    num_bytes = 0
+    num_bytes, limit = 0, FIRST_BUCKET_BYTES
     for param in params:
         size = param.numel() * param.element_size()
-        if group and (param.dtype != group[0].dtype or num_bytes + size > BUCKET_BYTES):
+        if group and (param.dtype != group[0].dtype or num_bytes + size > limit):
             yield group
-            group, num_bytes = [], 0
+            group, num_bytes, limit = [], 0, BUCKET_BYTES
         group.append(param)
         num_bytes += size
     if group:
