@@ -26,16 +26,13 @@ JOIN_TIMEOUT_S = 120.0
 """Maximum time that a new process needs until it can receive the state of the training."""
 
 
-def find_obstacle(is_node_lost: bool, has_returned: bool, has_offers: bool) -> str:
+def find_obstacle(has_returned: bool, has_offers: bool) -> str:
     """Return why a death cannot be recovered in place, "" if it can.
 
     Args:
-        is_node_lost: Whether the node of the rank is lost or is being removed.
         has_returned: Whether a rank has returned from its function.
         has_offers: Whether the dead rank took part in a checkpoint that is not committed.
     """
-    if is_node_lost:
-        return "the node of a rank is lost or is being removed"
     if has_returned:
         return "a rank has returned from its function"
     return "the dead rank took part in a checkpoint that is not committed" if has_offers else ""
@@ -81,7 +78,8 @@ class AttemptRecovery(Generic[DeathT]):
     Args:
         world_size: Number of ranks.
         broadcast: Sends a command to several ranks.
-        replace: Starts a new process for a rank, which receives the announcement of the death.
+        replace: Starts a new process for a rank, which receives the announcement of the death. It
+            is called with the rank, the announcement, and the description of the death.
         on_recovered: Called when all ranks have finished a recovery.
         check_budget: Returns why so many deaths cannot be recovered, "" if they can.
 
@@ -93,7 +91,7 @@ class AttemptRecovery(Generic[DeathT]):
         self,
         world_size: int,
         broadcast: Callable[[Collection[int], RecoveryCommand], None],
-        replace: Callable[[int, RanksLost], None],
+        replace: Callable[[int, RanksLost, DeathT], None],
         on_recovered: Callable[[Recovered[DeathT]], None],
         check_budget: Callable[[int], str] = lambda num_deaths: "",
     ) -> None:
@@ -129,7 +127,7 @@ class AttemptRecovery(Generic[DeathT]):
         self._starting.add(rank)
         others = [other for other in range(self._world_size) if other not in self._starting]
         self._broadcast(others, lost)
-        self._replace(rank, lost)
+        self._replace(rank, lost, death)
         return None
 
     def on_message(self, rank: int, message: RecoveryMessage) -> Declined | None:

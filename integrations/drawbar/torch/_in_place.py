@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -118,16 +119,17 @@ class InPlaceTraining:
         wrapped = DistributedDataParallel(model, process_group=own_group, **kwargs)
         buckets = GradientBuckets(model, self._size, self._get_group, self._finish_backward)
         wrapped.register_comm_hook(None, lambda state, bucket: buckets(state, bucket))
-        wrapped.register_forward_pre_hook(self._on_forward)
+        wrapped.register_forward_pre_hook(partial(self._on_forward, buckets))
         self._objects.models.append(model)
         if kwargs.get("broadcast_buffers", True):
             self._shared_buffers += model.buffers()
         return wrapped
 
-    def _on_forward(self, module: nn.Module, inputs: object) -> None:
-        is_accumulating = not getattr(module, "require_backward_grad_sync", True)
-        if is_accumulating and torch.is_grad_enabled():
-            self._has_gradients = True  # of this rank only; a new process cannot receive them
+    def _on_forward(self, buckets: GradientBuckets, module: nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled():
+            buckets.reset()  # an exception may have ended the previous backward pass
+            if not getattr(module, "require_backward_grad_sync", True):
+                self._has_gradients = True  # of this rank only; a new process cannot receive them
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the steps of an optimizer, and take part in recoveries from now on."""

@@ -30,7 +30,7 @@ class Attempt:
     def _broadcast(self, ranks: Collection[int], command: RecoveryCommand) -> None:
         self.sent.append((list(ranks), command))
 
-    def _replace(self, rank: int, lost: RanksLost) -> None:
+    def _replace(self, rank: int, lost: RanksLost, death: str) -> None:
         self.replaced.append(rank)
 
     def get_ready(self, generation: int, *ranks: int) -> None:

@@ -368,7 +368,7 @@ class Attempt:
             self.fail(AttemptFailure("worker", deaths={rank: death}))
             return
         has_offers = bool(self.progress.ranks[rank].pending_offers)
-        obstacle = find_obstacle(death.is_preempted, bool(self.finished), has_offers)
+        obstacle = find_obstacle(bool(self.finished), has_offers)
         self._conclude(self._in_place.on_death(rank, death, obstacle))
 
     def _on_recovery_message(self, rank: int, message: RecoveryMessage) -> None:

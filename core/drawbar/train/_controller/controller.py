@@ -283,12 +283,14 @@ class Controller:
         return AttemptRecovery(
             len(assignments),
             self._group.broadcast_command,
-            lambda rank, lost: self._replace_worker(assignments[rank], lost),
+            lambda rank, lost, death: self._replace_worker(assignments[rank], lost, death),
             self._on_recovered,
             self._recovery.check_budget,
         )
 
-    def _replace_worker(self, assignment: WorkerAssignment, lost: RanksLost) -> None:
+    def _replace_worker(
+        self, assignment: WorkerAssignment, lost: RanksLost, death: WorkerDied
+    ) -> None:
         """Start a new process for a rank of the current attempt."""
         attempt, rank = self._attempt, assignment.ranks.world_rank
         assert attempt is not None
@@ -299,7 +301,7 @@ class Controller:
 
         put = self._make_receiver(attempt)
         self._dead_workers[rank] = attempt.workers[rank]
-        self._group.replace_worker(rank, make_assignment, put)
+        self._group.replace_worker(rank, make_assignment, put, is_node_lost=death.is_preempted)
         self._loop.call_later(JOIN_TIMEOUT_S, put, rank, [make_late_message(lost)])
 
     def _on_recovered(self, recovered: Recovered[WorkerDied]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
@@ -45,6 +46,9 @@ R = TypeVar("R")
 
 SHUTDOWN_S = 2.0
 STACK_SECONDS = 2.0
+RESERVED_START_S = 20.0
+"""Time that a new process has to start with reserved resources, before it shares a node."""
+
 STOP_CHECK_S = 5.0  # Ray may have to start a process for the check
 
 
@@ -111,14 +115,39 @@ class RayWorkerGroup:
         return run.remote(assignment, self._train_loop)
 
     def replace_worker(
-        self, rank: int, make_assignment: MakeAssignment, on_messages: OnMessages
+        self,
+        rank: int,
+        make_assignment: MakeAssignment,
+        on_messages: OnMessages,
+        *,
+        is_node_lost: bool,
     ) -> None:
-        """Start a new process for a rank in the slot of the dead one."""
-        slot = self._ranks[rank] = self._pool.replace(self._ranks[rank])
+        """Start a new process for a rank in the slot of the dead one, or on another node."""
+        node = self._find_shared_node(rank) if is_node_lost else ""
+        slot = self._ranks[rank] = self._pool.replace(self._ranks[rank], node)
         slot.on_messages = on_messages
         slot.run_task = asyncio.ensure_future(
             self._run_replacement(rank, slot, make_assignment, on_messages)
         )
+        if not node:
+            asyncio.get_running_loop().call_later(
+                RESERVED_START_S,
+                self._replace_if_not_started,
+                *(rank, slot, make_assignment, on_messages),
+            )
+
+    def _find_shared_node(self, rank: int) -> str:
+        """Return the node with the fewest other ranks."""
+        slots = [slot for other, slot in self._ranks.items() if other != rank and not slot.is_dead]
+        nodes = Counter(slot.info.result().node_id for slot in slots if slot.info.done())
+        return min(nodes, key=lambda node: nodes[node], default="")
+
+    def _replace_if_not_started(
+        self, rank: int, slot: ActorSlot, make_assignment: MakeAssignment, on_messages: OnMessages
+    ) -> None:
+        """Use a node of another rank if the resources of a rank are missing."""
+        if self._ranks.get(rank) is slot and slot.is_running and not slot.info.done():
+            self.replace_worker(rank, make_assignment, on_messages, is_node_lost=True)
 
     async def _run_replacement(
         self, rank: int, slot: ActorSlot, make_assignment: MakeAssignment, on_messages: OnMessages

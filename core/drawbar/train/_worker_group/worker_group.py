@@ -79,7 +79,12 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         ...
 
     def replace_worker(
-        self, rank: int, make_assignment: MakeAssignment, on_messages: OnMessages
+        self,
+        rank: int,
+        make_assignment: MakeAssignment,
+        on_messages: OnMessages,
+        *,
+        is_node_lost: bool,
     ) -> None:
         """Start a new process for a rank whose process has died, in the same attempt.
 
@@ -89,6 +94,8 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
             rank: Rank of the dead process.
             make_assignment: Returns the assignment of the new process.
             on_messages: As in `run`.
+            is_node_lost: Whether the resources of the rank are lost, so that the process starts on
+                the node of another rank without reserved resources.
         """
         ...
 
