@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from drawbar.torch import (
     prepare_optimizer,
 )
 from drawbar.train import (
+    Checkpoint,
     DataParallelTrainer,
     FailureConfig,
     Result,
@@ -256,6 +258,32 @@ def use_variable_of_skipped_epoch(config: dict[str, Any]) -> None:
         train.report({"loss": loss.item()})
 
 
+def die_in_upload(config: dict[str, Any]) -> None:
+    recorder = Recorder(config["directory"], config["kills"])
+
+    def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        recorder.die_at("upload")
+        path = train.get_context().get_storage().build_checkpoint_path_from_name(name)
+        shutil.copytree(checkpoint.path, path)
+        return Checkpoint(path)
+
+    model: Any = prepare_model(make_model())
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    for samples, x, y in prepare_data_loader(make_loader()):
+        loss: Any = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        recorder.record(samples)
+    if train.get_context().get_world_rank() == 0:
+        path = Path(config["directory"]) / "model"
+        path.mkdir(exist_ok=True)
+        (path / "epoch").write_text("0")
+        train.report({}, checkpoint=path, checkpoint_upload_fn=upload)
+    else:
+        train.report({})
+    train.collective.barrier()
+
+
 def raise_on_one_rank(config: dict[str, Any]) -> None:
     marker = Path(config["directory"]) / "raised"
     if train.get_context().get_world_rank() == 1 and not marker.exists():
@@ -270,6 +298,7 @@ def raise_on_one_rank(config: dict[str, Any]) -> None:
         (call_torch_distributed, [Kill(1, 4, "backward")], "calls torch.distributed itself"),
         (train_without_prepared_optimizer, [Kill(1, 4, "forward")], "has not prepared a model"),
         (use_variable_of_skipped_epoch, [Kill(1, STEPS + 2, "forward")], "UnboundLocalError"),
+        (die_in_upload, [Kill(0, STEPS, "upload")], "a checkpoint that is not committed"),
         (raise_on_one_rank, [], "a bug"),
     ],
 )

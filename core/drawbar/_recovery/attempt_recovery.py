@@ -26,16 +26,18 @@ JOIN_TIMEOUT_S = 120.0
 """Maximum time that a new process needs until it can receive the state of the training."""
 
 
-def find_obstacle(has_returned: bool, has_offers: bool) -> str:
+def find_obstacle(has_returned: bool, is_in_checkpoint: bool) -> str:
     """Return why a death cannot be recovered in place, "" if it can.
 
     Args:
         has_returned: Whether a rank has returned from its function.
-        has_offers: Whether the dead rank took part in a checkpoint that is not committed.
+        is_in_checkpoint: Whether the dead rank took part in a checkpoint that is not committed.
     """
     if has_returned:
         return "a rank has returned from its function"
-    return "the dead rank took part in a checkpoint that is not committed" if has_offers else ""
+    if is_in_checkpoint:
+        return "the dead rank took part in a checkpoint that is not committed"
+    return ""
 
 
 def make_reports_lost(rank: int, first: int, until: int) -> ReportsLost:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 
 from drawbar.torch._loader_registry import TrackedLoader
 
@@ -59,7 +60,8 @@ class Commit:
         loaders: States of the prepared loaders.
         active_loader: Number of the loader that was asked for a batch.
         settings: Settings of the parameter groups, by optimizer.
-        schedulers: States of the learning rate schedulers.
+        followers: States of schedulers and averages of weights, with their names. Tensors do not
+            change before the next step.
         random_states: States of the generators of Python, NumPy, and PyTorch.
         buffers: Buffers by model.
     """
@@ -69,13 +71,13 @@ class Commit:
     loaders: list[dict[str, Any]]
     active_loader: int
     settings: list[list[dict[str, Any]]]
-    schedulers: list[dict[str, Any]]
+    followers: list[tuple[str, dict[str, Any]]]
     random_states: tuple[Any, Any, torch.Tensor]
     buffers: list[dict[str, torch.Tensor]]
 
 
 class TrainedObjects:
-    """Models, optimizers, and schedulers of a rank.
+    """Models, optimizers, schedulers, and averages of weights of a rank.
 
     Attributes:
         models: Prepared models, without DDP.
@@ -85,22 +87,30 @@ class TrainedObjects:
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._schedulers: list[weakref.ref[Any]] | None = None
+        self._followers: list[tuple[str, weakref.ref[Any]]] | None = None
 
-    def _get_schedulers(self) -> list[Any]:
-        """Return the schedulers of the optimizers, in an order that all ranks share."""
-        if self._schedulers is None:
-            found = [
-                (f"{type(each).__name__} {number}", each)
-                for each in gc.get_objects()
-                if issubclass(type(each), LRScheduler | ReduceLROnPlateau)
-                for number, optimizer in enumerate(self.optimizers)
-                if getattr(each, "optimizer", None) is optimizer
-            ]
+    def _find_followers(self) -> list[tuple[str, Any]]:
+        """Return objects that the user's code updates after each step, with their names.
+
+        They are the schedulers of the optimizers, and averages of weights.
+        """
+        if self._followers is None:
+            found: list[tuple[str, Any]] = []
+            for each in gc.get_objects():
+                kind = type(each)
+                if issubclass(kind, AveragedModel):
+                    found.append((kind.__name__, each))
+                elif issubclass(kind, LRScheduler | ReduceLROnPlateau):
+                    numbers = [
+                        n for n, other in enumerate(self.optimizers) if other is each.optimizer
+                    ]
+                    found += [
+                        (f"{kind.__name__} of optimizer {number}", each) for number in numbers
+                    ]
             found.sort(key=lambda pair: pair[0])
-            self._schedulers = [weakref.ref(scheduler) for _, scheduler in found]
-        schedulers = [reference() for reference in self._schedulers]
-        return [scheduler for scheduler in schedulers if scheduler is not None]
+            self._followers = [(name, weakref.ref(each)) for name, each in found]
+        pairs = [(name, reference()) for name, reference in self._followers]
+        return [(name, each) for name, each in pairs if each is not None]
 
     def get_settings(self) -> list[list[dict[str, Any]]]:
         """Return the settings of the parameter groups whose values can be compared."""
@@ -120,14 +130,14 @@ class TrainedObjects:
         """Return the state after a complete step.
 
         Args:
-            has_stepped: Whether an optimizer has made a step, so that all schedulers exist.
+            has_stepped: Whether an optimizer has made a step, so that all followers exist.
             progress: Fields of `Commit` about the progress of the rank.
         """
-        schedulers = self._get_schedulers() if has_stepped or self._schedulers else []
+        followers = self._find_followers() if has_stepped or self._followers else []
         return Commit(
             **progress,
             settings=self.get_settings(),
-            schedulers=[scheduler.state_dict() for scheduler in schedulers],
+            followers=[(name, each.state_dict()) for name, each in followers],
             random_states=(random.getstate(), np.random.get_state(), torch.get_rng_state()),
             buffers=[
                 {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -156,10 +166,11 @@ class TrainedObjects:
             CannotRecoverError: It has other objects.
         """
         commit: Commit = state["commit"]
-        schedulers = self._get_schedulers()
+        followers = self._find_followers() if commit.followers else []
+        names = [name for name, _ in followers]
         try:
-            if commit.schedulers and len(commit.schedulers) != len(schedulers):
-                raise ValueError(f"{len(schedulers)} schedulers, not {len(commit.schedulers)}")
+            if names != [name for name, _ in commit.followers] or len(set(names)) < len(names):
+                raise ValueError(f"it has {', '.join(names)}")
             for model, weights, buffers in zip(
                 self.models, state["models"], commit.buffers, strict=True
             ):
@@ -170,8 +181,8 @@ class TrainedObjects:
                 for group, values in zip(saved["param_groups"], settings, strict=True):
                     group.update(values)
                 optimizer.load_state_dict(saved)
-            for scheduler, saved in zip(schedulers, commit.schedulers, strict=False):
-                scheduler.load_state_dict(saved)
+            for (_, follower), (_, saved) in zip(followers, commit.followers, strict=True):
+                follower.load_state_dict(saved)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CannotRecoverError(
                 f"the new process has other models, optimizers, or schedulers: {error}"

@@ -367,8 +367,11 @@ class Attempt:
         if self._in_place is None:
             self.fail(AttemptFailure("worker", deaths={rank: death}))
             return
-        has_offers = bool(self.progress.ranks[rank].pending_offers)
-        obstacle = find_obstacle(bool(self.finished), has_offers)
+        progress = self.progress.ranks[rank]
+        is_in_checkpoint = self._checkpoints.is_waiting_for(rank) or bool(
+            progress.pending_offers or progress.awaited_report or progress.awaited_checkpoints
+        )
+        obstacle = find_obstacle(bool(self.finished), is_in_checkpoint)
         self._conclude(self._in_place.on_death(rank, death, obstacle))
 
     def _on_recovery_message(self, rank: int, message: RecoveryMessage) -> None:
