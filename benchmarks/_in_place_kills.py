@@ -1,4 +1,4 @@
-"""Kill ranks at random times, and compare the weights with those of an undisturbed run.
+"""Kill ranks at random times, and compare the weights with the weights of a run without kills.
 
     python -m benchmarks._in_place_kills --runs 25 --seed 1
 

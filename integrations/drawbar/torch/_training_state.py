@@ -101,12 +101,9 @@ class TrainedObjects:
                 if issubclass(kind, AveragedModel):
                     found.append((kind.__name__, each))
                 elif issubclass(kind, LRScheduler | ReduceLROnPlateau):
-                    numbers = [
-                        n for n, other in enumerate(self.optimizers) if other is each.optimizer
-                    ]
-                    found += [
-                        (f"{kind.__name__} of optimizer {number}", each) for number in numbers
-                    ]
+                    for number, optimizer in enumerate(self.optimizers):
+                        if getattr(each, "optimizer", None) is optimizer:
+                            found.append((f"{kind.__name__} of optimizer {number}", each))
             found.sort(key=lambda pair: pair[0])
             self._followers = [(name, weakref.ref(each)) for name, each in found]
         pairs = [(name, reference()) for name, reference in self._followers]
@@ -185,7 +182,7 @@ class TrainedObjects:
                 follower.load_state_dict(saved)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CannotRecoverError(
-                f"the new process has other models, optimizers, or schedulers: {error}"
+                f"the new process has other or ambiguous models or schedulers: {error}"
             ) from error
         python_state, numpy_state, torch_state = commit.random_states
         random.setstate(python_state)
