@@ -136,7 +136,7 @@ def _disable_restarts(spec: RunSpec) -> RunSpec:
             "restarts the processes itself. Set torchrun's --max-restarts; a run with a name and "
             'resume="auto" then resumes from its latest checkpoint'
         )
-    failures = dataclasses.replace(failures, max_failures=0)
+    failures = dataclasses.replace(failures, max_failures=0, recovery="restart")
     config = dataclasses.replace(spec.run_config, failure_config=failures)
     return dataclasses.replace(spec, run_config=config)
 
