@@ -19,15 +19,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: $(VENV)/demo
 	$(BIN)/python examples/pytorch.py --storage-path demo-results
 
-# Tests mostly wait, so several run in parallel, each process with its own Ray instance. Tests that
-# depend on the load of the machine run afterwards, one at a time; only their files are imported.
+# Tests mostly wait, so several run in parallel, each process with its own Ray instance. One process
+# runs all tests of a file, so that the fixtures of a file are made once. Tests that depend on the
+# load of the machine run afterwards, one at a time; only their files are imported.
 # A test that fails runs once more without other tests. If it passes then, it is a defect of the
 # test, which the output shows, but the other changes can be tested.
 RUN_FAILED_AGAIN = { [ $$? -eq 1 ] && echo 'These tests failed. They run once more, one at a time:' \
 	&& $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -v; }
 
 define RUN_TESTS
-	$(BIN)/python -m pytest -m 'not alone$(1)' -n $(TESTS_AT_A_TIME) --dist worksteal || $(RUN_FAILED_AGAIN)
+	$(BIN)/python -m pytest -m 'not alone$(1)' -n $(TESTS_AT_A_TIME) --dist loadfile || $(RUN_FAILED_AGAIN)
 	$(BIN)/python -m pytest -m 'alone$(1)' $(shell grep -rl mark.alone tests)
 endef
 

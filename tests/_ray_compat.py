@@ -107,6 +107,13 @@ def get_ray_address_file() -> Path:
     return Path(get_ray_address_file(None))
 
 
+def get_log_directory() -> Path:
+    """Return the directory of the logs of this process's Ray; Ray 2.54 has no public method."""
+    from ray._private import worker
+
+    return Path(worker._global_node.get_logs_dir_path())
+
+
 def list_actors() -> dict[str, Any]:
     """Return Ray's records of all actors by ID. `ray.util.state` needs the dashboard."""
     from ray._private.state import actors

@@ -68,7 +68,7 @@ def test_design_invariants_name_existing_tests() -> None:
 
 
 def test_design_core_polls_only_where_documented() -> None:
-    roots = [REPO / "core/drawbar", *(REPO / "integrations/drawbar").glob("_[cdor]*")]
+    roots = [REPO / "core/drawbar", *(REPO / "integrations/drawbar").glob("_[cdmor]*")]
     pattern = re.compile(r"\bsleep\(|\.wait\(_?(?:LOG_)?POLL")
     found = {
         str(path.relative_to(root.parent if root.name != "drawbar" else root)).removeprefix(

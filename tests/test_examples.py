@@ -128,6 +128,7 @@ def test_example_tensorflow_resumes_in_local_mode(run: Callable[..., str], tmp_p
     assert "checkpoint_000010" in again
 
 
+@pytest.mark.nightly
 def test_example_xgboost_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("xgboost_trees.py")
     assert float(re.findall(r"'validation-error': ([\d.]+)", output)[0]) < 0.06

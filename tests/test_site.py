@@ -99,6 +99,7 @@ def test_site_benchmarks_match_the_readme() -> None:
     assert len(rows("README.md")) > 1
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_site_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ SUITES = {
         "deepspeed torch",
         needs="lightning transformers",
     ),
-    "cli": Suite("cli/test_inspect.py", "matplotlib"),
+    "cli": Suite("cli/test_inspect.py", "matplotlib", needs="fsspec"),
     "metrics": Suite(
         "train/driver/test_metrics_server.py train/history/test_metrics_exporter.py",
         "prometheus-client",

@@ -96,7 +96,10 @@ def test_config_with_invalid_import_option_raises(config: Make, option: str) -> 
     ("trainer", "option", "config", "library"),
     [
         (XGBoostTrainer, "xgboost_config", XGBoostConfig, "xgboost"),
-        (LightGBMTrainer, "lightgbm_config", LightGBMConfig, "lightgbm"),
+        pytest.param(
+            *(LightGBMTrainer, "lightgbm_config", LightGBMConfig, "lightgbm"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 @pytest.mark.parametrize("given", [None, False])

@@ -143,7 +143,13 @@ def test_categories_that_are_integers(regressor: Any, numbers: Any) -> None:
     assert close(ours.predict(some), plain.predict(some))
 
 
-@pytest.mark.parametrize(("classifier", "classes"), [(RayLGBMClassifier, 2), (RayXGBClassifier, 3)])
+@pytest.mark.parametrize(
+    ("classifier", "classes"),
+    [
+        pytest.param(RayLGBMClassifier, 2, marks=pytest.mark.nightly),
+        (RayXGBClassifier, 3),
+    ],
+)
 def test_predictions_of_ray_dataset_match_table(classifier: Any, classes: int) -> None:
     features, _ = load_breast_cancer(return_X_y=True, as_frame=True)  # with spaces in their names
     kind = np.random.default_rng(0).integers(0, 6, len(features))
@@ -163,7 +169,9 @@ def test_predictions_of_ray_dataset_match_table(classifier: Any, classes: int) -
         assert close(predictions(predicted), probabilities)
 
 
-@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+@pytest.mark.parametrize(
+    "library", ["xgboost", pytest.param("lightgbm", marks=pytest.mark.nightly)]
+)
 def test_predict_of_arrow_dataset_with_all_types_matches_training(
     library: str, run_config: RunConfig
 ) -> None:

@@ -79,7 +79,9 @@ def share_of_wrong(truth: Any, predicted: Any) -> tuple[str, float, bool]:
     return "share_of_wrong", float(np.mean(predicted.argmax(axis=1) != truth)), False
 
 
-@pytest.mark.parametrize("classifier", [RayLGBMClassifier, RayXGBClassifier])
+@pytest.mark.parametrize(
+    "classifier", [pytest.param(RayLGBMClassifier, marks=pytest.mark.nightly), RayXGBClassifier]
+)
 def test_classifiers_on_two_workers_stop_early(classifier: Any) -> None:
     is_lightgbm = classifier is RayLGBMClassifier
     x, y = load_digits(n_class=3, return_X_y=True)

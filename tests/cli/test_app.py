@@ -26,6 +26,30 @@ def test_main_as_module_prints_version() -> None:
     assert subprocess.check_output(closed, shell=True, stderr=subprocess.STDOUT) == b""
 
 
+@pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [("runs",), ("show", "long"), ("show", "nosuch")])
+def test_command_whose_reader_has_ended_prints_nothing(
+    arguments: tuple[str, ...], unbuffered: str, stderr: int, shared_storage: Path
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-m", "drawbar.cli", *arguments],
+            env={
+                **os.environ,
+                "DRAWBAR_STORAGE": str(shared_storage),
+                "PYTHONUNBUFFERED": unbuffered,
+            },
+            stdout=stdout,
+            stderr=stderr,
+        )
+    is_error = "nosuch" in arguments and stderr == subprocess.PIPE
+    assert done.returncode == (2 if is_error else 141)
+    assert bool(done.stderr) == is_error
+
+
 def test_runs_imports_neither_ray_nor_plotting(shared_storage: Path) -> None:
     code = (
         "import sys, drawbar.cli\n"
@@ -74,6 +98,8 @@ def test_completion_suggests_commands() -> None:
         (["migrate", "--wirte", "x.py"], "[^:]+option:? '?--wirte"),
         (["migrate"], "Missing argument 'PATH'"),
         (["shwo"], "No such command 'shwo'"),
+        (["list"], "[^']+'list'. Did you mean 'runs'?"),
+        (["status", "x"], "[^']+'status'. Did you mean 'show'?"),
         (["plot", "run", "--attempt", "x"], "[^:]+option:? '?--attempt"),
         (["clean", "--older-than", "-1"], "Invalid value for '--older-than'"),
         (["launch"], "Missing argument 'SCRIPT'"),
@@ -84,7 +110,8 @@ def test_invalid_arguments_print_one_line_and_exit_with_2(
 ) -> None:
     result = cli(*arguments)
     assert (result.code, result.out) == (2, "")
-    command = "drawbar" if arguments[0] == "shwo" else f"drawbar {arguments[0]}"
+    is_unknown = arguments[0] in ("shwo", "list", "status")
+    command = "drawbar" if is_unknown else f"drawbar {arguments[0]}"
     assert re.match(f"drawbar: error: {message}", result.err)
     assert result.err.endswith(f" For the arguments, run: {command} --help\n")
     assert result.err.count("\n") == 1

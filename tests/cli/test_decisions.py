@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,14 +20,14 @@ import pytest
 import ray
 import torch
 
-from drawbar.cli import _ray_probe
+from drawbar._base import ray_probe
 from drawbar.cli._doctor import checks
 from drawbar.cli._doctor.cluster import NodeProbe, check_node_pairs
 from drawbar.cli._doctor.machine import MachineInfo
 from drawbar.cli._exit_handling import StopSignals
+from drawbar.cli._option_names import name_options
 from drawbar.cli._output import CommandError
 from drawbar.cli._ray_connection import find_local_address, num_local_cpus
-from drawbar.cli._ray_probe import check_reachable
 from drawbar.cli._torchrun import (
     ONLY_TORCHRUN,
     SHARED,
@@ -34,6 +36,7 @@ from drawbar.cli._torchrun import (
     parse_torchrun_arguments,
     resolve_num_workers,
 )
+from drawbar.train.run_modes import check_reachable
 from tests._ray_compat import get_ray_address_file
 from tests.cli.conftest import Command
 
@@ -245,6 +248,13 @@ TOKEN_REQUIRED = (
 )
 
 
+NOT_FOUND = (
+    bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # SETTINGS
+    + bytes([0, 0, 1, 1, 5, 0, 0, 0, 1])  # HEADERS of the reply
+    + b"\x8d"  # :status 404
+)
+
+
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_check_reachable_of_http_server_names_the_remedy(prefix: str) -> None:
     with serve_http() as address:
@@ -255,13 +265,13 @@ def test_check_reachable_of_http_server_names_the_remedy(prefix: str) -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    [b"-ERR unknown command 'PRI'\r\n", b"", b"\x00", None],
-    ids=["redis", "closed", "short", "silent"],
+    [b"-ERR unknown command 'PRI'\r\n", b"", b"\x00", None, NOT_FOUND],
+    ids=["redis", "closed", "short", "silent", "http2"],
 )
 def test_check_reachable_of_another_program_raises(
     reply: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ray_probe, "REPLY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ray_probe, "REPLY_TIMEOUT_S", 0.2)
     with serve(reply) as address, pytest.raises(ConnectionError, match="another program"):
         check_reachable(address)
 
@@ -290,7 +300,7 @@ def test_check_reachable_accepts_ray(ray_cluster: None, monkeypatch: pytest.Monk
 
 
 def rejects(advice: str) -> AbstractContextManager[object]:
-    return pytest.raises(CommandError, match=rf"cluster at \S+ requires a token\. .*{advice}")
+    return pytest.raises(PermissionError, match=rf"cluster at \S+ requires a token\. .*{advice}")
 
 
 def test_command_with_cluster_that_rejects_token_prints_one_line(
@@ -304,6 +314,27 @@ def test_command_with_cluster_that_rejects_token_prints_one_line(
         "and provide the token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH, or RAY_AUTH_TOKEN.\n"
     )
     assert result.code == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"), [(TOKEN_REQUIRED, "Permission"), (b"", "Connection")]
+)
+def test_fit_with_ray_address_that_rejects_the_driver_raises(reply: bytes, expected: str) -> None:
+    code = """
+from drawbar import train
+try:
+    train.DataParallelTrainer(print).fit()
+except OSError as error:
+    print(type(error).__name__)
+"""
+    with serve(reply) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": ""},
+            capture_output=True,
+            text=True,
+        )
+    assert (done.stdout, done.stderr) == (f"{expected}Error\n", "")
 
 
 def test_doctor_with_address_of_another_program_prints_one_line(cli: Command) -> None:
@@ -377,3 +408,35 @@ def test_check_node_pairs_of_two_processes() -> None:
     assert float(passed.value.split()[0]) > 0
     (failed,) = check_node_pairs(pair, "nothing")
     assert (failed.status, "SOCKET_IFNAME" in failed.advice) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ('RunConfig.resume="must", but', "--resume must, but"),
+        ("set RunConfig.storage_path to", "set --storage-path to"),
+        ("storage_path='/a' cannot", "--storage-path '/a' cannot"),
+        ("FailureConfig(max_failures=3) allows 3", "--max-failures 3 allows 3"),
+        ("FailureConfig.max_startup_failures=2 is", "max_startup_failures=2 is"),
+        (
+            "Lower ScalingConfig.num_workers or resources_per_worker",
+            "Lower --num-workers or --cpus-per-worker",
+        ),
+        ("ScalingConfig has use_gpu=True and", "ScalingConfig has --use-gpu and"),
+        ('fit() with resume="auto" resumes', "drawbar launch with --resume auto resumes"),
+        ("my_name='a' and profit() and ValueError: resume", None),
+    ],
+)
+def test_name_options_replaces_settings_of_python(message: str, expected: str | None) -> None:
+    assert name_options(message) == (expected or message)
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_launch_with_unknown_option_suggests_one_of_torchrun(
+    is_installed: bool, cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_installed:
+        monkeypatch.setattr("drawbar.launch._accelerate.find_spec", lambda name: None)
+    result = cli("launch", "--nprocs", "2", "script.py")
+    assert result.code == 2
+    assert "Did you mean --nproc-per-node?" in result.err

@@ -34,7 +34,7 @@ from tests.cli.conftest import Command
             "--num-workers must be N or MIN:MAX",
         ),
         (["--env", "NAME", "{script}"], "--env must be NAME=VALUE"),
-        (["--resume", "perhaps", "{script}"], "RunConfig.resume"),
+        (["--resume", "perhaps", "{script}"], "--resume must be one of"),
         (["--num-workers", "64", "{script}"], "64"),
         (
             ["--nproc-per-node", "100000000000", "{script}"],

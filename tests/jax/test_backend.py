@@ -17,6 +17,7 @@ RAY_VERSION = tuple(map(int, importlib.metadata.version("ray").split(".")[:2]))
 needs_slices = pytest.mark.skipif(RAY_VERSION < (2, 54), reason="TPU slices need Ray 2.54")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 class TestContract(BackendContract):
     backend_config = JaxConfig()

@@ -96,7 +96,7 @@ def launch(tmp_path: Path) -> Launch:
     return Launch(tmp_path)
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.nightly)])
 def any_launch(request: pytest.FixtureRequest, tmp_path: Path) -> Launch:
     """Without Ray, and with Ray workers."""
     if request.param == "local":

@@ -177,8 +177,15 @@ NOT_FIRST = "the script does not begin with imports that can be shared"
             NOT_FIRST,
         ),
         ("import helper\nimport pandas", ("helper.py",), NOT_FIRST),
-        ("import pandas\nassert pandas.LOCAL", ("pandas.py",), NOT_FIRST),
-        ("import colorsys\nimport pandas\nassert colorsys.LOCAL", ("colorsys.py",), NOT_FIRST),
+        pytest.param(
+            *("import pandas\nassert pandas.LOCAL", ("pandas.py",), NOT_FIRST),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "import colorsys\nimport pandas\nassert colorsys.LOCAL",
+            *(("colorsys.py",), NOT_FIRST),
+            marks=pytest.mark.nightly,
+        ),
         (
             "import pandas\nimport numexpr",
             ("numexpr.py",),
@@ -201,6 +208,7 @@ def test_import_that_may_differ_in_the_script_is_not_shared(
     assert reason in done.out.decode(), done.err
 
 
+@pytest.mark.nightly
 def test_rank_zero_functions_of_lightning_know_their_rank(launch: Launch) -> None:
     source = f"""
 import os
@@ -307,8 +315,14 @@ os._exit(0)
     ("package", "reason"),
     [
         ("import os; os.environ.get('RANK')", "imports depend on the rank: pandas"),
-        ("FILE = open(__file__)", "imports have opened files: "),
-        ("import os; os.posix_spawn('/bin/true', ['true'], {})", "imports have started processes"),
+        pytest.param(
+            *("FILE = open(__file__)", "imports have opened files: "), marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            "import os; os.posix_spawn('/bin/true', ['true'], {})",
+            "imports have started processes",
+            marks=pytest.mark.nightly,
+        ),
         (
             "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()",
             "imports have started threads",

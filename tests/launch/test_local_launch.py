@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from drawbar import train
+from drawbar import train, ui
 from drawbar.launch import ScriptTrainer
 from drawbar.train import attach, runs
 from tests.launch.conftest import CORES, Launch, Pipe
@@ -304,3 +305,71 @@ def test_launch_counts_time_from_the_start_of_the_script_and_names_its_process(
     assert f"pid {row['pid']} on " in launched.err
     times = record.read_rank_times()[-1].ranks[1]
     assert times.seconds["function"] >= row["seconds"] >= 1
+
+
+def test_stalled_script_is_named_with_its_process_and_commands_that_inspect_it(
+    launch: Launch, pipe: Pipe, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch.script.write_text(
+        f"""
+import os, signal
+from drawbar import train
+if os.environ["RANK"] == "1":
+    with open({str(launch.directory / "pipe")!r}, "w") as file:
+        print(os.getpid(), file=file)
+    signal.pause()
+train.collective.barrier()
+"""
+    )
+    run = ScriptTrainer(
+        launch.script,
+        use_ray=False,
+        scaling_config=train.ScalingConfig(num_workers=2),
+        run_config=train.RunConfig(
+            "run",
+            str(launch.directory),
+            failure_config=train.FailureConfig(stall_warning_after=0.5),
+        ),
+    ).start()
+    (pid,) = pipe.receive()
+    while not run.stalled_ranks:
+        pass
+    run.stop(save=False)
+    run.wait()
+    text = capfd.readouterr().err
+    assert f"run drawbar stacks {launch.directory}/run; for this rank, run py-spy dump " in text
+    assert f"--pid {pid} on " in text
+    page = ui.export_html([launch.directory / "run"], launch.directory / "run.html")
+    assert re.search(rf'"pid": ?{pid}\b', page.read_text())
+
+
+def test_launch_and_commands_about_its_run_name_options(launch: Launch) -> None:
+    options = ["--tee", "3", "--local-ranks-filter", "0,1"]
+    failed = launch("raise ValueError", *options, script=("script.py", "--hf-token", "abc"))
+    path = shlex.quote(str(launch.directory))
+    hint = f"run the command again with --name 'run' --storage-path '{launch.directory}'"
+    shown = subprocess.run(
+        [sys.executable, "-m", "drawbar.cli", "show", failed.run],
+        env={**os.environ, "COLUMNS": "1000"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    assert "restarts are off. --max-failures 3 allows 3" in shown
+    assert hint in shown
+    assert re.search(r"command +--tee 3 --local-ranks-filter 0,1 script.py --hf-token <", shown)
+    assert not re.search(r"TorchrunOptions|abc|(Run|Failure|Scaling)Config", shown)
+    page = ui.export_html([failed.run], launch.directory / "run.html").read_text()
+    assert f"--name run --storage-path {path}" in page
+    again = launch("", "--resume", "never")
+    assert "drawbar: error: --resume never, but" in again.err
+
+
+def test_restart_count_of_new_command_begins_at_zero(launch: Launch) -> None:
+    source = """
+        import os
+        print(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        raise ValueError
+        """
+    launch.num_workers = 1
+    outputs = [launch(source, "--max-failures", "1").out for _ in range(2)]
+    assert outputs == [b"0\n1\n"] * 2

@@ -22,6 +22,7 @@ from drawbar.train import Result, WorkerGroupError, get_context
 from drawbar.train.testing import BackendContract, run_in_threads
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 class TestLightGBM(BackendContract):
     backend_config = LightGBMConfig()

@@ -54,6 +54,7 @@ def rest_of(whole: dict[int, float]) -> dict[int, float]:
     return {step: loss for step, loss in whole.items() if step >= 14}
 
 
+@pytest.mark.nightly
 class TestWorldSizes:
     @pytest.fixture(scope="class")
     def begun(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:

@@ -199,6 +199,7 @@ def test_launcher_returns_full_weights_of_sharded_model(
         torch.testing.assert_close(module.state_dict()[name], value, atol=1e-4, rtol=0)
 
 
+@pytest.mark.nightly
 def test_launcher_error_contains_user_line(plain: Any, tmp_path: Path) -> None:
     class Broken(plain.Digits):  # type: ignore[misc]  # a class of an untyped module
         def on_train_start(self) -> None:
@@ -275,6 +276,7 @@ def test_with_pytorch_lightning_the_other_package_is_not_imported(ended: Ended) 
         assert re.findall(f"imported in the {place}: (.*)", ended.output) == ["pytorch_lightning"]
 
 
+@pytest.mark.nightly
 def test_launcher_ctrl_c_stops_run_gracefully(ended: Ended) -> None:
     assert ended.code == 1, ended.output  # Lightning's exit code after Ctrl-C
     assert "To resume from the latest checkpoint" in ended.output

@@ -109,6 +109,7 @@ def test_full_state_dict_of_sharded_model_has_all_weights(run: Result) -> None:
             torch.testing.assert_close(gathered[name], value, atol=1e-4, rtol=0)
 
 
+@pytest.mark.nightly
 def test_strategies_match_torchrun(trained: dict[str, float]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     plain = plain_lightning(torchrun, "2", "ddp", "model_parallel")

@@ -15,6 +15,7 @@ from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 from drawbar.train.testing import BackendContract, run_in_threads
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 class TestContract(BackendContract):
     backend_config = TensorflowConfig()

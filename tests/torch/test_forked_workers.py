@@ -101,6 +101,7 @@ def _train_other_models(rows: Any, labels: Any) -> dict[str, float]:
     }
 
 
+@pytest.mark.nightly
 def test_results_and_threads_of_forked_workers_equal_fresh_ones(tmp_path: Path) -> None:
     results = []
     for name, modules in (("fresh", []), ("forked", MODULES)):

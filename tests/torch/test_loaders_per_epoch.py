@@ -167,9 +167,16 @@ PROGRAMS = [
 ]
 CASES = [(program, place) for program in PROGRAMS for place in PLACES]
 CASES += [(program, (2, "evaluate", 1)) for program in EVALUATING]
+PARAMETERS = [
+    # Each step of this program collects garbage, which takes long.
+    pytest.param(*case, marks=pytest.mark.nightly)
+    if case[0] is train_collected and case[1] != PLACES[1]
+    else case
+    for case in CASES
+]
 
 
-@pytest.mark.parametrize(("program", "place"), CASES)
+@pytest.mark.parametrize(("program", "place"), PARAMETERS)
 def test_loader_prepared_per_epoch_resumes_like_an_uninterrupted_run(
     run_config: RunConfig, program: Any, place: tuple[int, str, int]
 ) -> None:

@@ -57,11 +57,7 @@ def expected(tiny: Any, runs: Any, folder: Path) -> dict[int, float]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "fsdp",
-        pytest.param("zero3", marks=pytest.mark.nightly),
-        pytest.param("zero2", marks=pytest.mark.nightly),
-    ],
+    params=[pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fsdp", "zero3", "zero2")],
 )
 def killed(
     request: pytest.FixtureRequest, ray_cluster: None, tiny: Any, runs: Any, folder: Path

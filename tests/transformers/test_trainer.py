@@ -274,6 +274,32 @@ def test_clean_keeps_best_checkpoint_of_trainer_after_resume(
     assert [file.path for file in unused] == [paths[4]]
 
 
+def test_load_best_model_at_end_after_resume_does_not_warn(
+    tiny: Any,
+    runs: Any,
+    fit: Callable[..., Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    paths = []
+    for max_steps in (2, 4, 6):
+        saves = {**BEST, "save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
+
+        def function(saves: dict[str, Any] = saves) -> str | None:
+            trainer = runs.on_ray(tiny.trainer(tmp_path / "output", **saves))
+            trainer.train()
+            return trainer.state.best_model_checkpoint
+
+        result = fit(function)
+        paths.append(result.return_value)
+    first = next(
+        checkpoint for checkpoint, metrics in result.best_checkpoints if metrics["step"] == 2
+    )
+    assert paths == [first.path] * 3
+    output = capfd.readouterr()
+    assert "exist anymore" not in output.out + output.err
+
+
 def test_load_best_model_at_end_of_deleted_checkpoint_raises(
     tiny: Any, runs: Any, fit: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -113,7 +113,7 @@ def test_run_failed_has_root_cause_and_remedy(client: Client) -> None:
     assert "Traceback" in failure["traceback"]
     assert page["resume"]["checkpoint"] == "checkpoint_000000"
     assert page["resume"]["advice"].startswith("Fix the error first.")
-    assert [name for name, _ in page["resume"]["arguments"]] == ["name", "storage_path", "resume"]
+    assert "name='failed',\nstorage_path=" in page["resume"]["code"]
     assert [(mark["kind"], mark["rank"]) for mark in page["events"]] == [("failure", 0)]
     assert failure["repeats"] == 1
 

@@ -15,6 +15,7 @@ from drawbar.train.testing import BackendContract, run_in_threads
 from drawbar.xgboost import XGBoostConfig
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 class TestContract(BackendContract):
     backend_config = XGBoostConfig()

@@ -85,6 +85,13 @@ def redact_arguments(arguments: Sequence[str], secret_keys: Collection[str] = ()
     Args:
         arguments: The command. Options are `--name value` or `--name=value`.
         secret_keys: Additional names of options whose values are redacted.
+
+    Returns:
+        The text, quoted for a shell.
+
+    Example:
+        >>> redact_arguments(["train.py", "--hf-token", "abc"])
+        'train.py --hf-token <secret>'
     """
     texts = []
     option = ""  # that the next argument is the value of

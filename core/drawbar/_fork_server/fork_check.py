@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from drawbar._fork_server.client import ERROR_VARIABLE
 from drawbar._fork_server.fork_server_spec import ForkServerSpec
+from drawbar._fork_server.forkserver_preload import VARIABLE, read_default_modules
 from drawbar._fork_server.preloadable import FRAMEWORKS
 
 _PRINT_ERROR = f"import os; print(os.environ.get({ERROR_VARIABLE!r}, ''))"
@@ -22,7 +23,8 @@ def find_fork_obstacle(modules: Iterable[str] | None = None, *, timeout_s: float
     The server ends with this process.
 
     Args:
-        modules: Modules to import. Default: the installed packages that Drawbar preloads.
+        modules: Modules to import. Default: those of `DRAWBAR_FORKSERVER_PRELOAD`, or else the
+            installed packages that Drawbar preloads.
         timeout_s: Time limit in seconds.
 
     Returns:
@@ -32,6 +34,10 @@ def find_fork_obstacle(modules: Iterable[str] | None = None, *, timeout_s: float
         >>> find_fork_obstacle(["torch"])
         ''
     """
+    if modules is None:
+        modules = read_default_modules()
+        if modules == ():
+            return f"{VARIABLE} is empty"
     if modules is None:
         modules = sorted(name for name in FRAMEWORKS if find_spec(name) is not None)
     spec = ForkServerSpec.create(tuple(modules), sys.path, {})

@@ -98,6 +98,14 @@ class UserFunctionStarted(JournalEntry, frozen=True, kw_only=True, tag="function
     rank: int
 
 
+class ProgramStarted(JournalEntry, frozen=True, kw_only=True, tag="program_started"):
+    """The rank runs a program, such as a script, in the process `pid` on its worker's node."""
+
+    attempt: int
+    rank: int
+    pid: int
+
+
 class FirstReportReceived(JournalEntry, frozen=True, kw_only=True, tag="first_report"):
     """A rank made the first report of the attempt. `time` is the time of the report."""
 
@@ -387,6 +395,7 @@ JournaledEvent = (
     | AttemptStarted
     | WorkersStarted
     | UserFunctionStarted
+    | ProgramStarted
     | FirstReportReceived
     | ReportLocationFound
     | DatasetEpochEnded

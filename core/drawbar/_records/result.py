@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 from dataclasses import KW_ONLY, dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar._base.api import set_public_module
@@ -16,7 +17,6 @@ from drawbar._records.checkpoint_config import parse_checkpoint_config
 from drawbar._records.data_ledger import DataLedger
 from drawbar._records.goodput import Goodput
 from drawbar._records.ranking import describe_missing_scores, get_score, rank_checkpoints
-from drawbar._records.report_columns import make_frame
 from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import Timeline
 from drawbar._storage.checkpoint import Checkpoint
@@ -163,9 +163,12 @@ class Result:
             ImportError: pandas is not installed.
         """
         try:
-            return make_frame(self._read_history())
+            frame: pandas.DataFrame = _import_feature("_runs.report_columns").make_frame(
+                self._read_history()
+            )
         except ImportError as error:
             raise make_import_error("pandas", extra="data") from error
+        return frame
 
     @property
     def data_ledger(self) -> DataLedger:
@@ -194,8 +197,7 @@ class Result:
                 print(result.goodput)
         """
         is_active = self._directory is not None and is_locked(self._directory.journal_path)
-        # On first use: the kernel does not import features.
-        run_goodput = importlib.import_module("drawbar._observe.run_goodput")
+        run_goodput = _import_feature("_observe.run_goodput")
         goodput: Goodput = run_goodput.compute_goodput(self._read_history(), is_active=is_active)
         return goodput
 
@@ -257,7 +259,7 @@ class Result:
         If the run can no longer be read, or the result was created by hand, the card shows only the
         attributes of the result.
         """
-        html = importlib.import_module("drawbar._observe.html")
+        html = _import_feature("_observe.html")
         status, curves = "", {}
         try:
             history = self._read_history()
@@ -278,6 +280,11 @@ class Result:
             ],
         ).render()
         return card
+
+
+def _import_feature(module: str) -> ModuleType:
+    """Import a feature on first use; the core imports none."""
+    return importlib.import_module(f"drawbar.{module}")
 
 
 def _get_report_index(checkpoint: Checkpoint) -> int:

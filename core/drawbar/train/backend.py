@@ -18,6 +18,7 @@ from drawbar._base.packages import (
     require_package,
     require_version,
 )
+from drawbar._base.secrets import redact_arguments
 from drawbar._base.train_function import TrainFunction
 from drawbar._modes.program_output import ProgramOutput
 from drawbar._modes.program_process import run_program
@@ -79,6 +80,7 @@ __all__ = [
     "make_import_error",
     "measure_data_wait",
     "parse_duration",
+    "redact_arguments",
     "register_best_checkpoint",
     "register_data_position",
     "report_buffered",

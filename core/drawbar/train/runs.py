@@ -13,13 +13,13 @@ The `drawbar` command-line tool shows the same information.
 
 from drawbar._base.api import set_public_module
 from drawbar._observe.rank_times import RankTimesOfRank, RankTimesSample, Straggler
-from drawbar._records.report_columns import ReportColumns
-from drawbar._records.report_feed import AttemptRow, FeedPosition, ReportFeed, ReportRow
-from drawbar._records.resources import GpuSample, ResourceSample
+from drawbar._observe.resources import GpuSample, ResourceSample
 from drawbar._records.run_progress import RunProgress
 from drawbar._runs.cleanup import UnusedFile, find_unused_local_files
 from drawbar._runs.find_runs import RunCatalog, find_run, list_runs
 from drawbar._runs.metrics_exporter import MetricsExporter
+from drawbar._runs.report_columns import ReportColumns
+from drawbar._runs.report_feed import AttemptRow, FeedPosition, ReportFeed, ReportRow
 from drawbar._runs.run_record import RunRecord
 from drawbar._storage.default_storage import get_default_storage_path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -330,7 +331,19 @@ def _replace_with_null(missing: float, table: pa.Table) -> pa.Table:
 
 
 def unique_labels(dataset: FeatureData, label: ColumnData) -> Any:
-    """Return the distinct labels of a Ray Dataset in ascending order."""
+    """Return the distinct labels of a Ray Dataset in ascending order.
+
+    Warns if no CPU is free for it, because Ray's warning does not name the settings.
+    """
+    import ray
+
+    if not ray.available_resources().get("CPU"):
+        warnings.warn(
+            "Ray Data waits for a free CPU to find the labels: workers of other runs, trials, or "
+            "actors hold all CPUs. Training starts when one of them ends. To keep CPUs free, lower "
+            "ScalingConfig.num_workers or resources_per_worker of these runs",
+            stacklevel=2,
+        )
     return np.array(
         sorted({value for name in _as_name_list(label) for value in dataset.unique(name)})
     )

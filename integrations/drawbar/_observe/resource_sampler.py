@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from drawbar._records.resources import GpuSample, ResourceSample
+from drawbar._observe.resources import GpuSample, ResourceSample
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.messages import Observation
 

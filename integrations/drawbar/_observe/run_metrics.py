@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 
 from drawbar._observe.goodput_meter import GoodputMeter
+from drawbar._observe.resources import ResourceSample
 from drawbar._records import events, live_events
 from drawbar._records.events import AttemptEndCause
 from drawbar._records.live_events import Event
-from drawbar._records.resources import ResourceSample
 from drawbar._records.timeline import FINAL_STATUSES, AttemptTimes, RunState
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from drawbar._observe.observation_recorder import RESOURCES
 from drawbar._observe.rank_times import RANK_TIMES, RankTimesSample
+from drawbar._observe.resources import ResourceSample
 from drawbar._records.journal import decode_readable_events
-from drawbar._records.resources import ResourceSample
 from drawbar._records.timeline import FINAL_STATUSES, RunState
 from drawbar._storage.files import compute_tree_size
 from drawbar._storage.journal_file import is_locked, strip_torn_line

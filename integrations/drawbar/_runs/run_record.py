@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,6 @@ from drawbar._observe.run_goodput import compute_goodput
 from drawbar._process.errors import CheckpointError, RunInProgressError
 from drawbar._records.events import RanksRecovered, RunStarted, StragglerFound
 from drawbar._records.goodput import Goodput
-from drawbar._records.report_columns import ReportColumns, select_columns
 from drawbar._records.report_ranges import (
     describe_missing,
     find_missing_reports,
@@ -25,6 +25,7 @@ from drawbar._records.run_history import RunHistory
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import FINAL_STATUSES, Timeline
 from drawbar._runs.cleanup import UnusedFile, delete_run, find_unused_files
+from drawbar._runs.report_columns import ReportColumns, select_columns
 from drawbar._runs.run_output import RunOutput
 from drawbar._storage.contents import MANIFEST_FILE
 from drawbar._storage.external_checkpoints import INDEX_FILE
@@ -35,6 +36,7 @@ from drawbar._storage.run_directory import describe_resume
 
 INTERRUPTED = "interrupted"
 UNKNOWN = "unknown"
+_LAUNCH_PATTERN = re.compile(r"\bdrawbar(\.cli|/cli/__main__\.py)? launch\b")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class RunEvents(RunOutput):
         Values that were not recorded are missing.
         """
         return start.environment if (start := self._last_start) else {}
+
+    @property
+    def is_launched(self) -> bool:
+        """True if `drawbar launch` made the last start."""
+        return _LAUNCH_PATTERN.search(self.environment.get("command", "")) is not None
 
     @property
     def versions(self) -> dict[str, str]:

@@ -139,6 +139,7 @@ def request_workers(
     accelerate_options: list[str] | None,
     variables: dict[str, str],
     torchrun: TorchrunArguments,
+    names: Collection[str],
 ) -> tuple[RequestedWorkers, Callable[..., dict[str, str | None]]]:
     """Return the workers, and a function that returns the variables of the script.
 
@@ -149,6 +150,7 @@ def request_workers(
         accelerate_options: None if the command line is not Accelerate's.
         variables: Variables of `--env`.
         torchrun: Options of torchrun.
+        names: Options of Drawbar and torchrun, which an error may suggest.
 
     Raises:
         CommandError: An option is unknown, or conflicts with another one.
@@ -161,7 +163,7 @@ def request_workers(
     has_num_workers = has_torchrun_count or requested.num_workers is not None
     if accelerate_options is None:
         return requested, partial(make_plain_env, variables, has_num_workers=has_num_workers)
-    config = read_accelerate_options(accelerate_options, has_num_workers=has_num_workers)
+    config = read_accelerate_options(accelerate_options, names, has_num_workers=has_num_workers)
     torchrun.values.update(config.to_torchrun_rendezvous())
     if not has_num_workers:
         nproc_per_node, nnodes = config.to_torchrun()
@@ -172,12 +174,13 @@ def request_workers(
 
 
 def read_accelerate_options(
-    options: Sequence[str], *, has_num_workers: bool
+    options: Sequence[str], names: Collection[str], *, has_num_workers: bool
 ) -> AccelerateLaunchConfig:
     """Let Accelerate translate its options, and print a warning for each one without effect.
 
     Args:
         options: Options of Accelerate, each one joined with its value.
+        names: As for `request_workers`.
         has_num_workers: Whether an option of Drawbar or torchrun sets the number of processes.
 
     Raises:
@@ -189,7 +192,7 @@ def read_accelerate_options(
             "--num_processes cannot be combined with --num-workers, --nproc-per-node, or --nnodes. "
             "Remove one."
         )
-    config = _translate(options)
+    config = _translate(options, names)
     if config.config_file and "--config-file" not in given:
         _print(f"Using Accelerate's default config file {config.config_file}.")
     if not (has_num_workers or "--num-processes" in given or config.config_file):
@@ -213,25 +216,36 @@ def read_accelerate_options(
     return config
 
 
-def _translate(options: Sequence[str]) -> AccelerateLaunchConfig:
+def _translate(options: Sequence[str], names: Collection[str]) -> AccelerateLaunchConfig:
     from drawbar.launch import AccelerateLaunchConfig, UnknownAccelerateOptionError
 
     try:
         return AccelerateLaunchConfig.from_options(options)
     except UnknownAccelerateOptionError as error:
         name = error.option.partition("=")[0].replace("-", "_").replace("__", "--", 1)
-        similar = difflib.get_close_matches(name, error.option_names, n=1)
-        hint = f" Did you mean {similar[0]}?" if similar else ""
         raise CommandError(
-            f"Neither drawbar launch nor accelerate launch has the option {name}.{hint}"
+            f"Neither drawbar launch nor accelerate launch has the option {name}."
+            f"{_suggest(name, [*names, *error.option_names])}"
         ) from error
     except ImportError as error:
-        names = ", ".join(option.partition("=")[0] for option in options)
+        given = [option.partition("=")[0] for option in options]
+        suggestions = dict.fromkeys(_suggest(name, names) for name in given)
         raise CommandError(
-            f"drawbar launch does not have {names}. For the options of accelerate launch: {error}"
+            f"drawbar launch does not have {', '.join(given)}.{''.join(suggestions)} For the "
+            f"options of accelerate launch: {error}"
         ) from error
     except ValueError as error:
         raise CommandError(str(error)) from error
+
+
+def _suggest(name: str, names: Collection[str]) -> str:
+    """Return a question that suggests a similar option, or ""."""
+    name = name.replace("_", "-")
+    by_text = {other.replace("_", "-"): other for other in names}
+    # --nprocs is the name in PyTorch's `spawn()`. It is less similar to --nproc-per-node.
+    similar = [text for text in by_text if text.startswith(name.removesuffix("s"))]
+    similar += difflib.get_close_matches(name, by_text, n=1)
+    return f" Did you mean {by_text[similar[0]]}?" if similar else ""
 
 
 def make_accelerate_env(

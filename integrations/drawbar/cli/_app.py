@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from drawbar.cli._commands.clean import clean
 from drawbar.cli._commands.compare import compare
@@ -33,13 +34,56 @@ from drawbar.cli._doctor.command import doctor
 from drawbar.cli._migrate.command import migrate
 from drawbar.cli._output import (
     CommandError,
-    discard_stdout,
+    discard_output,
     escape_control_chars,
     format_os_error,
 )
 
+_SYNONYMS = {
+    "list": "runs",
+    "ls": "runs",
+    "ps": "runs",
+    "status": "show",
+    "info": "show",
+    "describe": "show",
+    "inspect": "show",
+    "tail": "logs",
+    "output": "logs",
+    "metrics": "plot",
+    "diff": "compare",
+    "kill": "stop",
+    "cancel": "stop",
+    "rm": "delete",
+    "remove": "delete",
+    "prune": "clean",
+    "train": "launch",
+    "run": "launch",
+    "start": "launch",
+    "submit": "launch",
+    "dashboard": "ui",
+    "web": "ui",
+    "check": "doctor",
+}
+"""Commands to suggest for the names that similar tools use."""
+
+
+class _CommandGroup(TyperGroup):
+    """Commands, of which an error suggests one for the name of another tool."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments name."""
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            if args[0] in _SYNONYMS:
+                reason = error.format_message().partition(".")[0]
+                error.message = f"{reason}. Did you mean {_SYNONYMS[args[0]]!r}?"
+            raise
+
+
 app = typer.Typer(
     name="drawbar",
+    cls=_CommandGroup,
     invoke_without_command=True,
     rich_markup_mode=None,  # plain text works in every terminal, and importing Rich is slow
     pretty_exceptions_enable=False,
@@ -77,6 +121,8 @@ def _root_command(
 
 app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT)(launch)
 
+_EXIT_SIGPIPE = 141  # 128 + signal number, as in a shell
+
 COMMANDS = (
     runs,
     show,
@@ -108,8 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: Always. The code is 0 on success, 1 for a negative result (for example a
-            damaged checkpoint), 2 for an error, which is printed to stderr in one line, and 130
-            for Ctrl-C. `launch` exits with the code of the script.
+            damaged checkpoint), 2 for an error, which is printed to stderr in one line, 130 for
+            Ctrl-C, and 141 if the reader of the output has ended, as in `drawbar runs | head`.
+            `launch` exits with the code of the script.
 
     Example:
         ```python
@@ -119,6 +166,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ```
     """
     _configure_streams()
+    try:
+        _run(arguments)
+    except BrokenPipeError:  # of stdout, or of stderr: `drawbar runs 2>&1 | head`
+        discard_output()
+        sys.exit(_EXIT_SIGPIPE)
+
+
+def _run(arguments: Sequence[str] | None) -> NoReturn:
+    """Run the command. Raises BrokenPipeError if the reader of its output has ended."""
     try:
         try:
             # Not Typer's standalone mode, which prints errors in arguments in several lines.
@@ -136,11 +192,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("Aborted.", file=sys.stderr)
         is_interrupted = isinstance(abort.__cause__ or abort.__context__, KeyboardInterrupt)
         sys.exit(130 if is_interrupted else 1)
-    except BrokenPipeError:  # `drawbar runs | head`
-        discard_stdout()
-        sys.exit(1)
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # Typer has replaced it
+            raise error.__context__ from None
+        raise
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        discard_stdout()
+        discard_output()
         _exit_with_error(format_os_error(error))
 
 

@@ -10,7 +10,8 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from drawbar.cli._output import discard_stdout
+from drawbar.cli._option_names import name_options
+from drawbar.cli._output import discard_output
 
 if TYPE_CHECKING:
     from drawbar.train import RunHandle, TrainingFailedError, WorkerGroupError
@@ -93,7 +94,7 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
             )
     except TrainingFailedError as error:
         if message := _describe_failure(error):
-            print(message, file=sys.stderr)
+            print(name_options(message), file=sys.stderr)
         code = exit_code_for(error)
         _write_error_file(error, code)
     if (flush_error := _flush_stdout()) is not None:
@@ -185,6 +186,6 @@ def _flush_stdout() -> OSError | None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        discard_stdout()
+        discard_output()
         return None if isinstance(error, BrokenPipeError) else error
     return None

@@ -182,8 +182,12 @@ def format_metrics(metrics: Mapping[str, object] | None) -> str:
     return ", ".join(shown[:_MAX_METRICS]) + (", ..." if len(shown) > _MAX_METRICS else "")
 
 
-def discard_stdout() -> None:
-    """Redirect stdout to /dev/null, so that the flush at interpreter exit cannot fail."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)
+def discard_output() -> None:
+    """Redirect streams whose output cannot be written, so that the flush at exit cannot fail."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, stream.fileno())
+            os.close(devnull)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.cli._output import CommandError
-from drawbar.cli._ray_probe import check_reachable
 from drawbar.train.backend import get_visible_gpu_ids
 
 # Ray's own log lines would appear between the lines of rank 0.
@@ -41,10 +40,12 @@ def connect_ray(
         no cluster is named, running, or required.
 
     Raises:
-        CommandError: The arguments conflict, Ray does not start, its version differs, or the
-            cluster requires another token.
+        CommandError: The arguments conflict, Ray does not start, or its version differs.
         ConnectionError: There is no cluster at the address.
+        PermissionError: The cluster requires another token.
     """
+    from drawbar.train.run_modes import check_reachable
+
     if address and standalone:
         raise CommandError(f"--standalone cannot be combined with --address {address}.")
     named = address or os.environ.get("RAY_ADDRESS")

@@ -12,6 +12,7 @@ from typing import Any
 from drawbar.launch._backend import rendezvous_address
 from drawbar.launch._error_file import ERROR_FILE_VARIABLE, add_recorded_error
 from drawbar.launch._numa import Topology, select_cpus
+from drawbar.launch._script_command import ScriptCommand
 from drawbar.launch._torchrun_options import TorchrunOptions
 from drawbar.train import ProgramFailedError, get_context
 from drawbar.train.backend import get_worker_environment, run_program
@@ -28,17 +29,16 @@ def run_script(config: dict[str, Any]) -> None:
     """Run the script as this rank.
 
     Args:
-        config: Options of the script: `arguments` of `python`, or the whole command line if
-            `is_executable`, additional variables (`environment`), in which None removes a variable,
-            `niceness` of the driver's shell, `max_restarts`, the interval between heartbeats
-            (`activity_check_seconds`), and `torchrun_options`.
+        config: The script (`command`, a `ScriptCommand`), and additional variables
+            (`environment`), in which None removes a variable.
 
     Raises:
         FileNotFoundError: This node does not have the script.
         ProgramFailedError: The script failed.
     """
-    arguments, is_executable = config["arguments"], config["is_executable"]
-    if not is_executable and arguments[0] != "-m" and not os.path.isfile(arguments[0]):
+    command: ScriptCommand = config["command"]
+    arguments = command.arguments
+    if not command.is_executable and arguments[0] != "-m" and not os.path.isfile(arguments[0]):
         raise FileNotFoundError(
             f"Script {os.path.abspath(arguments[0])} does not exist on node "
             f"{os.uname().nodename}. Put it on shared storage, or ship it with "
@@ -47,14 +47,14 @@ def run_script(config: dict[str, Any]) -> None:
     # An existing Ray cluster starts workers with nice 15. Child processes inherit the value of the
     # thread that starts them.
     with contextlib.suppress(PermissionError):  # lowering it needs a privilege
-        os.setpriority(os.PRIO_PROCESS, 0, config["niceness"])
-    options: TorchrunOptions = config["torchrun_options"]
+        os.setpriority(os.PRIO_PROCESS, 0, command.niceness)
+    options = command.torchrun_options
     with rendezvous_address() as (address, port), _rank_directory(options) as directory:
         extra_env = {
             name: value for name, value in config["environment"].items() if value is not None
         }
         environment = script_env(get_worker_environment(), extra_env)
-        environment |= torchelastic_env(config["max_restarts"], options)
+        environment |= torchelastic_env(command.max_restarts, options)
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         environment[ERROR_FILE_VARIABLE] = os.path.join(directory, "error.json")
         output = options.make_output(environment, directory)
@@ -67,8 +67,8 @@ def run_script(config: dict[str, Any]) -> None:
             run_program(
                 arguments,
                 environment,
-                activity_check_seconds=config["activity_check_seconds"],
-                is_python=not is_executable,
+                activity_check_seconds=command.activity_check_seconds,
+                is_python=not command.is_executable,
                 output=output,
                 cpus=cpus,
             )
@@ -131,7 +131,7 @@ def torchelastic_env(max_restarts: int, options: TorchrunOptions) -> dict[str, s
     return {
         "ROLE_NAME": options.role,
         "TORCHELASTIC_RUN_ID": options.run_id or context.get_run_id(),
-        "TORCHELASTIC_RESTART_COUNT": str(context.get_attempt()),
+        "TORCHELASTIC_RESTART_COUNT": str(context.get_restart_count()),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         # Rank 0's script creates the store. Under torchrun, the agent would provide it.
         "TORCHELASTIC_USE_AGENT_STORE": "False",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from string import Template
 from typing import Literal
 
@@ -15,6 +15,7 @@ from drawbar.train.backend import ProgramOutput
 OutputStream = Literal["stdout", "stderr"]
 
 _BITS: Mapping[OutputStream, int] = {"stdout": 1, "stderr": 2}
+_ARGUMENT_NAMES = {"run_id": "--rdzv-id"}
 _STREAMS_PATTERN = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
@@ -70,6 +71,21 @@ class TorchrunOptions:
             )
         if self.log_dir and os.path.exists(self.log_dir) and not os.path.isdir(self.log_dir):
             raise ValueError(f"log_dir={self.log_dir!r} is not a directory. Pass another path.")
+
+    def to_arguments(self) -> list[str]:
+        """Return the options as arguments of torchrun, without those that have their default."""
+        arguments = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            name = _ARGUMENT_NAMES.get(field.name, "--" + field.name.replace("_", "-"))
+            arguments.append(name)
+            if isinstance(value, tuple):
+                arguments.append(",".join(map(str, value)))
+            elif not isinstance(value, bool):
+                arguments.append(value)
+        return arguments
 
     def make_output(self, environment: Mapping[str, str], directory: str) -> ProgramOutput:
         """Return the destinations of the output of a process.

@@ -10,6 +10,7 @@ from datetime import timedelta
 from drawbar.launch._backend import ScriptConfig
 from drawbar.launch._module_check import require_module
 from drawbar.launch._run_script import run_script
+from drawbar.launch._script_command import ScriptCommand
 from drawbar.launch._script_file import check_script, require_executable
 from drawbar.launch._torchrun_options import TorchrunOptions
 from drawbar.train import (
@@ -106,15 +107,17 @@ class ScriptTrainer(DataParallelTrainer):
         super().__init__(
             run_script,
             train_loop_config={
-                "arguments": _make_command_line(
-                    script, arguments, is_module=is_module, is_executable=is_executable
+                "command": ScriptCommand(
+                    _make_command_line(
+                        script, arguments, is_module=is_module, is_executable=is_executable
+                    ),
+                    is_executable,
+                    torchrun_options or TorchrunOptions(),
+                    os.getpriority(os.PRIO_PROCESS, 0),
+                    run_config.failure_config.max_failures,
+                    _heartbeat_interval(run_config.failure_config),
                 ),
-                "is_executable": is_executable,
-                "torchrun_options": torchrun_options or TorchrunOptions(),
                 "environment": {**_startup_env(), **(environment or {})},
-                "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-                "max_restarts": run_config.failure_config.max_failures,
-                "activity_check_seconds": _heartbeat_interval(run_config.failure_config),
             },
             backend_config=ScriptConfig(),
             scaling_config=scaling_config,
@@ -132,7 +135,7 @@ class ScriptTrainer(DataParallelTrainer):
     def get_script(self) -> tuple[str, bool]:
         """See `DataParallelTrainer.get_script`."""
         assert self.train_loop_config is not None  # set by __init__ and restore()
-        first, *others = self.train_loop_config["arguments"]
+        first, *others = self.train_loop_config["command"].arguments
         return (others[0], True) if first == "-m" else (first, False)
 
 
@@ -154,19 +157,19 @@ def _make_command_line(
     *,
     is_module: bool,
     is_executable: bool,
-) -> list[str]:
+) -> tuple[str, ...]:
     """Return the arguments of `python`, or the command line of a program."""
     path = os.fspath(script)
     if is_executable:
         if is_module:
             raise ValueError("is_executable=True does not support is_module=True. Remove one.")
         require_executable(path)
-        return [path, *arguments]
+        return (path, *arguments)
     if is_module:
         require_module(path)
-        return ["-m", path, *arguments]
+        return ("-m", path, *arguments)
     check_script(path)
-    return [path, *arguments]
+    return (path, *arguments)
 
 
 def _startup_env() -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from drawbar.train import (
@@ -134,6 +135,8 @@ class RayTrainReportCallback(TrainerCallback):
     ) -> None:
         """Report the checkpoint that the Trainer has written."""
         directory = _checkpoint_directory(args, state.global_step)
+        if args.should_save:
+            _clear_invalid_best_path(state, directory / TRAINER_STATE_NAME)
         collective.barrier()  # wait until all ranks have written their files
         # On nodes where the Trainer saves nothing, the directory does not exist.
         has_files = directory.is_dir()
@@ -184,3 +187,17 @@ def _is_uploaded_to_hub(args: TrainingArguments) -> bool:
         HubStrategy.CHECKPOINT,
         HubStrategy.ALL_CHECKPOINTS,
     )
+
+
+def _clear_invalid_best_path(state: TrainerState, path: Path) -> None:
+    """Save the state without the path of the best checkpoint if it is not valid after the commit.
+
+    The commit moves the checkpoint, and the Trainer would warn on resume that it does not exist.
+    A resume finds the best checkpoint by its step.
+    """
+    best = state.best_model_checkpoint
+    is_moved = state.best_global_step == state.global_step or not os.path.isdir(str(best))
+    if best is not None and is_moved and path.is_file():
+        state.best_model_checkpoint = None
+        state.save_to_json(str(path))
+        state.best_model_checkpoint = best

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,14 +100,20 @@ def describe_resume(run: IndexedRun, checkpoint: dict[str, Any] | None) -> dict[
     if run.status not in ("failed", "interrupted", "stopped"):
         return None
     name, storage = run.record.name, run.record.storage_path
-    must_fix = "Fix the error first. Then call" if run.status == "failed" else "Call"
+    must_fix = "Fix the error first. Then " if run.status == "failed" else ""
+    if run.record.is_launched:
+        advice = "run the command again with these options:"
+        code = f"--name {shlex.quote(name)} --storage-path {shlex.quote(storage)}"
+    else:
+        advice = "call fit() again with these arguments of RunConfig:"
+        code = f'name={name!r},\nstorage_path={storage!r},\nresume="auto"'
     if checkpoint is None:
         text = "The run has no checkpoint. It starts from scratch."
     else:
         text = f"It resumes from {checkpoint['name']} (report {checkpoint['index']})."
     return {
-        "advice": f"{must_fix} fit() again with these arguments of RunConfig:",
-        "arguments": [["name", repr(name)], ["storage_path", repr(storage)], ["resume", '"auto"']],
+        "advice": must_fix + advice if must_fix else advice[0].upper() + advice[1:],
+        "code": code,
         "checkpoint": checkpoint and checkpoint["name"],
         "report_index": checkpoint and checkpoint["index"],
         "text": text,

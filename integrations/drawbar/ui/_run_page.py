@@ -200,15 +200,20 @@ def _list_workers(
     run: IndexedRun, spans: Sequence[AttemptSpan], stalled: set[int]
 ) -> list[dict[str, Any]]:
     """Return the workers of the last attempt that started them."""
-    started = next((e for span in reversed(spans) if (e := span.get("workers_started"))), None)
+    span = next((span for span in reversed(spans) if span.get("workers_started")), None)
+    started = None if span is None else span.get("workers_started")
     workers = started["workers"][:_MAX_WORKERS] if started else ()
+    programs = (
+        [event for event in span.events if event["event"] == "program_started"] if span else []
+    )
+    program_pids = {event["rank"]: event["pid"] for event in programs}
     return [
         {
             "rank": ranks["world_rank"],
             "local_rank": ranks["local_rank"],
             "node": info["hostname"] or info["node_ip"],
             "node_id": info["node_id"],
-            "pid": info["pid"],
+            "pid": program_pids.get(ranks["world_rank"], info["pid"]),
             "gpus": list(info["gpu_ids"]),
             "status": "ended"
             if not run.is_active

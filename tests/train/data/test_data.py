@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -33,6 +32,7 @@ from drawbar.train import (
     TrainingFailedError,
     collective,
 )
+from tests._ray_compat import get_log_directory
 from tests.train.conftest import PATIENCE_S
 from tests.train.data.shards import make_shards, run_as_tune_trial, take
 from tests.train.rank_data_probe import save, saved
@@ -145,9 +145,7 @@ def test_split_coordinator_of_partially_read_shard_ends_with_the_run(
 ) -> None:
     pid = readings[0].coordinator
     wait_until_gone([pid])
-    context = ray.get_runtime_context()
-    directory = Path(context.get_temp_dir(), context.get_session_name(), "logs")
-    logs = list(directory.glob(f"worker-*-{pid}.err"))
+    logs = list(get_log_directory().glob(f"worker-*-{pid}.err"))
     assert logs
     assert not any("***" in each.read_text() for each in logs)
 

@@ -31,6 +31,7 @@ from drawbar.train import (
 )
 from drawbar.train.backend import register_data_position
 from drawbar.train.testing import run_in_threads
+from tests._ray_compat import get_log_directory
 from tests.train.data.shards import make_shards, shut_down, take
 from tests.train.rank_data_probe import save, saved
 
@@ -125,9 +126,7 @@ def pid_of(actor: Any) -> int:
 
 def has_aborted(pid: int) -> bool:
     """Return whether a Ray process logged an abort before it ended."""
-    context = ray.get_runtime_context()
-    directory = Path(context.get_temp_dir(), context.get_session_name(), "logs")
-    (log,) = directory.glob(f"worker-*-{pid}.err")
+    (log,) = get_log_directory().glob(f"worker-*-{pid}.err")
     return "SIGABRT" in log.read_text()
 
 
@@ -163,7 +162,10 @@ class TestShards:
 
     @pytest.mark.parametrize(
         ("in_memory", "reads"),
-        [(False, [(2, 10), (3, 20), (1, ROWS)]), (True, [(2, 10), (3, ROWS)])],
+        [
+            pytest.param(False, [(2, 10), (3, 20), (1, ROWS)], marks=pytest.mark.nightly),
+            (True, [(2, 10), (3, ROWS)]),
+        ],
     )
     def test_resume_over_several_world_sizes_reads_each_row_once(
         self,

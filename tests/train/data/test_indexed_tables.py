@@ -130,7 +130,8 @@ def test_table_shard_has_all_iterator_methods() -> None:
     assert shard.materialize().count() == 6
     assert [row["id"] for row in shard.iter_rows()] == list(range(6))
     assert sum(table.num_rows for table in shard.iter_arrow_tables()) == 6
-    assert isinstance(shard.stats(), str)
+    if not ray.__version__.startswith("2.54."):  # which raises AttributeError for any table
+        assert isinstance(shard.stats(), str)
     assert callable(shard.to_tf)  # which would import TensorFlow
 
 
@@ -179,7 +180,10 @@ def test_dataset_without_rows_for_workers_raises_before_start(
         (frame(0), r"datasets\['train'\] has no rows"),
         (datasets.Dataset.from_dict(nothing), r"datasets\['train'\] has no rows"),
         (ray.data.from_arrow(pa.table(nothing)), r"datasets\['train'\] has no rows"),
-        (frame(3)["id"], r"datasets\['train'\] cannot be read as a table: .*; AttributeError"),
+        (
+            pa.chunked_array([[1, 2, 3]]),
+            r"datasets\['train'\] cannot be read as a table: .*; AttributeError",
+        ),
         (
             pd.DataFrame({"age": pd.cut([1, 5, 9], 2)}),
             r"datasets\['train'\] cannot .* column 'age' has categories of the type .*interval",

@@ -111,7 +111,7 @@ def test_rerun_of_finished_run_prints_already_finished_only_without_a_report(
         fit(functools.partial(train_until, epochs), tmp_path)
         output = capfd.readouterr().err
         assert ("already finished: the training function returned" in output) != is_trained
-        assert ("set another RunConfig.name\n" in output) != is_trained
+        assert ("choose another name for the run\n" in output) != is_trained
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,15 @@ def test_killed_client_ends_its_worker(commands: Commands, wait_until_gone: Wait
     wait_until_gone([worker])
 
 
-def test_worker_outlives_its_server_and_next_worker_has_another(commands: Commands) -> None:
+def test_worker_outlives_its_server_and_next_worker_has_another(
+    commands: Commands, wait_until_gone: WaitUntilGone
+) -> None:
     script = "import os; print(os.getppid(), flush=True); input(); os._exit(0)"
     process = commands.start(["bash", "-c", commands.make(script)])
     server = int(read_line(process))
     path = Path(Path(f"/proc/{server}/cmdline").read_text().split("\0")[2])
     os.kill(server, signal.SIGKILL)
+    wait_until_gone([server])
     assert path.exists()
     next_server = int(commands.run(PRINT_SERVER, "numpy"))
     assert next_server != server

@@ -31,6 +31,7 @@ from drawbar._records.events import (
     FirstReportReceived,
     JournaledEvent,
     PreemptionAnnounced,
+    ProgramStarted,
     RanksRecovered,
     RunEnded,
     RunStarted,
@@ -68,6 +69,7 @@ ONE_OF_EACH: list[JournaledEvent] = [
     AttemptStarted(time=1.0, attempt=0, first_report_index=0, resume_checkpoint=None),
     WorkersStarted(time=1.5, attempt=0, workers=[(HERE, ALONE)]),
     UserFunctionStarted(time=2.0, attempt=0, rank=0),
+    ProgramStarted(time=2.0, attempt=0, rank=0, pid=2),
     FirstReportReceived(time=3.0, attempt=0, rank=0),
     CheckpointCommitted(
         time=4.0,

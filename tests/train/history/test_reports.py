@@ -25,11 +25,11 @@ from drawbar._records.events import (
 from drawbar._records.journal import Journal, replay
 from drawbar._records.live_events import ReportsReceived
 from drawbar._records.report_blocks import decode_block, encode, make_blocks, merge_blocks
-from drawbar._records.report_columns import make_frame
 from drawbar._records.report_log import ReportLog
 from drawbar._records.report_ranges import find_missing_reports
 from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports
+from drawbar._runs.report_columns import make_frame
 from drawbar._storage.manifest import ReportedCheckpointStatus
 from drawbar._storage.report_files import Segment
 from drawbar._storage.run_directory import RunDirectory

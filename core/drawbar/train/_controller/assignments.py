@@ -67,6 +67,7 @@ class RunAssignmentPlanner:
                 run_id=self._run.run_id,
                 run_directory=self._run.directory,
                 attempt=start.attempt,
+                first_attempt=self._run.next_attempt,
                 first_report_index=start.first_report_index,
                 resume_checkpoint=checkpoint,
                 ranks=ranks,

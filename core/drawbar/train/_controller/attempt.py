@@ -21,6 +21,7 @@ from drawbar._records.events import (
     AttemptStarted,
     DatasetEpochEnded,
     PreemptionAnnounced,
+    ProgramStarted,
     ShardEpochEnded,
     UserFunctionStarted,
 )
@@ -43,6 +44,7 @@ from drawbar._recovery.messages import (
     RecoveryMessage,
     RecoveryReady,
 )
+from drawbar._recovery.node_watcher import find_preemption
 from drawbar._storage.manifest import Manifest
 from drawbar.train._controller.attempt_events import ReportEmitter, make_observation_event
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
@@ -55,7 +57,7 @@ from drawbar.train._controller.failures import (
 )
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import ActivityClock, RankActivity, collect_payloads
-from drawbar.train._controller.request_agreement import RequestAgreement, find_preemption
+from drawbar.train._controller.request_agreement import RequestAgreement
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._protocol import messages
 from drawbar.train._protocol.commands import CollectiveResult, CommitCompleted
@@ -100,6 +102,7 @@ class Attempt:
         self.number = start.attempt
         self.workers = list(workers)
         self.finished: dict[int, messages.RankFinished] = {}
+        self._program_pids: dict[int, int] = {}
         self.requests = RequestAgreement(len(workers), group.broadcast_command)
         self.reports = ReportEmitter(self.number, emit)
         self._emit = emit
@@ -251,6 +254,10 @@ class Attempt:
                 if self._in_place is not None and self._in_place.is_replaced(rank):
                     return
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
+            case messages.ProgramStarted(pid=pid):
+                self._program_pids[rank] = pid
+                now = time.time()
+                self._emit(ProgramStarted(time=now, attempt=self.number, rank=rank, pid=pid))
             case messages.RankFinished():
                 self._on_finished(rank, message)
             case messages.RankFailed():
@@ -287,6 +294,10 @@ class Attempt:
         """Return the last activity of each rank that has not finished."""
         idle_seconds = self.activity_clock.get_idle_seconds_by_rank()
         return self.progress.get_activity(idle_seconds, self._last_locations)
+
+    def get_pid(self, rank: int) -> int:
+        """Return the process ID of a rank's program, or of its worker if it runs none."""
+        return self._program_pids.get(rank, self.workers[rank].pid)
 
     def count_reports(self, rank: int) -> int:
         """Return the number of reports of a rank in this attempt."""

@@ -47,14 +47,19 @@ from drawbar.train._controller.validations import ValidationFinished, Validation
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._worker_group.validators import Validator
-from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, WorkerGroup
+from drawbar.train._worker_group.worker_group import (
+    AttemptEnd,
+    OnMessages,
+    Replacement,
+    WorkerGroup,
+)
 
 T = TypeVar("T")
 
 _NOTHING_TRAINED = (
     "already finished: the training function returned without a report, and the metrics are those "
     "of the earlier start. To train longer, raise the number of epochs or steps of the training "
-    "function. To train from scratch, set another RunConfig.name"
+    "function. To train from scratch, choose another name for the run"
 )
 STOP_GRACE_SECONDS = 5.0  # for clean-up in the training function; a second Ctrl-C cuts it short
 
@@ -111,7 +116,9 @@ class Controller:
         assert not isinstance(stall_threshold, int | float)
         assert not isinstance(hang_timeout, int | float)
         self._hang_timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
-        self._stall_detector = StallDetector(stall_threshold, lambda: self._attempt, group, emit)
+        self._stall_detector = StallDetector(
+            stall_threshold, lambda: self._attempt, group, emit, run.directory.uri
+        )
         self._time_limit = TimeLimit(config, put_event, emit)
         self._node_watcher = NodeWatcher(planner.get_draining_nodes, put_event, emit)
         self._recovery = Recovery(
@@ -301,7 +308,8 @@ class Controller:
 
         put = self._make_receiver(attempt)
         self._dead_workers[rank] = attempt.workers[rank]
-        self._group.replace_worker(rank, make_assignment, put, is_node_lost=death.is_preempted)
+        new = Replacement(make_assignment, put)
+        self._group.replace_worker(rank, new, is_node_lost=death.is_preempted)
         self._loop.call_later(JOIN_TIMEOUT_S, put, rank, [make_late_message(lost)])
 
     def _on_recovered(self, recovered: Recovered[WorkerDied]) -> None:

@@ -11,6 +11,7 @@ ranks compute therefore does not trigger a warning.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -244,6 +245,7 @@ class StallDetector:
         get_attempt: Returns the current attempt; None while there is none.
         group: Workers, whose stacks are collected.
         emit: Callback that publishes events.
+        path: Path of the run.
     """
 
     def __init__(
@@ -252,11 +254,13 @@ class StallDetector:
         get_attempt: Callable[[], Attempt | None],
         group: WorkerGroup,
         emit: Emit,
+        path: str,
     ) -> None:
         self._threshold = threshold.total_seconds() if threshold is not None else None
         self._get_attempt = get_attempt
         self._group = group
         self._emit = emit
+        self._path = shlex.quote(path)
         self._stalled_ranks: dict[int, StalledRank] = {}
         # Idle time of all ranks at which their stacks are collected next. It doubles each time.
         self._next_inspection = 0.0
@@ -299,8 +303,8 @@ class StallDetector:
         for rank, text in texts.items():
             worker = attempt.workers[rank]
             remedy = (
-                "For stacks of all ranks, call RunHandle.diagnose() or run kill -USR1 on the "
-                f"driver; for this rank, run py-spy dump --pid {worker.pid} on {worker.hostname}."
+                f"For stacks of all ranks, run drawbar stacks {self._path}; for this rank, run "
+                f"py-spy dump --pid {attempt.get_pid(rank)} on {worker.hostname}."
             )
             self._emit(Notice(f"{text}. {remedy}"))
         if not texts:

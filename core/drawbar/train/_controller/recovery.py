@@ -276,7 +276,7 @@ def _describe_early_return(attempt: Attempt, failure: AttemptFailure) -> WorkerF
         location=attempt.progress.ranks[rank].last,
         hostname=worker.hostname,
         node_id=worker.node_id,
-        pid=worker.pid,
+        pid=attempt.get_pid(rank),
         time=failure.failures[0].time,
         num_reports=attempt.count_reports(rank),
     )

@@ -111,7 +111,7 @@ def _make_warning(
     if state is RunDirectoryState.FINISHED:
         return (
             f"the run at {path} has already finished; training continues from {start}. To start a "
-            'new run, set another RunConfig.name. To get an error in this case, set resume="never"'
+            'new run, choose another name for it. To get an error in this case, set resume="never"'
         )
     if state is RunDirectoryState.DAMAGED:
         details = f": {'; '.join(damage)}" if damage else ""

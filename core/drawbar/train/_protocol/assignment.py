@@ -48,14 +48,15 @@ class WorkerSpec:
 class WorkerAssignment:
     """Assignment of one worker for one attempt.
 
-    `node_pids` are the processes of the run on its node, and `open_shards` returns its shards of
-    the run's `DataSource`, if any.
+    `first_attempt` is the first attempt of this start of the run. `node_pids` are the processes of
+    the run on its node, and `open_shards` returns its shards of the run's `DataSource`, if any.
     """
 
     spec: WorkerSpec
     run_id: str
     run_directory: RunDirectory
     attempt: int
+    first_attempt: int = 0
     first_report_index: int
     ranks: Ranks
     resume_checkpoint: Checkpoint | None = None

@@ -227,6 +227,12 @@ class FunctionStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     time: float
 
 
+class ProgramStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The user's function runs a program in another process."""
+
+    pid: int
+
+
 class FunctionFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The user's function raised an exception. `RankFailed` follows the backend's shutdown."""
 
@@ -297,6 +303,7 @@ Message = (
     | DiagnosisRequest
     | FunctionImported
     | FunctionStarted
+    | ProgramStarted
     | ModulesImported
     | FunctionFailed
     | OutputLine

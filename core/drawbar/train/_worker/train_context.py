@@ -47,6 +47,10 @@ class TrainContext:
         """Return the number of this attempt: 0 for the first, plus 1 per restart or resume."""
         return self._assignment.attempt
 
+    def get_restart_count(self) -> int:
+        """Return the number of restarts of the workers since `fit()` started or resumed the run."""
+        return self._assignment.attempt - self._assignment.first_attempt
+
     def get_trial_name(self) -> str | None:
         """Return the name of the run's Ray Tune trial, or None outside of Ray Tune."""
         return self._trial.name if self._trial else None

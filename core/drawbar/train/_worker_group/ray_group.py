@@ -36,9 +36,9 @@ from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_r
 from drawbar.train._worker_group.cluster import is_node_available
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
-    MakeAssignment,
     OnMessages,
     OnWaiting,
+    Replacement,
 )
 
 P = ParamSpec("P")
@@ -114,27 +114,15 @@ class RayWorkerGroup:
             assignment = dataclasses.replace(assignment, open_shards=shards)
         return run.remote(assignment, self._train_loop)
 
-    def replace_worker(
-        self,
-        rank: int,
-        make_assignment: MakeAssignment,
-        on_messages: OnMessages,
-        *,
-        is_node_lost: bool,
-    ) -> None:
+    def replace_worker(self, rank: int, new: Replacement, *, is_node_lost: bool) -> None:
         """Start a new process for a rank in the slot of the dead one, or on another node."""
         node = self._find_shared_node(rank) if is_node_lost else ""
         slot = self._ranks[rank] = self._pool.replace(self._ranks[rank], node)
-        slot.on_messages = on_messages
-        slot.run_task = asyncio.ensure_future(
-            self._run_replacement(rank, slot, make_assignment, on_messages)
-        )
+        slot.on_messages = new.on_messages
+        slot.run_task = asyncio.ensure_future(self._run_replacement(rank, slot, new))
         if not node:
-            asyncio.get_running_loop().call_later(
-                RESERVED_START_S,
-                self._replace_if_not_started,
-                *(rank, slot, make_assignment, on_messages),
-            )
+            loop = asyncio.get_running_loop()
+            loop.call_later(RESERVED_START_S, self._replace_if_not_started, rank, slot, new)
 
     def _find_shared_node(self, rank: int) -> str:
         """Return the node with the fewest other ranks."""
@@ -142,24 +130,20 @@ class RayWorkerGroup:
         nodes = Counter(slot.info.result().node_id for slot in slots if slot.info.done())
         return min(nodes, key=lambda node: nodes[node], default="")
 
-    def _replace_if_not_started(
-        self, rank: int, slot: ActorSlot, make_assignment: MakeAssignment, on_messages: OnMessages
-    ) -> None:
+    def _replace_if_not_started(self, rank: int, slot: ActorSlot, new: Replacement) -> None:
         """Use a node of another rank if the resources of a rank are missing."""
         if self._ranks.get(rank) is slot and slot.is_running and not slot.info.done():
-            self.replace_worker(rank, make_assignment, on_messages, is_node_lost=True)
+            self.replace_worker(rank, new, is_node_lost=True)
 
-    async def _run_replacement(
-        self, rank: int, slot: ActorSlot, make_assignment: MakeAssignment, on_messages: OnMessages
-    ) -> None:
+    async def _run_replacement(self, rank: int, slot: ActorSlot, new: Replacement) -> None:
         try:
             worker = await slot.info
         except RayError as error:
-            on_messages(rank, [WorkerDied(detail=str(error), time=time.time())])
+            new.on_messages(rank, [WorkerDied(detail=str(error), time=time.time())])
             return
         suppress_death_messages([(worker.node_id, worker.pid)])
-        stream = self._call_run(slot, make_assignment(worker))
-        await self._receive_messages(rank, slot, stream, on_messages)
+        stream = self._call_run(slot, new.make_assignment(worker))
+        await self._receive_messages(rank, slot, stream, new.on_messages)
 
     async def _receive_messages(
         self,

@@ -16,8 +16,9 @@ from typer.core import TyperCommand
 
 from drawbar.cli._accelerate import OPTION as ACCELERATE_OPTION
 from drawbar.cli._accelerate import mark_accelerate_options, request_workers
-from drawbar.cli._arguments import command_errors, parse_env
+from drawbar.cli._arguments import parse_env
 from drawbar.cli._exit_handling import StopSignals, wait_for_exit_code
+from drawbar.cli._option_names import launch_errors
 from drawbar.cli._output import CommandError
 from drawbar.cli._ray_connection import (
     MINIMAL_CLUSTER,
@@ -249,9 +250,10 @@ def launch(
         accelerate_options or ([] if accelerate else None),
         parse_env(env or []),
         torchrun,
+        [*(name for option in context.command.params for name in option.opts), *ONLY_TORCHRUN],
     )
     max_failures = max_failures if max_restarts is None else max_restarts
-    with command_errors():
+    with launch_errors():
         run_config = _make_run_config(
             name, storage_path, max_failures, hang_timeout, resume, progress, detach=detach
         )
@@ -350,7 +352,7 @@ def _run(
     detach: bool,
 ) -> None:
     """Start the run, wait for it unless it is detached, and exit with the script's exit code."""
-    with command_errors():
+    with launch_errors():
         # Report wrong options before Ray starts, which takes seconds.
         make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
         has_connected = not is_connected_to_ray() and connect_ray(
@@ -380,7 +382,7 @@ def _run_on_nodes(
     rendezvous: Rendezvous,
 ) -> None:
     """Run the script on the nodes on which this command was started, and exit like `_run`."""
-    with command_errors():
+    with launch_errors():
         make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
         listener = rendezvous.listen()
         if listener is None:

@@ -10,6 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from drawbar.cli._arguments import AsJson, RunName, command_errors, open_record
+from drawbar.cli._option_names import name_options
 from drawbar.cli._output import (
     escape_control_chars,
     escape_lines,
@@ -108,10 +109,13 @@ def _write(
             print(f"  attempt {recovery.attempt}: {escape_control_chars(recovery.describe())}")
         for straggler in record.stragglers:
             print(f"  {escape_control_chars(straggler.describe())} (drawbar show --ranks)")
-    if record.error:
-        print("\nError\n" + indent(escape_lines(record.error), "  "))
-    if record.resume_hint:
-        print(f"\n{escape_control_chars(record.resume_hint)}.")
+    error, hint = record.error, record.resume_hint
+    if record.is_launched:
+        error, hint = name_options(error), name_options(hint)
+    if error:
+        print("\nError\n" + indent(escape_lines(error), "  "))
+    if hint:
+        print(f"\n{escape_control_chars(hint)}.")
     if checkpoints or unreadable:
         print("\nCheckpoints")
         write_table([_format_row(checkpoint) for checkpoint in checkpoints], "  ")

@@ -12,7 +12,6 @@ import typer
 from drawbar.cli._arguments import AsJson
 from drawbar.cli._doctor.check_result import CheckResult
 from drawbar.cli._output import CommandError, escape_control_chars, write_json
-from drawbar.cli._ray_probe import check_reachable
 
 
 def doctor(
@@ -60,6 +59,7 @@ def _check_cluster(address: str, storage: str) -> Iterator[CheckResult]:
     from ray.exceptions import RayError
 
     from drawbar.cli._doctor import checks, cluster
+    from drawbar.train.run_modes import check_reachable
 
     try:
         check_reachable(address)
@@ -75,6 +75,8 @@ def _check_cluster(address: str, storage: str) -> Iterator[CheckResult]:
                 yield from cluster.check_node_pairs(probes, "gloo")
                 if all(machine.torch_gpus for machine in machines):
                     yield from cluster.check_node_pairs(probes, "nccl")
+    except PermissionError as error:
+        raise CommandError(str(error)) from error
     except ConnectionError as error:
         raise CommandError(f"Cannot connect to a Ray cluster at {address!r}: {error}") from error
     except RayError as error:

@@ -53,7 +53,7 @@ function Traceback({text, isOpen}) {
 
 function Remedy({resume}) {
   if (!resume) return null;
-  const code = (resume.arguments || []).map(([name, value]) => `${name}=${value}`).join(",\n");
+  const code = resume.code || "";
   return html`<div class="remedy"><b>To resume</b>
     <div>${resume.advice}</div>
     ${code && html`<div class="bar"><pre class="code" tabindex="0">${code}</pre><${Copy} text=${code} /></div>`}

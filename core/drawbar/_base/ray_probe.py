@@ -10,8 +10,6 @@ import socket
 from pathlib import Path
 from typing import BinaryIO
 
-from drawbar.cli._output import CommandError
-
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 10.0  # a busy cluster may need seconds to reply
 
@@ -21,26 +19,34 @@ _END_STREAM, _END_HEADERS = 1, 4
 _EMPTY_MESSAGE = bytes(5)
 _TOKEN_SOURCES = "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH, or RAY_AUTH_TOKEN"
 _METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # in Ray 2.50 to 2.60
+_ERROR_STATUSES = tuple(bytes([0x80 + index]) for index in range(9, 15))
+"""First byte of encoded headers with a status such as 404, which gRPC does not use."""
 _UNAUTHENTICATED = b"grpc-status\x0216"  # a header and its value of two bytes
 
 
 def check_reachable(address: str, *, sends_token: bool | None = None) -> None:
-    """Check that a gRPC server, as in Ray, listens at `host:port`, and accepts the token.
+    """Check that a Ray cluster replies at `host:port`, and accepts the token of this process.
 
-    With `RAY_USE_TLS`, this function checks only that a process accepts the connection.
+    Ray itself would wait for 20 s, and print warnings. With `RAY_USE_TLS`, this function checks
+    only that a process accepts the connection.
 
     Args:
         address: `host:port`, with or without `ray://`. Others are not checked.
         sends_token: Whether Ray sends the token, if there is one. Default: if RAY_AUTH_MODE=token.
 
     Raises:
-        ConnectionError: No process accepts the connection, or the process is not a gRPC server.
-        CommandError: The cluster requires another token.
+        ConnectionError: No process accepts the connection, or the process is no Ray cluster.
+        PermissionError: The cluster requires another token.
+
+    Example:
+        ```python
+        check_reachable(os.environ["RAY_ADDRESS"])
+        ```
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return  # for example "auto"
-    rejects_token = False
+    token, is_ray, header_block = _read_token(sends_token), False, b""
     endpoint = (host.strip("[]"), int(port))
     try:
         with socket.create_connection(endpoint, timeout=CONNECT_TIMEOUT_S) as connection:
@@ -48,32 +54,31 @@ def check_reachable(address: str, *, sends_token: bool | None = None) -> None:
                 return
             connection.settimeout(REPLY_TIMEOUT_S)
             with connection.makefile("rb") as reply:
-                is_grpc = _is_grpc_server(connection, reply)
-                token = _read_token(sends_token)
-                if is_grpc and token is not None:
-                    rejects_token = _rejects(connection, reply, address, token)
+                if _is_http2_server(connection, reply):
+                    header_block = _request(connection, reply, address, token or "")
+                    is_ray = header_block[:1] not in _ERROR_STATUSES
     except OSError as error:
         raise ConnectionError(f"No Ray cluster at {address}: {error}") from error
-    if not is_grpc:
+    if not is_ray:
         raise ConnectionError(
             f"No Ray cluster at {address}: another program uses this port. Pass the address that "
             "'ray start' has printed with --address, or correct or unset RAY_ADDRESS. If the "
             "cluster uses TLS, set RAY_USE_TLS=1."
         )
-    if rejects_token:
+    if token is not None and _UNAUTHENTICATED in header_block:
         advice = (
             f"The one in {_TOKEN_SOURCES} is wrong: copy it from the head node."
             if token
             else f"Set RAY_AUTH_MODE=token, and provide the token in {_TOKEN_SOURCES}."
         )
-        raise CommandError(f"The Ray cluster at {address} requires a token. {advice}")
+        raise PermissionError(f"The Ray cluster at {address} requires a token. {advice}")
 
 
 def _uses_tls() -> bool:
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # as in Ray
 
 
-def _is_grpc_server(connection: socket.socket, reply: BinaryIO) -> bool:
+def _is_http2_server(connection: socket.socket, reply: BinaryIO) -> bool:
     """Return whether the reply to the start of an HTTP/2 connection is a SETTINGS frame."""
     try:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _make_frame(_SETTINGS))
@@ -86,8 +91,11 @@ def _is_grpc_server(connection: socket.socket, reply: BinaryIO) -> bool:
         return False
 
 
-def _rejects(connection: socket.socket, reply: BinaryIO, address: str, token: str) -> bool:
-    """Return whether the cluster replies that the token is missing or wrong."""
+def _request(connection: socket.socket, reply: BinaryIO, address: str, token: str) -> bytes:
+    """Request the state of the cluster, and return the headers of the reply.
+
+    They are encoded (HPACK), and empty if there is no reply.
+    """
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -98,19 +106,22 @@ def _rejects(connection: socket.socket, reply: BinaryIO, address: str, token: st
     }
     if token:
         headers["authorization"] = f"Bearer {token}"
-    block = b"".join(b"\0" + _encode(name) + _encode(headers[name]) for name in headers)
-    request = _make_frame(_HEADERS, _END_HEADERS, 1, block)
+    encoded = b"".join(b"\0" + _encode(name) + _encode(headers[name]) for name in headers)
+    request = _make_frame(_HEADERS, _END_HEADERS, 1, encoded)
     request += _make_frame(_DATA, _END_STREAM, 1, _EMPTY_MESSAGE)
+    block = b""
     try:
         connection.sendall(request)
         while len(header := reply.read(_FRAME_HEADER_SIZE)) == _FRAME_HEADER_SIZE:
             payload = reply.read(_get_payload_size(header))
             kind, flags, stream = header[3], header[4], int.from_bytes(header[5:])
+            if stream == 1 and kind == _HEADERS:
+                block += payload
             if kind == _GOAWAY or (stream == 1 and (kind == _RST_STREAM or flags & _END_STREAM)):
-                return _UNAUTHENTICATED in payload
+                break
     except OSError:  # Ray reports the problem
         pass
-    return False
+    return block
 
 
 def _get_payload_size(header: bytes) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from drawbar._base.frames import warn_caller
+from drawbar._base.ray_probe import check_reachable
 from drawbar._console.slow_phases import print_if_slow
 from drawbar._fork_server.forkserver_preload import read_default_modules
 from drawbar._modes.program_launch import ProgramForkServer, run_with_fork_server
@@ -201,7 +202,15 @@ def _check_before_ray(spec: RunSpec) -> None:
 
 
 def _connect(config: RunConfig) -> None:
-    """Connect to Ray, and print the address of a running cluster."""
+    """Connect to Ray, and print the address of a running cluster.
+
+    Raises:
+        ConnectionError: There is no cluster at the address in RAY_ADDRESS.
+        PermissionError: The cluster requires another token.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if address and not is_connected_to_ray():
+        check_reachable(address)
     shows_progress = config.logging_config.level_number <= logging.INFO
     with print_if_slow("starting Ray") if shows_progress else contextlib.nullcontext():
         joined_address = connect_to_ray()

@@ -20,7 +20,7 @@ class ActivityMonitor:
     """Activity of a program since the previous check.
 
     Args:
-        process_group_id: Process process_group_id id of the program.
+        process_group_id: ID of the process group of the program.
         log: Log that receives its output.
     """
 

@@ -23,6 +23,7 @@ from typing import IO
 import msgspec
 
 from drawbar._fork_server.client import REPLY_TIMEOUT_S, ForkServerError
+from drawbar._modes.activity import ActivityMonitor
 from drawbar._modes.program_failure import ProgramFailure, make_program_error
 from drawbar._modes.program_launch import (
     CPUS_VARIABLE,
@@ -35,12 +36,11 @@ from drawbar._modes.program_launch import (
 from drawbar._modes.program_output import STREAMS, OutputStream, OutputWriter, ProgramOutput
 from drawbar._modes.session_client import RankConnection
 from drawbar._process import program_main, sentinel
-from drawbar._process.activity import ActivityMonitor
 from drawbar._process.output import write_to_log
 from drawbar._process.stack import Stack, detect_stopped_process
 from drawbar._process.training_thread import AttemptInterrupted
 from drawbar.train._protocol.commands import Command, InterruptFunction
-from drawbar.train._protocol.messages import Heartbeat, OutputBytes
+from drawbar.train._protocol.messages import Heartbeat, OutputBytes, ProgramStarted
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.session import Session
 
@@ -185,6 +185,7 @@ class ProgramProcess:
                 [control.fileno(), child_session.fileno()],
                 self._wait_for_fork_server,
             )
+        self._session.send(ProgramStarted(pid=process.pid))
         self._oom_kills = sentinel.OomKillCounter(process.pid)
         self._activity = ActivityMonitor(process.pid, self._log_path)
         threading.Thread(
