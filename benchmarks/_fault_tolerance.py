@@ -50,6 +50,7 @@ def train_func(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model: Any = prepare_model(nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 1)))
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     loader = prepare_data_loader(_make_loader())
     start = 0
     if (checkpoint := train.get_checkpoint()) is not None:
@@ -57,27 +58,34 @@ def train_func(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             state = torch.load(os.path.join(path, "state.pt"))
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
         start = state["epoch"]
     with (directory / f"steps_{rank}.jsonl").open("a") as file:
         for epoch in range(start, config["epochs"]):
-            for step, (samples, x, y) in enumerate(loader):
+            for samples, x, y in loader:
                 time.sleep(STEP_S)  # a device computes
                 loss: Any = nn.functional.mse_loss(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+                scheduler.step()
                 print(json.dumps([time.time(), samples.tolist()]), file=file, flush=True)
-                if config["saves"] and step % CHECKPOINT_STEPS == CHECKPOINT_STEPS - 1:
-                    _save(model, optimizer, epoch, loss)
+                # Counted by a scheduler, whose state a new process receives.
+                if scheduler.last_epoch % CHECKPOINT_STEPS == 0:
+                    _save(model, optimizer, scheduler, epoch, loss)
     return {name: value.clone() for name, value in model.module.state_dict().items()}
 
 
-def _save(model: Any, optimizer: torch.optim.Optimizer, epoch: int, loss: torch.Tensor) -> None:
+def _save(model: Any, optimizer: Any, scheduler: Any, epoch: int, loss: torch.Tensor) -> None:
     metrics = {"loss": loss.item()}
     if train.get_context().get_world_rank() > 0:
         train.report(metrics)
         return
-    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {
+        "model": model.module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
     with train.checkpoint_dir() as path:
         torch.save({**state, "epoch": epoch}, path / "state.pt")
         train.report(metrics, checkpoint=path)
@@ -154,7 +162,7 @@ def _measure(mode: str, epochs: int, every: float, seed: int) -> Outcome:
             killer.start()
         result = TorchTrainer(
             train_func,
-            train_loop_config={"directory": str(directory), "epochs": epochs, "saves": True},
+            train_loop_config={"directory": str(directory), "epochs": epochs},
             scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
             run_config=RunConfig(
                 name=mode,

@@ -22,6 +22,9 @@ from drawbar._recovery.recorded_collectives import RecordedCollectives
 
 DeathT = TypeVar("DeathT")
 
+STALLED = RecoveryDeclined(generation=-1, reason="other ranks wait for it")
+"""Message about a rank that stalls. A new process may have lost the count of its steps."""
+
 JOIN_TIMEOUT_S = 120.0
 """Maximum time that a new process needs until it can receive the state of the training."""
 
@@ -105,6 +108,7 @@ class AttemptRecovery(Generic[DeathT]):
         self._check_budget = check_budget
         self._membership = Membership(world_size)
         self._collectives = RecordedCollectives()
+        self._had_replacement: set[int] = set()
         self._starting: set[int] = set()  # ranks whose new processes have not sent a message
 
     @property
@@ -127,6 +131,7 @@ class AttemptRecovery(Generic[DeathT]):
         if lost is None:
             return Declined("all ranks with the state of the training have died")
         self._starting.add(rank)
+        self._had_replacement.add(rank)
         others = [other for other in range(self._world_size) if other not in self._starting]
         self._broadcast(others, lost)
         self._replace(rank, lost, death)
@@ -142,6 +147,12 @@ class AttemptRecovery(Generic[DeathT]):
                     self._broadcast([rank], self._membership.make_command())
                 if formed := self._membership.on_ready(rank, message):
                     self._broadcast(range(self._world_size), formed)
+            case RecoveryDeclined() if message is STALLED:
+                if rank in self._had_replacement:
+                    return Declined(
+                        f"other ranks wait for a call of rank {rank}, whose process was replaced. "
+                        "It may count its steps itself, for example with enumerate()"
+                    )
             case RecoveryDeclined():
                 if self._membership.is_waiting_for(rank, message.generation):
                     return Declined(f"rank {rank}: {message.reason}")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from drawbar._base.api import set_public_module
+from drawbar._process.ranks import Ranks
 from drawbar._recovery.messages import (
     GroupFormed,
     RanksLost,
@@ -20,6 +21,25 @@ from drawbar._recovery.messages import (
 
 DEATH_NOTICE_S = 30.0
 """Maximum time from an error in a collective until the controller reports a death."""
+
+
+class Assignment(Protocol):
+    """Assignment of a worker."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Ranks of the worker."""
+        ...
+
+    @property
+    def replaced(self) -> RanksLost | None:
+        """Death after which this process replaces a worker; None in its first process."""
+        ...
+
+    @property
+    def num_received_reports(self) -> int:
+        """Number of the next report of the dead process."""
+        ...
 
 
 class Waiter(Protocol):
@@ -60,9 +80,7 @@ class RankRecovery:
     at the next point at which its state is known.
 
     Args:
-        rank: World rank of this worker.
-        replaced: Announcement with which this process replaces a dead rank; None if it is the first
-            process of the rank in this attempt.
+        assignment: Rank of this worker, and the death after which it replaces a process.
         send: Callback that sends messages to the controller.
         waiter: Waits in the thread of the training function.
         numbering: Numbers the reports of the rank.
@@ -78,19 +96,19 @@ class RankRecovery:
 
     def __init__(
         self,
-        rank: int,
-        replaced: RanksLost | None,
+        assignment: Assignment,
         send: Callable[[RecoveryMessage], None],
         waiter: Waiter,
         numbering: Numbering,
     ) -> None:
-        self.is_joining = replaced is not None
-        self._rank = rank
+        self.is_joining = assignment.replaced is not None
+        self._rank = assignment.ranks.world_rank
+        self._num_received_reports = assignment.num_received_reports
         self._send = send
         self._waiter = waiter
         self._numbering = numbering
         waiter.take_task = self._take_task
-        self._lost = replaced or RanksLost(generation=0, leader=0)
+        self._lost = assignment.replaced or RanksLost(generation=0, leader=0)
         self._formed: GroupFormed | None = None
         self._generation = 0  # of the group that this rank is in
         self._leave_collectives: Callable[[], str] | None = None
@@ -178,7 +196,12 @@ class RankRecovery:
         Args:
             counters: Result of `get_counters` on the other rank.
         """
-        self._numbering.set_counters(counters)
+        reports, collectives, requests = counters
+        # The other rank may report more or less often than this one, for example if only rank 0
+        # reports.
+        if abs(reports - self._num_received_reports) > 1:
+            reports = self._num_received_reports
+        self._numbering.set_counters((reports, collectives, requests))
         self.is_joining = False
 
     def decline(self, reason: str) -> None:

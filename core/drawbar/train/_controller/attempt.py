@@ -386,7 +386,8 @@ class Attempt:
         self._conclude(self._in_place.on_death(rank, death, obstacle))
 
     def _on_recovery_message(self, rank: int, message: RecoveryMessage) -> None:
-        assert self._in_place is not None
+        if self._in_place is None:
+            return
         latest = self._checkpoints.registry.latest
         if latest and isinstance(message, RecoveryReady) and self._in_place.is_replaced(rank):
             name = CommitCompleted(report_index=-1, checkpoint_name=latest.name)

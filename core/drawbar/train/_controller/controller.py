@@ -21,9 +21,10 @@ from drawbar._process.ranks import WorkerInfo
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records import events
 from drawbar._records.event_stream import Emit
-from drawbar._records.live_events import AttemptEnding, Notice
+from drawbar._records.live_events import AttemptEnding, Event, Notice
 from drawbar._recovery.attempt_recovery import (
     JOIN_TIMEOUT_S,
+    STALLED,
     AttemptRecovery,
     Recovered,
     make_late_message,
@@ -117,7 +118,7 @@ class Controller:
         assert not isinstance(hang_timeout, int | float)
         self._hang_timeout = hang_timeout.total_seconds() if hang_timeout is not None else None
         self._stall_detector = StallDetector(
-            stall_threshold, lambda: self._attempt, group, emit, run.directory.uri
+            stall_threshold, lambda: self._attempt, group, self._emit_stall, run.directory.uri
         )
         self._time_limit = TimeLimit(config, put_event, emit)
         self._node_watcher = NodeWatcher(planner.get_draining_nodes, put_event, emit)
@@ -304,13 +305,21 @@ class Controller:
 
         def make_assignment(worker: WorkerInfo) -> WorkerAssignment:
             attempt.workers[rank] = worker
-            return replace(assignment, gpu_ids=worker.gpu_ids, replaced=lost)
+            reports = attempt.progress.ranks[rank].reports
+            assigned = replace(assignment, gpu_ids=worker.gpu_ids, replaced=lost)
+            return replace(assigned, num_received_reports=reports)
 
         put = self._make_receiver(attempt)
         self._dead_workers[rank] = attempt.workers[rank]
         new = Replacement(make_assignment, put)
         self._group.replace_worker(rank, new, is_node_lost=death.is_preempted)
         self._loop.call_later(JOIN_TIMEOUT_S, put, rank, [make_late_message(lost)])
+
+    def _emit_stall(self, event: Event) -> None:
+        self._emit(event)
+        if isinstance(event, events.RanksStalled) and self._attempt is not None:
+            for rank in event.descriptions:
+                self._queue.put(MessagesReceived(self._attempt, rank, [STALLED]))
 
     def _on_recovered(self, recovered: Recovered[WorkerDied]) -> None:
         assert self._attempt is not None

@@ -66,6 +66,7 @@ class WorkerAssignment:
     data_positions: dict[str, object] = field(default_factory=dict)
     is_recovered_in_place: bool = False
     replaced: RanksLost | None = None  # the death after which this process replaces a worker
+    num_received_reports: int = 0  # number of the next report of the dead process
 
     @property
     def log_path(self) -> Path:

@@ -124,9 +124,7 @@ class Session:
         self.requests = RankRequests(self.thread_guard, self._command_queue, self.timer)
         self.recovery: RankRecovery | None = None
         if assignment.is_recovered_in_place:
-            self.recovery = RankRecovery(
-                assignment.ranks.world_rank, assignment.replaced, send, self._command_queue, self
-            )
+            self.recovery = RankRecovery(assignment, send, self._command_queue, self)
         self._next_report = assignment.first_report_index
         self._offers: dict[int, CheckpointOffer] = {}
         self.final_notices: list[str] = []
