@@ -228,6 +228,60 @@ def test_in_place_recovery_with_used_budget_fails_the_run(
         run(Kill(1, 4, "backward"), Kill(2, 9, "backward"), failures={"max_failures": 1})
 
 
+def report_on_rank_0(config: dict[str, Any]) -> None:
+    recorder = Recorder(config["directory"], config["kills"])
+    model: Any = prepare_model(make_model())
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    loader = prepare_data_loader(make_loader())
+    for _ in range(EPOCHS):
+        for samples, x, y in loader:
+            recorder.die_at("forward")
+            loss: Any = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            recorder.record(samples)
+            if train.get_context().get_world_rank() == 0:
+                train.report({"step": recorder.num_steps})
+
+
+def test_in_place_recovery_of_only_rank_that_reports_keeps_its_reports(
+    run: Callable[..., tuple[Result, list[int]]],
+) -> None:
+    result, samples = run(Kill(0, 8, "forward"), function=report_on_rank_0)
+    assert Counter(samples) == dict.fromkeys(range(NUM_SAMPLES), EPOCHS)
+    assert len(get_events(result, "attempt_started")) == 1
+    frame = result.metrics_dataframe
+    assert frame is not None
+    lost = {8}  # a process that is killed loses reports that it has not sent yet
+    assert sorted({*frame["step"].tolist(), *lost}) == list(range(1, EPOCHS * STEPS + 1))
+    assert frame["step"].is_unique
+
+
+def count_steps_itself(config: dict[str, Any]) -> None:
+    recorder = Recorder(config["directory"], config["kills"])
+    model: Any = prepare_model(make_model())
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    for step, (samples, x, y) in enumerate(prepare_data_loader(make_loader())):
+        recorder.die_at("forward")
+        loss: Any = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        recorder.record(samples)
+        if step % 4 == 3:
+            with train.checkpoint_dir() as path:
+                torch.save(step, path / "step.pt")
+                train.report({"step": step}, checkpoint=path)
+
+
+def test_in_place_recovery_with_ranks_that_wait_for_lost_count_restarts_the_run(
+    run: Callable[..., tuple[Result, list[int]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {"stall_warning_after": 2.0}
+    result, _ = run(Kill(1, 2, "forward"), function=count_steps_itself, failures=failures)
+    assert len(get_events(result, "attempt_started")) == 2
+    assert "may count its steps itself" in capsys.readouterr().err
+
+
 def call_torch_distributed(config: dict[str, Any]) -> None:
     dist.barrier()
     train_func(config)
