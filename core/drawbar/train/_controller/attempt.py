@@ -214,14 +214,12 @@ class Attempt:
 
     def _handle_message(self, rank: int, message: messages.GroupMessage) -> None:
         if not isinstance(message, messages.Observation) or message.is_activity:
-            self.activity_clock.record(rank)
+            self.activity_clock.record(rank)  # all that a `Heartbeat` does
         match message:
             case messages.Report():
                 self._on_report(rank, message)
             case OutputLine() | messages.OutputBytes():
                 self._emit(_make_output_event(rank, message))
-            case messages.Heartbeat():
-                pass  # only updates the time of the last activity
             case messages.CheckpointWaitStarted():
                 self.progress.on_waiting_for_checkpoint(rank, message.report_index)
                 self._check_divergence()
