@@ -8,6 +8,7 @@ Other measurements have their own options:
     python -m benchmarks ui         # web pages of large runs
     python -m benchmarks goodput    # a run with kills
     python -m benchmarks faults     # causes of thirty injected faults
+    python -m benchmarks fault_tolerance # full restarts and in-place recovery
     python -m benchmarks objectives # boosting on several workers and in one process
 """
 
@@ -128,6 +129,10 @@ if __name__ == "__main__":
         from benchmarks import _faults
 
         _faults.main(sys.argv[2:])
+    elif sys.argv[1:2] == ["fault_tolerance"]:
+        from benchmarks import _fault_tolerance
+
+        _fault_tolerance.main(sys.argv[2:])
     elif sys.argv[1:2] == ["objectives"]:
         from benchmarks import _objectives
 

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from drawbar._base.metrics import normalize
 from drawbar._process.failure import describe_exception
+from drawbar._recovery.messages import GroupFormed, RanksLost
 from drawbar._storage.checkpoint_store import make_default_name
 from drawbar._storage.contents import FileEntry
 from drawbar._storage.files import remove_tree
@@ -183,6 +184,8 @@ class SimulatedRank:
             return
         if isinstance(command, RequestAnnounced):  # a simulated rank has no `should_checkpoint()`
             self._send(RequestSeen(request_id=command.request_id, call=1))
+            return
+        if isinstance(command, RanksLost | GroupFormed):  # it does not recover in place
             return
         future = self._awaited_commands.pop(get_command_key(command), None)
         if future is not None and not future.done():

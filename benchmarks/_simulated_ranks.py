@@ -22,8 +22,10 @@ import msgspec
 from benchmarks._simulated_rank import SimulatedRank
 from drawbar._modes.start_run import start_controller
 from drawbar._process.exit_status import ExitReport
+from drawbar._process.rank_assignment import rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
+from drawbar._recovery.no_replacement import NoReplacement
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import DataParallelTrainer, Result, RunConfig, ScalingConfig
 from drawbar.train._controller.run import RunSpec
@@ -31,7 +33,6 @@ from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, GroupMessage, WorkerDied
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.ranks import rank_workers
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
     InProcessExecution,
@@ -137,7 +138,7 @@ class CallQueue:
                 self._calls.popleft()()
 
 
-class SimulatedWorkerGroup(InProcessExecution):
+class SimulatedWorkerGroup(NoReplacement, InProcessExecution):
     """Workers as coroutines of one thread.
 
     Args:

@@ -19,7 +19,7 @@ FILES = subprocess.run(
 ABSENT = {"drawbar/__init__.py"}  # named by the contributing guide, which forbids it
 
 POLLING = {
-    "_controller/node_watcher.py",
+    "_recovery/node_watcher.py",
     "_controller/diagnosis.py",
     "_modes/host_actor.py",
     "_runs/run_output.py",

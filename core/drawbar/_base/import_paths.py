@@ -63,8 +63,8 @@ ALIASES = {
 _HOROVOD = "use drawbar.train.torch.TorchTrainer and torch.distributed"
 _INTERNAL = "it is internal to Ray Train. Import public names from drawbar.train"
 _TORCHFT = (
-    "leave it out: after a failure, Drawbar replaces only the failed workers. The others keep "
-    "their processes (FailureConfig.reuse_workers)"
+    "leave it out: FailureConfig(recovery='in_place') replaces failed workers, and the others "
+    "stay in their function. Use prepare_model and prepare_optimizer instead of torchft's classes"
 )
 
 _CONTEXT_FUNCTIONS = (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from drawbar._base.metrics import Metrics
 from drawbar._base.train_function import FunctionIdentity
 from drawbar._process.errors import PreemptionInfo
 from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.row_positions import UnevenRows
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.verdict import Verdict
@@ -273,6 +275,52 @@ class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended")
     budget: str = ""
 
 
+class RanksRecovered(JournalEntry, frozen=True, kw_only=True, tag="recovered_in_place"):
+    """Ranks died, and new processes have replaced them in the same attempt.
+
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        attempt: Number of the attempt.
+        ranks: The ranks that died.
+        failure_headlines: One line for each of them.
+        failure_time: Time of the first death, in seconds since the epoch.
+        stopped_seconds: Longest time in seconds in which a surviving rank waited.
+        budget: Remaining part of the failure budget, in words.
+
+    Example: `print(event.ranks, event.stopped_seconds)`
+    """
+
+    attempt: int
+    ranks: list[int]
+    failure_headlines: list[str]
+    failure_time: float
+    stopped_seconds: float
+    budget: str = ""
+
+    @staticmethod
+    def of(
+        attempt: int, failures: Sequence[WorkerFailure], stopped_seconds: float, budget: str
+    ) -> RanksRecovered:
+        """Return the event for the deaths that were recovered."""
+        return RanksRecovered(
+            time=time.time(),
+            attempt=attempt,
+            ranks=[failure.rank for failure in failures],
+            failure_headlines=[failure.headline() for failure in failures],
+            failure_time=min(failure.time for failure in failures),
+            stopped_seconds=stopped_seconds,
+            budget=budget,
+        )
+
+    def describe(self) -> str:
+        """Return a line about the recovery, for users."""
+        text = (
+            f"recovered in place from: {'; '.join(self.failure_headlines)}. The other ranks were "
+            f"stopped for {self.stopped_seconds:.1f} s"
+        )
+        return f"{text} ({self.budget})" if self.budget else text
+
+
 class RanksStalled(JournalEntry, frozen=True, kw_only=True, tag="ranks_quiet"):
     """The set of stalled ranks has changed.
 
@@ -366,6 +414,7 @@ JournaledEvent = (
     | CheckpointDeleted
     | ProgressRecorded
     | AttemptEnded
+    | RanksRecovered
     | RanksStalled
     | RankTimesRecorded
     | StragglerFound

@@ -25,10 +25,10 @@ class Goodput:
 
     Attributes:
         parts: Seconds by part, without parts of 0 s. Their sum is `elapsed`. The parts are
-            "productive", "warmup", "data_wait", "checkpoint_blocked", "stalled", "placement",
-            "startup", "restart", "lost_work", "unsaved", "detection", "teardown", "other",
-            "unreported", "crash_gap", and "phase:NAME" for each `drawbar.train.phase`. The page
-            "Runs" of the documentation defines them.
+            "productive", "warmup", "data_wait", "checkpoint_blocked", "stalled", "recovery",
+            "placement", "startup", "restart", "lost_work", "unsaved", "detection", "teardown",
+            "other", "unreported", "crash_gap", and "phase:NAME" for each `drawbar.train.phase`. The
+            page "Runs" of the documentation defines them.
         paused: Seconds between a stop by the user and the next start, which are in no part.
         worker_seconds: Sum over the workers of the seconds in which their processes were running.
         requested_worker_seconds: `hosted` times the number of requested workers, which is the

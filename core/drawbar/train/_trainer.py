@@ -17,6 +17,7 @@ from drawbar._base.train_function import FunctionIdentity, TrainFunction
 from drawbar._data.data_config import DataConfig
 from drawbar._data.run_datasets import make_data_source
 from drawbar._data.user_datasets import check_datasets
+from drawbar._modes import preflight
 from drawbar._modes.run_modes import LocalMode, RayMode
 from drawbar._modes.watchers import SAMPLERS
 from drawbar._process.errors import UserAbort
@@ -31,7 +32,6 @@ from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._driver import preflight
 from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._driver.run_view import RunMode
 from drawbar.train._handle.run_handle import RunHandle

@@ -26,6 +26,7 @@ from drawbar._modes.report_async import report_async
 from drawbar._process.batch_counter import register_batch_description
 from drawbar._process.driver_env import DriverContext, set_tune_trial
 from drawbar._process.worker_env import get_visible_gpu_ids
+from drawbar._recovery.rank_recovery import RankRecovery
 from drawbar._storage.memory_files import MemoryFiles
 from drawbar.train._config.backend import (
     Backend,
@@ -42,6 +43,7 @@ from drawbar.train._worker.integration_api import (
     count_collectives,
     discard_checkpoint,
     get_agreed_checkpoint,
+    get_recovery,
     get_resume_checkpoint,
     get_worker_environment,
     register_best_checkpoint,
@@ -61,6 +63,7 @@ __all__ = [
     "LauncherStore",
     "MemoryFiles",
     "ProgramOutput",
+    "RankRecovery",
     "TrainFunction",
     "add_final_notice",
     "at_least",
@@ -72,6 +75,7 @@ __all__ = [
     "get_agreed_checkpoint",
     "get_forward_callback",
     "get_node_address",
+    "get_recovery",
     "get_resume_checkpoint",
     "get_visible_gpu_ids",
     "get_worker_address",

@@ -21,6 +21,7 @@ from drawbar._records.events import (
     CheckpointCommitted,
     CheckpointDeleted,
     CheckpointValidated,
+    RanksRecovered,
     RanksStalled,
     RunEnded,
     StragglerFound,
@@ -38,6 +39,7 @@ Event = (
     | CheckpointCommitted
     | CheckpointDeleted
     | CheckpointValidated
+    | RanksRecovered
     | RanksStalled
     | StragglerFound
     | RunEnded
@@ -58,6 +60,7 @@ __all__ = [
     "Notice",
     "ObservationReceived",
     "ProgressReceived",
+    "RanksRecovered",
     "RanksStalled",
     "ReportsReceived",
     "RunEnded",

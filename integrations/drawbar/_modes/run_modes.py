@@ -19,9 +19,14 @@ from drawbar._base.ray_probe import check_reachable
 from drawbar._console.slow_phases import print_if_slow
 from drawbar._fork_server.forkserver_preload import read_default_modules
 from drawbar._modes.program_launch import ProgramForkServer, run_with_fork_server
-from drawbar._modes.start_run import start_controller, start_ray_run
+from drawbar._modes.start_run import (
+    check_in_place_recovery,
+    start_controller,
+    start_ray_run,
+)
 from drawbar._modes.watchers import make_remote_watchers
 from drawbar._process import sentinel
+from drawbar._process.rank_assignment import assign_local_gpus, get_local_gpu_ids
 from drawbar._process.worker_env import get_visible_gpu_ids
 from drawbar._storage.write_checks import check_storage_before_start
 from drawbar.train._config.run_config import RunConfig
@@ -38,7 +43,6 @@ from drawbar.train._worker_group.cluster import (
     is_connected_to_ray,
     is_ray_client,
 )
-from drawbar.train._worker_group.ranks import assign_local_gpus, get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
 from drawbar.train._worker_group.validators import ThreadValidator
 from drawbar.train._worker_group.worker_group import WorkerGroup
@@ -185,9 +189,10 @@ def _check_before_ray(spec: RunSpec) -> None:
 
     Raises:
         OSError: The storage cannot be written.
-        ValueError: `DRAWBAR_FORKSERVER_PRELOAD` is invalid.
+        ValueError: `DRAWBAR_FORKSERVER_PRELOAD` is invalid, or the run cannot recover in place.
     """
     read_default_modules()
+    check_in_place_recovery(spec)
     is_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
     if not (spec.run_config.detached or is_client or is_connected_to_ray()):
         check_storage_before_start(get_run_directory(spec.run_config))

@@ -46,6 +46,11 @@ def start_controller(
     Raises:
         Exception: The run cannot be opened, as in `ControllerThread`.
     """
+    if not is_on_ray and spec.run_config.failure_config.recovery == "in_place":
+        raise ValueError(
+            "FailureConfig(recovery='in_place') needs workers that are Ray actors, which can be "
+            "replaced. Set ScalingConfig(num_workers=2) or more, without torchrun."
+        )
     if watchers is None:
         is_live = spec.scaling_config.max_workers > 0
         watchers = make_watchers(spec.run_config, is_live=is_live, is_on_ray=is_on_ray)
@@ -59,6 +64,33 @@ def start_controller(
         use_caller_thread=use_caller_thread,
         on_end=on_end,
     )
+
+
+def check_in_place_recovery(spec: RunSpec) -> None:
+    """Check that a run on Ray can recover in place, if it is set to.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if spec.run_config.failure_config.recovery != "in_place":
+        return
+    setting, scaling = "FailureConfig(recovery='in_place')", spec.scaling_config
+    if scaling.max_workers < 2:
+        raise ValueError(
+            f"{setting} needs a rank that survives, but ScalingConfig.num_workers is "
+            f"{scaling.max_workers}. Set num_workers=2 or more, or recovery='restart'."
+        )
+    if scaling.elasticity_enabled:
+        raise ValueError(
+            f"{setting} needs a fixed number of workers, but num_workers is "
+            f"{scaling.num_workers!r}. Set one number, or recovery='restart'."
+        )
+    if spec.data_source is not None:
+        raise ValueError(
+            f"{setting} works with drawbar.torch.prepare_data_loader(), but the trainer has "
+            "datasets. Load the data in the training function, or set recovery='restart'."
+        )
+    spec.backend_config.check_in_place_recovery(scaling)
 
 
 def start_ray_run(

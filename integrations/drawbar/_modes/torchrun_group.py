@@ -27,16 +27,21 @@ from drawbar._modes.torchrun_messages import (
     StopRequested,
 )
 from drawbar._modes.torchrun_server import TorchrunServer, get_peer_address
+from drawbar._process.rank_assignment import rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import Serialized, serialize
 from drawbar._process.stack import Stack, detect_stopped_process
 from drawbar._process.threads import run_in_daemon_thread
+from drawbar._recovery.no_replacement import NoReplacement
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, WorkerDied
-from drawbar.train._worker_group.ranks import rank_workers
 from drawbar.train._worker_group.thread_group import ThreadWorkerGroup
-from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, OnWaiting
+from drawbar.train._worker_group.worker_group import (
+    AttemptEnd,
+    OnMessages,
+    OnWaiting,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,7 +51,7 @@ STACK_SECONDS = 2.0
 STOP_SECONDS = 1.0
 
 
-class TorchrunWorkerGroup:
+class TorchrunWorkerGroup(NoReplacement):
     """One worker in each process of a torchrun group.
 
     Args:

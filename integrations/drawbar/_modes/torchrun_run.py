@@ -40,6 +40,7 @@ from drawbar._modes.torchrun_server import (
 from drawbar._process.codec import ProtocolError
 from drawbar._process.errors import ControllerError
 from drawbar._process.failure import describe_exception
+from drawbar._process.rank_assignment import get_local_gpu_ids
 from drawbar._process.ranks import Ranks
 from drawbar._process.serialization import serialize, serialize_without_references
 from drawbar._process.threads import DaemonThreadPool
@@ -56,7 +57,6 @@ from drawbar.train._protocol.messages import Message, RankFailed
 from drawbar.train._worker.rank_runner import RankRunner, execute, use_caller_process
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.ranks import get_local_gpu_ids
 from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
 from drawbar.train._worker_group.validators import ThreadValidator
 from drawbar.train._worker_group.worker_group import WorkerGroup
@@ -136,7 +136,7 @@ def _disable_restarts(spec: RunSpec) -> RunSpec:
             "restarts the processes itself. Set torchrun's --max-restarts; a run with a name and "
             'resume="auto" then resumes from its latest checkpoint'
         )
-    failures = dataclasses.replace(failures, max_failures=0)
+    failures = dataclasses.replace(failures, max_failures=0, recovery="restart")
     config = dataclasses.replace(spec.run_config, failure_config=failures)
     return dataclasses.replace(spec, run_config=config)
 

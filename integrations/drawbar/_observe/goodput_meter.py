@@ -46,6 +46,7 @@ class _AttemptWork:
     measured: Mapping[str, float] = field(default_factory=dict)
     commits: list[_Commit] = field(default_factory=list)
     stalled: float = 0.0
+    recovery: float = 0.0
 
     def keep_commits_before(self, index: int) -> bool:
         """Drop the work after the last commit with a lower index. Return False if all is lost."""
@@ -77,9 +78,11 @@ class _AttemptWork:
                 taken = min(taken, remaining)
                 parts[part] = parts.get(part, 0.0) + taken
                 remaining -= taken
-        stalled = min(self.stalled, remaining)
-        parts["stalled"] = parts.get("stalled", 0.0) + stalled
-        parts["productive"] = parts.get("productive", 0.0) + remaining - stalled
+        for part, seconds in (("stalled", self.stalled), ("recovery", self.recovery)):
+            taken = min(seconds, remaining)
+            parts[part] = parts.get(part, 0.0) + taken
+            remaining -= taken
+        parts["productive"] = parts.get("productive", 0.0) + remaining
         parts[rest] = parts.get(rest, 0.0) + self.end - kept
 
 
@@ -166,6 +169,10 @@ class GoodputMeter:
                 self._settle_start()
                 if self._attempts and self._attempts[-1].number == event.attempt:
                     self._on_rank_times(event)
+            case events.RanksRecovered():
+                self._advance(event.time)
+                if self._is_in_attempt:
+                    self._attempts[-1].recovery += max(event.stopped_seconds, 0.0)
             case events.RanksStalled():
                 self._advance(event.time)
                 self._stalled_ranks = len(event.descriptions)

@@ -14,7 +14,7 @@ from drawbar._observe.html import extract_curves
 from drawbar._observe.rank_times import Straggler
 from drawbar._observe.run_goodput import compute_goodput
 from drawbar._process.errors import CheckpointError, RunInProgressError
-from drawbar._records.events import RunStarted, StragglerFound
+from drawbar._records.events import RanksRecovered, RunStarted, StragglerFound
 from drawbar._records.goodput import Goodput
 from drawbar._records.report_ranges import (
     describe_missing,
@@ -103,6 +103,11 @@ class RunEvents(RunOutput):
             for event in self._history.events
             if isinstance(event, StragglerFound)
         ]
+
+    @property
+    def recoveries(self) -> list[RanksRecovered]:
+        """Recoveries in place, in order."""
+        return [event for event in self._history.events if isinstance(event, RanksRecovered)]
 
     @property
     def error(self) -> str:

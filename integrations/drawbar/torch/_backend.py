@@ -118,6 +118,20 @@ class TorchConfig(BackendConfig):
                 "or set TorchConfig(backend='gloo')."
             )
 
+    def check_in_place_recovery(self, scaling_config: ScalingConfig) -> None:
+        """Check that the workers train on CPUs with gloo.
+
+        Raises:
+            ValueError: They do not.
+        """
+        backend = self.resolve_backend(has_gpus=scaling_config.num_gpus_per_worker > 0)
+        if backend != "gloo" or scaling_config.num_gpus_per_worker:
+            raise ValueError(
+                "FailureConfig(recovery='in_place') needs CPU workers and the backend gloo, but "
+                f"the backend is {backend!r} with {scaling_config.num_gpus_per_worker:g} GPUs per "
+                "worker. Use CPU workers, or recovery='restart'."
+            )
+
     def get_launcher_store(self) -> LauncherStore | None:
         """Return torchrun's store if torchrun started several processes, otherwise None."""
         return torchrun_store() if is_multiprocess_torchrun() else None

@@ -23,11 +23,13 @@ from drawbar.torch._data_position import (
 )
 from drawbar.torch._device_transfer import iter_to_device
 from drawbar.torch._devices import get_device
+from drawbar.torch._in_place import InPlaceTraining, find_training
 from drawbar.torch._loader_registry import LoaderRegistry, TrackedLoader
 from drawbar.torch._reproducibility import current_seed, derive_seed
 from drawbar.torch._sampler import EpochSampler
 from drawbar.torch._stateful_loader import is_stateful_loader, reject_state
 from drawbar.torch._stream_position import StreamTracker, is_huggingface_stream
+from drawbar.torch._training_state import LoaderRecord
 from drawbar.train import collective, get_context
 from drawbar.train.backend import attempt_local, measure_data_wait
 
@@ -126,9 +128,12 @@ def prepare_data_loader(
     device = get_device() if move_to_device else torch.device("cpu")
     # With prefetching, the dataset's state would include a batch before it is used.
     prefetch = auto_transfer and not isinstance(tracker, DatasetStateTracker | StreamTracker)
-    return PreparedDataLoader(
+    prepared = PreparedDataLoader(
         loader, device, prefetch=prefetch, tracked=tracked, worker_seed=_replace_generator(loader)
     )
+    if (training := find_training()) is not None:
+        prepared.recover_in_place(training)
+    return prepared
 
 
 class PreparedDataLoader(DataLoader[T]):
@@ -152,9 +157,21 @@ class PreparedDataLoader(DataLoader[T]):
         self._prefetch = prefetch
         self._tracked = tracked
         self._worker_seed = worker_seed
+        self._training: tuple[InPlaceTraining, LoaderRecord] | None = None
+
+    def recover_in_place(self, training: InPlaceTraining) -> None:
+        """Yield only batches that a dead process of this rank has not consumed."""
+        self._training = training, training.add_loader(self._tracked)
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # wraps the loader's iterator
-        self._tracked.begin()
+        if self._training is None:
+            return self._start()
+        training, record = self._training
+        return training.iterate(record, self._start)
+
+    def _start(self, position: object = None) -> Iterator[T]:
+        """Begin an iteration, at another position than the next one if it is not None."""
+        self._tracked.begin(position)
         tracker = self._tracked.tracker
         seed = derive_seed(self._worker_seed, *tracker.epoch_start)
         self._loader.generator.manual_seed(seed)

@@ -65,11 +65,14 @@ class TrackedLoader:
     prepared_at: int
     sequence: EpochSequence | None = None
 
-    def begin(self) -> None:
+    def begin(self, position: object = None) -> None:
         """Begin an iteration.
 
         It continues after the previous iteration of the loader's sequence. The first iteration of a
         sequence resumes from the checkpoint.
+
+        Args:
+            position: Position to begin at instead; None for the next one.
 
         Raises:
             ValueError: Several positions in the checkpoint may belong to this loader.
@@ -82,7 +85,17 @@ class TrackedLoader:
             self.tracker.follow(sequence.tracker)
         sequence.tracker, sequence.begun_at = self.tracker, self.registry.next_event_number()
         self.sequence = sequence
+        if position is not None:
+            self.tracker.resume_from(position)
         self.tracker.start_epoch()
+
+    def skip(self, position: object) -> None:
+        """Record an iteration that another process has completed, at the position after it."""
+        sequence = self.sequence or self.registry.find_sequence(self)
+        if position is not None:
+            self.tracker.resume_from(position)
+        sequence.tracker, sequence.begun_at = self.tracker, self.registry.next_event_number()
+        self.sequence = sequence
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import nn
 from drawbar.torch._attempt_cleanup import is_in_attempt, on_attempt_end
 from drawbar.torch._compat import map_tensors
 from drawbar.torch._devices import get_device
+from drawbar.torch._in_place import find_training
 
 _scaler: AmpScaler | None = None
 
@@ -58,7 +59,10 @@ def accelerate(amp: bool | torch.dtype = False) -> None:
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Wrap an optimizer for gradient scaling. Steps with non-finite gradients are skipped.
+    """Wrap an optimizer for gradient scaling, and record its steps for in-place recovery.
+
+    Steps with non-finite gradients are skipped. `FailureConfig(recovery="in_place")` needs this
+    function for each optimizer.
 
     Args:
         optimizer: Optimizer to wrap.
@@ -76,6 +80,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
         ```
     """
     scaler = _get_scaler()
+    if (training := find_training()) is not None:
+        training.add_optimizer(optimizer)
     return ScaledOptimizer(optimizer, scaler) if scaler.is_enabled() else optimizer
 
 

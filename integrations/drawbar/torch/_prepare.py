@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drawbar.torch._devices import get_device
+from drawbar.torch._in_place import InPlaceTraining, find_training
 from drawbar.torch._mixed_precision import add_autocast_hooks
 from drawbar.train import get_context
 from drawbar.train.backend import get_forward_callback
@@ -78,7 +79,7 @@ def prepare_model(
         model = model.to(device)  # the sharding strategies move one shard at a time
     match strategy:
         case "ddp":
-            return _wrap_ddp(model, kwargs)
+            return _wrap_ddp(model, kwargs, find_training())
         case "fsdp":
             return _wrap_fsdp(model, device, kwargs)
         case "fsdp2":
@@ -100,10 +101,15 @@ def _check_strategy(strategy: object, kwargs: Mapping[str, object] | None) -> No
         )
 
 
-def _wrap_ddp(model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+def _wrap_ddp(
+    model: nn.Module, kwargs: dict[str, Any], training: InPlaceTraining | None
+) -> nn.Module:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     device_ids = [device] if device.type == "cuda" else None
-    wrapped = nn.parallel.DistributedDataParallel(model, **{"device_ids": device_ids, **kwargs})
+    if training is not None:
+        wrapped = training.wrap_model(model, kwargs)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model, **{"device_ids": device_ids, **kwargs})
     timer = _ForwardTimer()
     wrapped.register_forward_pre_hook(timer.begin)
     wrapped.register_forward_hook(timer.end)

@@ -39,8 +39,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.torch._attempt_cleanup import on_attempt_end, set_env
 from drawbar.torch._compat import abort_default_group
+from drawbar.torch._replica_group import open_store
 from drawbar.train import TrainContext, collective, get_context
-from drawbar.train.backend import get_worker_address
+from drawbar.train.backend import get_recovery, get_worker_address
+
+_LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 
 _owns_default_group = False
 """Whether this module created the default group of this process."""
@@ -109,6 +112,10 @@ def _init_process_group(
     backend: str, store: TCPStore, timeout: timedelta, device: torch.device
 ) -> None:
     global _owns_default_group
+    if _is_joining():
+        # The other ranks are training, and do not connect to this group.
+        os.environ[_LAZY_VARIABLE] = "1"
+        on_attempt_end(os.environ.pop, _LAZY_VARIABLE, None)
     # Set this first, so that a group that an interrupt left incomplete is also cleaned up.
     context, _owns_default_group = get_context(), True
     dist.init_process_group(
@@ -119,6 +126,14 @@ def _init_process_group(
         timeout=timeout,
         device_id=nccl_device(backend, device),
     )
+    if _is_joining():
+        del os.environ[_LAZY_VARIABLE]
+
+
+def _is_joining() -> bool:
+    """Return whether this process replaces a dead rank of an attempt that continues."""
+    recovery = get_recovery()
+    return recovery is not None and recovery.is_joining
 
 
 def nccl_device(backend: str, device: torch.device) -> torch.device | None:
@@ -143,8 +158,11 @@ def nccl_device(backend: str, device: torch.device) -> torch.device | None:
 
 def _create_store(context: TrainContext, timeout: timedelta) -> TCPStore:
     size = context.get_world_size()
+    is_joining = _is_joining()
     if context.get_world_rank() > 0:
         host, port = collective.broadcast_from_rank_zero(("", 0))
+        if is_joining:  # rank 0 may be dead
+            return open_store(get_worker_address())
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     # Do not wait for the other ranks here: they do not know the address yet.
     store = TCPStore(

@@ -19,6 +19,13 @@ from drawbar._process.stalled_ranks import RankActivity, find_stalled_ranks, fin
 from drawbar._process.worker_failure import sort_root_cause_first
 from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.events import AttemptEndCause, ShardEpochEnded
+from drawbar._recovery import decisions
+from drawbar._recovery.decisions import (
+    GiveUp,
+    Restart,
+    decide_after_failure,
+    startup_delay,
+)
 from drawbar.train import (
     Backend,
     BackendConfig,
@@ -29,13 +36,6 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     WorkerFailure,
-)
-from drawbar.train._controller import decisions
-from drawbar.train._controller.decisions import (
-    GiveUp,
-    Restart,
-    decide_after_failure,
-    startup_delay,
 )
 from drawbar.train._controller.failures import AttemptFailure, make_training_failed_error
 from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from drawbar._process.event_queue import EventQueue
 from drawbar._records.live_events import Event, Notice
+from drawbar._recovery import node_watcher
+from drawbar._recovery.node_watcher import NodeWatcher
 from drawbar._storage.contents import FileEntry
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import CheckpointConfig
-from drawbar.train._controller import node_watcher
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.commits import CommitContext, StorageFailed
-from drawbar.train._controller.event_queue import EventQueue
-from drawbar.train._controller.node_watcher import NodeWatcher
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
 from drawbar.train._protocol.commands import Command, FileChunkAck, PersistFiles
 from drawbar.train._protocol.messages import CheckpointOffer, FileChunk, Report

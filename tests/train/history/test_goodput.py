@@ -279,6 +279,22 @@ def test_goodput_of_stalled_ranks_is_averaged() -> None:
     assert_parts(compute_goodput(journal), stalled=5, productive=25)
 
 
+def recovered(time: float, seconds: float) -> events.RanksRecovered:
+    return events.RanksRecovered(
+        time=time,
+        attempt=0,
+        ranks=[1],
+        failure_headlines=["rank 1: killed"],
+        failure_time=time - seconds,
+        stopped_seconds=seconds,
+    )
+
+
+def test_goodput_of_recovery_in_place_excludes_time_in_which_ranks_were_stopped() -> None:
+    journal = [started(0), attempt(0, 0), *function(0, 0, 0), recovered(10, 2), recovered(20, 1)]
+    assert_parts(compute_goodput([*journal, ended(30)]), recovery=3, productive=27)
+
+
 def make_random_journal(seed: int) -> tuple[Journal, float, float]:
     """Return events in any order, the last time, and the sum of the positive differences."""
     rng = random.Random(seed)
@@ -300,6 +316,7 @@ def make_random_events(rng: random.Random, number: int, now: float) -> Journal:
         lambda: commit(rng.randrange(number + 1), now, number, **times),
         lambda: [failed(number, now, at=rng.choice([None, now - 3, now + 3]))],
         lambda: [events.RanksStalled(time=now, attempt=0, descriptions={0: "", 1: ""})],
+        lambda: [recovered(now, rng.uniform(-5, 50))],
         lambda: [ended(now, rng.choice(["finished", "failed", "stopped"]))],
     ]
     return rng.choice(choices)()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawbar._process.driver_env import select_forwarded
+from drawbar._process.rank_assignment import assign_local_gpus, format_visible_devices
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.worker_env import (
     THREAD_ENV_VARS,
@@ -17,7 +18,6 @@ from drawbar._process.worker_env import (
     make_thread_env_vars,
     make_torchrun_env_vars,
 )
-from drawbar.train._worker_group.ranks import assign_local_gpus, format_visible_devices
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from drawbar import train
 from drawbar._base.node_resources import NodeResources, describe_missing_resources, matches_selector
 from drawbar._process.errors import InsufficientResourcesError
+from drawbar._process.rank_assignment import assign_ranks
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar.train._config.scaling_config import PlacementStrategy, ScalingConfig
 from drawbar.train._worker_group.capacity import check_group_fits
@@ -24,7 +25,6 @@ from drawbar.train._worker_group.cluster import (
     list_node_resources,
 )
 from drawbar.train._worker_group.placement import Placement
-from drawbar.train._worker_group.ranks import assign_ranks
 from tests.train.runs import fit
 
 

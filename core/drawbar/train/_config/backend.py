@@ -235,6 +235,20 @@ class BackendConfig(CheckedConfig):
             ValueError: A setting is out of range or conflicts with the scaling configuration.
         """
 
+    def check_in_place_recovery(self, scaling_config: ScalingConfig) -> None:
+        """Check that `FailureConfig(recovery="in_place")` works with this backend.
+
+        Args:
+            scaling_config: Scaling configuration of the run.
+
+        Raises:
+            ValueError: It does not, which is the default.
+        """
+        raise ValueError(
+            f"FailureConfig(recovery='in_place') does not work with {type(self).__name__}. Use "
+            "drawbar.torch.TorchTrainer, or recovery='restart'."
+        )
+
     def get_launcher_store(self) -> LauncherStore | None:
         """Return the store of the external launcher that started this process.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from drawbar._base import fields
 from drawbar._base.frames import warn_caller
@@ -35,6 +35,9 @@ class FailureConfig(fields.ConfigRepr):
         reuse_workers: Whether a restart keeps the processes of workers that did not fail, with
             their imported modules and `get_context().cache`. This requires a backend that supports
             it, and a training function that stops within one second when another rank fails.
+        recovery: "restart" ends the attempt of all ranks when one of them fails, and starts the
+            next one from the latest checkpoint. "in_place" replaces a rank whose process dies,
+            while the others wait in their training function. See the page on fault tolerance.
         hang_timeout: Time in seconds, or a timedelta. The attempt fails if no rank shows any
             activity (reports, collectives, output) for this long, even if some ranks have returned.
             Drawbar then writes the stacks of all ranks to `<run>/stacks` and raises a `HangError`,
@@ -58,7 +61,8 @@ class FailureConfig(fields.ConfigRepr):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A limit is below -1, or a duration is not positive and finite.
+        ValueError: A limit is below -1, a duration is not positive and finite, or recovery is
+            "in_place" and max_failures is 0.
 
     Example:
         >>> FailureConfig(max_failures=3, hang_timeout=1800)
@@ -76,6 +80,7 @@ class FailureConfig(fields.ConfigRepr):
     # A node may be lost during startup. A permanent error fails three times.
     max_startup_failures: Limit = 2
     reuse_workers: bool = True
+    recovery: Literal["restart", "in_place"] = "restart"
     # None by default: a long epoch looks like a hang, and only the user knows how long one may be.
     hang_timeout: Annotated[
         float | timedelta | None, partial(_to_timedelta, none_meaning="waits without limit")
@@ -104,3 +109,8 @@ class FailureConfig(fields.ConfigRepr):
                 "committed, and the run then continues on other nodes"
             )
         super().__post_init__()
+        if self.recovery == "in_place" and self.max_failures == 0:
+            raise ValueError(
+                "FailureConfig(recovery='in_place') needs max_failures, which counts the deaths "
+                "that are recovered, but it is 0. Set max_failures=10, or -1 for no limit."
+            )

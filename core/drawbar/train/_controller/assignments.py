@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from drawbar._base.node_resources import describe_missing_resources, describe_starting_workers
 from drawbar._base.ray_compat import get_draining_nodes
+from drawbar._process.rank_assignment import format_visible_devices
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._records.events import AttemptStarted
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
 from drawbar.train._worker_group import cluster
-from drawbar.train._worker_group.ranks import format_visible_devices
 
 
 class RunAssignmentPlanner:
@@ -73,6 +73,7 @@ class RunAssignmentPlanner:
                 node_pids=() if ranks.local_rank else node_pids[worker.node_id],
                 open_shards=shards[ranks.world_rank],
                 data_positions=positions,
+                is_recovered_in_place=self._spec.run_config.failure_config.recovery == "in_place",
             )
             for worker, ranks in workers
         ]

@@ -33,6 +33,19 @@ from drawbar._records.live_events import (
     RankImported,
     RoundCompleted,
 )
+from drawbar._recovery.attempt_recovery import (
+    AttemptRecovery,
+    Declined,
+    find_obstacle,
+    make_reports_lost,
+)
+from drawbar._recovery.messages import (
+    RecoveryDeclined,
+    RecoveryFinished,
+    RecoveryMessage,
+    RecoveryReady,
+)
+from drawbar._recovery.node_watcher import find_preemption
 from drawbar._storage.manifest import Manifest
 from drawbar.train._controller.attempt_events import ReportEmitter, make_observation_event
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
@@ -45,13 +58,15 @@ from drawbar.train._controller.failures import (
 )
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import ActivityClock, collect_payloads
-from drawbar.train._controller.request_agreement import RequestAgreement, find_preemption
+from drawbar.train._controller.request_agreement import RequestAgreement
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._protocol import messages
 from drawbar.train._protocol.commands import CollectiveResult, CommitCompleted
 from drawbar.train._worker_group.worker_group import WorkerGroup
 
 T = TypeVar("T")
+
+_NOT_IN_PLACE = "The run cannot recover in place, so it restarts"
 
 
 class Attempt:
@@ -66,6 +81,7 @@ class Attempt:
         emit: Callback that publishes events.
         on_diagnosis_request: Collects the stacks of all ranks and replies to the rank that requests
             them.
+        in_place: Recovers from deaths in place; None if a death ends the attempt.
 
     Attributes:
         failure: Failure that ended the attempt; None if there is none.
@@ -82,6 +98,7 @@ class Attempt:
         checkpoints: CheckpointCoordinator,
         emit: Emit,
         on_diagnosis_request: Callable[[int, messages.DiagnosisRequest], None],
+        in_place: AttemptRecovery[messages.WorkerDied] | None = None,
     ) -> None:
         self.number = start.attempt
         self.workers = list(workers)
@@ -95,6 +112,7 @@ class Attempt:
         self._should_emit_rounds = bool(run.spec.run_config.callbacks)
         self._checkpoints = checkpoints
         self._on_diagnosis_request = on_diagnosis_request
+        self._in_place = in_place
         self.progress = AttemptProgress(
             len(workers), start.first_report_index, should_keep_all_rounds=self._should_emit_rounds
         )
@@ -139,6 +157,8 @@ class Attempt:
 
     def _handle_reports(self, rank: int, reports: Sequence[messages.Report]) -> None:
         """Handle consecutive reports of a rank."""
+        if self._in_place is not None:
+            reports = self._drop_repeated(rank, reports)
         if reports and not self.has_ended:
             # First, so that no command or event refers to a report that is not stored.
             self.reports.emit(rank, reports)
@@ -158,6 +178,10 @@ class Attempt:
         # arrived yet.
         failure.failure_times = self._failure_times
         failure.returned = set(self.finished)
+        if self._in_place is not None and self._in_place.deaths:
+            failure.deaths = {**self._in_place.deaths, **failure.deaths}
+            if failure.failures:
+                self._emit(Notice(f"{_NOT_IN_PLACE}: {failure.failures[0].headline()}"))
         self.failure = failure
         self.has_ended = True
         return True
@@ -192,14 +216,12 @@ class Attempt:
 
     def _handle_message(self, rank: int, message: messages.GroupMessage) -> None:
         if not isinstance(message, messages.Observation) or message.is_activity:
-            self.activity_clock.record(rank)
+            self.activity_clock.record(rank)  # all that a `Heartbeat` does
         match message:
             case messages.Report():
                 self._on_report(rank, message)
             case OutputLine() | messages.OutputBytes():
                 self._emit(_make_output_event(rank, message))
-            case messages.Heartbeat():
-                pass  # only updates the time of the last activity
             case messages.CheckpointWaitStarted():
                 self.progress.on_waiting_for_checkpoint(rank, message.report_index)
                 self._check_divergence()
@@ -230,6 +252,8 @@ class Attempt:
             case messages.FunctionStarted():
                 self.requests.on_started(rank)
                 self.place_times[rank] = message.time
+                if self._in_place is not None and self._in_place.is_replaced(rank):
+                    return
                 self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
             case messages.ProgramStarted(pid=pid):
                 self._program_pids[rank] = pid
@@ -240,7 +264,9 @@ class Attempt:
             case messages.RankFailed():
                 self.fail(AttemptFailure(get_end_cause(message.failure), [message.failure]))
             case messages.WorkerDied():
-                self.fail(AttemptFailure("worker", deaths={rank: message}))
+                self._on_death(rank, message)
+            case RecoveryReady() | RecoveryDeclined() | RecoveryFinished():
+                self._on_recovery_message(rank, message)
             case messages.RankInterrupted():
                 self.fail(AttemptFailure("worker", [describe_interruption(rank)]))
 
@@ -326,19 +352,76 @@ class Attempt:
 
     def _on_collective(self, rank: int, call: messages.CollectiveCalled) -> None:
         self._last_locations[rank] = call.location
+        if self._in_place is not None and self.progress.has_left_collective(rank, call.sequence):
+            payloads = self._in_place.repeat_collective(call.sequence, rank, call.location)
+            if isinstance(payloads, Declined):
+                self._conclude(payloads)
+            else:
+                result = CollectiveResult(sequence=call.sequence, payloads=payloads)
+                self._broadcast_command([rank], result)
+            return
         calls = self.progress.on_collective(rank, call)
         if calls is None:
             self._check_divergence()
             return
         try:
             payloads = collect_payloads(calls)
+            if self._in_place is not None:
+                lines = {other: called.location for other, called in calls.items()}
+                self._in_place.record_collective(call.sequence, lines, payloads)
         except ValueError as error:
             self.fail(AttemptFailure("configuration", exception=error))
             return
         self._broadcast_command(calls, CollectiveResult(sequence=call.sequence, payloads=payloads))
 
+    # -- recovery in place
+
+    def _on_death(self, rank: int, death: messages.WorkerDied) -> None:
+        if self._in_place is None:
+            self.fail(AttemptFailure("worker", deaths={rank: death}))
+            return
+        progress = self.progress.ranks[rank]
+        is_in_checkpoint = self._checkpoints.is_waiting_for(rank) or bool(
+            progress.pending_offers or progress.awaited_report or progress.awaited_checkpoints
+        )
+        obstacle = find_obstacle(bool(self.finished), is_in_checkpoint)
+        self._conclude(self._in_place.on_death(rank, death, obstacle))
+
+    def _on_recovery_message(self, rank: int, message: RecoveryMessage) -> None:
+        if self._in_place is None:
+            return
+        latest = self._checkpoints.registry.latest
+        if latest and isinstance(message, RecoveryReady) and self._in_place.is_replaced(rank):
+            name = CommitCompleted(report_index=-1, checkpoint_name=latest.name)
+            self._broadcast_command([rank], name)
+        self._conclude(self._in_place.on_message(rank, message))
+
+    def _conclude(self, outcome: Declined | None) -> None:
+        if outcome is not None:
+            self._emit(Notice(f"{_NOT_IN_PLACE}: {outcome.reason}"))
+            self.fail(AttemptFailure("worker"))
+
+    def _drop_repeated(
+        self, rank: int, reports: Sequence[messages.Report]
+    ) -> list[messages.Report]:
+        """Return the reports that no dead process of the rank has made."""
+        new_reports, expected = list[messages.Report](), self.progress.ranks[rank].reports
+        for report in reports:
+            if report.index >= expected:
+                if report.index > expected:
+                    self._emit(make_reports_lost(rank, expected, report.index))
+                expected = report.index + 1
+                new_reports.append(report)
+            elif report.offer is not None:  # it was committed before the process died
+                name = report.offer.checkpoint_name
+                command = CommitCompleted(report_index=report.index, checkpoint_name=name)
+                self._broadcast_command([rank], command)
+        return new_reports
+
     def _on_finished(self, rank: int, message: messages.RankFinished) -> None:
         self.finished[rank] = message
+        if self._in_place is not None:
+            self._conclude(self._in_place.on_returned(rank))
         # A return value that cannot be pickled is not a failure: training has succeeded.
         if message.serialization_error:
             self._emit(Notice(f"rank {rank}: {message.serialization_error}"))

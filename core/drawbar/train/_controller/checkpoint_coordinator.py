@@ -163,6 +163,10 @@ class CheckpointCoordinator:
             return
         self._commits.start(report_round, self._context)
 
+    def is_waiting_for(self, rank: int) -> bool:
+        """Return whether a rank has not persisted its files of a checkpoint yet."""
+        return self._commits.is_waiting_for(rank)
+
     def on_message(self, rank: int, message: CheckpointMessage) -> None:
         """Handle a message of a rank in the current attempt."""
         assert self._context is not None  # an attempt is running

@@ -291,6 +291,10 @@ class CheckpointCommitter:
                 pending.uploaded_names[rank] = message.checkpoint_name
             self._commit_if_ready(message.report_index)
 
+    def is_waiting_for(self, rank: int) -> bool:
+        """Return whether a rank has not persisted its files of a checkpoint yet."""
+        return any(rank in pending.awaited_files for pending in self._pending.values())
+
     def find_pending(self, name: str) -> PendingCheckpoint | None:
         """Return the checkpoint whose files are being persisted; None if it was dropped."""
         return next((p for p in self._pending.values() if p.name == name), None)

@@ -11,37 +11,54 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from drawbar._process.event_queue import EventQueue
+from drawbar._process.ranks import WorkerInfo
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records import events
 from drawbar._records.event_stream import Emit
-from drawbar._records.live_events import AttemptEnding, Notice
+from drawbar._records.live_events import AttemptEnding, Event, Notice
+from drawbar._recovery.attempt_recovery import (
+    JOIN_TIMEOUT_S,
+    STALLED,
+    AttemptRecovery,
+    Recovered,
+    make_late_message,
+)
+from drawbar._recovery.decisions import GiveUp
+from drawbar._recovery.messages import RanksLost
+from drawbar._recovery.node_watcher import NodesDraining, NodeWatcher
 from drawbar.train._controller import failures
 from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.attempt import Attempt, HangDetected, MessagesReceived
 from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator, CheckpointEvent
 from drawbar.train._controller.commits import CommitFinished, StorageFailed
-from drawbar.train._controller.decisions import GiveUp
 from drawbar.train._controller.diagnosis import (
     DiagnosisWriter,
     HangDetector,
     RankSampler,
     StallDetector,
 )
-from drawbar.train._controller.event_queue import EventQueue
 from drawbar.train._controller.failures import AttemptFailure
-from drawbar.train._controller.node_watcher import NodesDraining, NodeWatcher
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.request_agreement import RepliesDue, StopRequested
 from drawbar.train._controller.run import ControllerOutcome, OpenRun
 from drawbar.train._controller.time_limit import TimeLimit
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
+from drawbar.train._protocol.assignment import WorkerAssignment
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._worker_group.validators import Validator
-from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
+from drawbar.train._worker_group.worker_group import (
+    AttemptEnd,
+    OnMessages,
+    Replacement,
+    WorkerGroup,
+)
 
 T = TypeVar("T")
 
@@ -90,6 +107,8 @@ class Controller:
         self._should_stop_at_commit = False
         self._should_stop_if_unused = False
         self._is_stopping = False
+        self._dead_workers: dict[int, WorkerInfo] = {}  # by rank: process that was replaced
+        self._recording: asyncio.Task[None] | None = None  # of a recovery in place
         self._has_ended = False  # training has ended, and only background tasks are left
         self._diagnosis = DiagnosisWriter(group, run.directory, emit)
         self._backend = BackendHooks(run.spec.backend_config, group, emit)
@@ -105,7 +124,13 @@ class Controller:
         sampler = RankSampler(group)
         self._monitors = (
             HangDetector(hang_timeout, lambda: self._attempt, sampler, put_event),
-            StallDetector(stall_threshold, lambda: self._attempt, sampler, emit, run.directory.uri),
+            StallDetector(
+                stall_threshold,
+                lambda: self._attempt,
+                sampler,
+                self._emit_stall,
+                run.directory.uri,
+            ),
             NodeWatcher(planner.get_draining_nodes, put_event, emit),
             TimeLimit(config, put_event, emit),
         )
@@ -254,16 +279,63 @@ class Controller:
             checkpoints=self._checkpoints,
             emit=self._emit,
             on_diagnosis_request=self._diagnosis.reply,
+            in_place=self._make_in_place_recovery(assignments),
         )
         # Emit before the functions start, so that the journal has the workers before their reports.
         self._emit(
             events.WorkersStarted(time=time.time(), attempt=self._attempt_number, workers=workers)
         )
-        put = self._queue.put
-        self._group.run(
-            assignments, lambda rank, messages: put(MessagesReceived(attempt, rank, messages))
-        )
+        self._group.run(assignments, self._make_receiver(attempt))
         return None
+
+    def _make_receiver(self, attempt: Attempt) -> OnMessages:
+        put = self._queue.put
+        return lambda rank, batch: put(MessagesReceived(attempt, rank, batch))
+
+    def _make_in_place_recovery(
+        self, assignments: Sequence[WorkerAssignment]
+    ) -> AttemptRecovery[WorkerDied] | None:
+        if not assignments[0].is_recovered_in_place:
+            return None
+        return AttemptRecovery(
+            len(assignments),
+            self._group.broadcast_command,
+            lambda rank, lost, death: self._replace_worker(assignments[rank], lost, death),
+            self._on_recovered,
+            self._recovery.check_budget,
+        )
+
+    def _replace_worker(
+        self, assignment: WorkerAssignment, lost: RanksLost, death: WorkerDied
+    ) -> None:
+        """Start a new process for a rank of the current attempt."""
+        attempt, rank = self._attempt, assignment.ranks.world_rank
+        assert attempt is not None
+
+        def make_assignment(worker: WorkerInfo) -> WorkerAssignment:
+            attempt.workers[rank] = worker
+            reports = attempt.progress.ranks[rank].reports
+            assigned = replace(assignment, gpu_ids=worker.gpu_ids, replaced=lost)
+            return replace(assigned, num_received_reports=reports)
+
+        put = self._make_receiver(attempt)
+        self._dead_workers[rank] = attempt.workers[rank]
+        new = Replacement(make_assignment, put)
+        self._group.replace_worker(rank, new, is_node_lost=death.is_preempted)
+        self._loop.call_later(JOIN_TIMEOUT_S, put, rank, [make_late_message(lost)])
+
+    def _emit_stall(self, event: Event) -> None:
+        self._emit(event)
+        if isinstance(event, events.RanksStalled) and self._attempt is not None:
+            for rank in event.descriptions:
+                self._queue.put(MessagesReceived(self._attempt, rank, [STALLED]))
+
+    def _on_recovered(self, recovered: Recovered[WorkerDied]) -> None:
+        assert self._attempt is not None
+        workers = {rank: self._dead_workers[rank] for rank in recovered.deaths}
+        self._recording = self._loop.create_task(
+            self._recovery.record_recovered(self._attempt, recovered, workers)
+        )
 
     def _make_attempt_started(self) -> events.AttemptStarted:
         registry = self._checkpoints.registry
@@ -283,6 +355,8 @@ class Controller:
         await self._queue.handle_until(
             lambda: attempt.has_ended or self._hang is not None or self._is_stopping
         )
+        if self._recording is not None:
+            await self._recording
         if (hang := self._hang) is not None:
             written = await self._call(self._diagnosis.write(f"hang_{attempt.number}"))
             # Collecting the stacks took seconds, in which the attempt may have ended. Then `fail`

@@ -29,8 +29,8 @@ from drawbar._process.exit_status import (
 from drawbar._process.ranks import WorkerInfo
 from drawbar._process.worker_failure import CONNECTION_LOST, WorkerFailure
 from drawbar._records.events import AttemptEndCause
+from drawbar._recovery.decisions import Restart
 from drawbar._storage.run_directory import RunDirectory
-from drawbar.train._controller.decisions import Restart
 from drawbar.train._protocol.messages import (
     FunctionFailed,
     GroupMessage,

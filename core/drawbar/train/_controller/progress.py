@@ -139,6 +139,11 @@ class AttemptProgress:
         self._divergence.on_collective_completed()
         return calls
 
+    def has_left_collective(self, rank: int, sequence: int) -> bool:
+        """Return whether a rank has called this collective and received its result."""
+        progress = self.ranks[rank]
+        return sequence < progress.collectives - (progress.awaited_collective is not None)
+
     def on_finished(self, rank: int) -> bool:
         """Record that a rank's function has returned. Return whether all have."""
         self.ranks[rank].is_finished = True

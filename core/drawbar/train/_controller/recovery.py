@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from drawbar._process.errors import TrainingFailedError
+from drawbar._process.ranks import WorkerInfo
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._process.worker_failure import WorkerFailure, sort_root_cause_first
 from drawbar._records.event_stream import Emit
-from drawbar._records.events import AttemptEndCause, AttemptEnded
+from drawbar._records.events import AttemptEndCause, AttemptEnded, RanksRecovered
 from drawbar._records.failure_history import FailureHistory
 from drawbar._records.fingerprint import make_fingerprints
 from drawbar._records.live_events import AttemptEnding, Notice, WorkersFailed
 from drawbar._records.verdict import Verdict
+from drawbar._recovery.attempt_recovery import Recovered
+from drawbar._recovery.decisions import GiveUp, Restart, decide_after_failure, startup_delay
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
-from drawbar.train._controller.decisions import GiveUp, Restart, decide_after_failure, startup_delay
 from drawbar.train._controller.failures import (
     AttemptFailure,
     describe_death,
@@ -26,6 +29,7 @@ from drawbar.train._controller.failures import (
     make_training_failed_error,
 )
 from drawbar.train._controller.run import OpenRun
+from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._worker_group.worker_group import AttemptEnd, WorkerGroup
 
 RESTART_GRACE_SECONDS = 1.0
@@ -130,6 +134,36 @@ class Recovery:
             if attempt is not None:
                 self._warn_if_work_is_lost()
         return decision
+
+    def check_budget(self, num_deaths: int) -> str:
+        """Return why so many deaths cannot be recovered in place, "" if they can."""
+        config = self._run.spec.run_config.failure_config
+        counts = self._failure_counts + Counter[AttemptEndCause]({"worker": num_deaths - 1})
+        decision = decide_after_failure("worker", counts, config)
+        return decision.reason if isinstance(decision, GiveUp) else ""
+
+    async def record_recovered(
+        self, attempt: Attempt, recovered: Recovered[WorkerDied], workers: Mapping[int, WorkerInfo]
+    ) -> None:
+        """Record deaths that were recovered in place. Each of them uses the failure budget.
+
+        Args:
+            attempt: Attempt that continues.
+            recovered: The recovery.
+            workers: The processes that have died, by rank.
+        """
+        budget = ""
+        for _ in recovered.deaths:
+            decision = self._decide("worker")
+            if isinstance(decision, Restart):
+                self._failure_counts, budget = decision.failure_counts, decision.budget
+        described = [
+            await describe_death(
+                rank, death, workers[rank], self._run.directory, attempt.count_reports(rank)
+            )
+            for rank, death in sorted(recovered.deaths.items())
+        ]
+        self._emit(RanksRecovered.of(attempt.number, described, recovered.stopped_seconds, budget))
 
     def _warn_if_work_is_lost(self) -> None:
         """Warn once if the run restarts without a checkpoint."""

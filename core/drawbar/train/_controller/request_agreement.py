@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from drawbar._process.errors import PreemptionInfo
-from drawbar._process.ranks import WorkerInfo
 from drawbar.train._protocol.commands import (
     Command,
     ControllerRequests,
@@ -117,22 +116,3 @@ class RepliesDue(NamedTuple):
     """Event: all ranks should have replied to a request."""
 
     requests: RequestAgreement
-
-
-def find_preemption(
-    workers: Sequence[WorkerInfo], draining: Mapping[str, int]
-) -> PreemptionInfo | None:
-    """Return the preemption of the workers on draining nodes, or None if there are none.
-
-    Args:
-        workers: Process of each rank, in rank order.
-        draining: Draining nodes: id to deadline in ms since the epoch, 0 if unknown.
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, worker in enumerate(workers):
-        if worker.node_id in draining:
-            ranks.setdefault(worker.node_id, []).append(rank)
-    if not ranks:
-        return None
-    deadlines = [draining[node] for node in ranks if draining[node]]
-    return PreemptionInfo(min(deadlines, default=None), ranks)

@@ -30,6 +30,7 @@ from drawbar._records.events import (
     CheckpointCommitted,
     CheckpointDeleted,
     JournaledEvent,
+    RanksRecovered,
     ReportsLost,
     RunEnded,
     RunStarted,
@@ -298,6 +299,8 @@ def _list_failures_since_last_end(events: list[JournaledEvent]) -> list[AttemptE
             ends = []
         elif isinstance(event, AttemptEnded):
             ends.append(event.cause)
+        elif isinstance(event, RanksRecovered):
+            ends += ["worker"] * len(event.ranks)
     return ends
 
 

@@ -16,6 +16,7 @@ from drawbar._process.driver_env import DriverEnvironment
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import Serialized
 from drawbar._process.worker_env import make_worker_env
+from drawbar._recovery.messages import RanksLost
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import Validation
 from drawbar._storage.run_directory import RunDirectory
@@ -63,6 +64,9 @@ class WorkerAssignment:
     node_pids: tuple[int, ...] = ()
     open_shards: OpenShards | Serialized | None = None
     data_positions: dict[str, object] = field(default_factory=dict)
+    is_recovered_in_place: bool = False
+    replaced: RanksLost | None = None  # the death after which this process replaces a worker
+    num_received_reports: int = 0  # number of the next report of the dead process
 
     @property
     def log_path(self) -> Path:

@@ -8,6 +8,7 @@ from drawbar._base.metrics import Metrics
 from drawbar._process.codec import Codec
 from drawbar._process.errors import PreemptionInfo
 from drawbar._process.serialization import Serialized
+from drawbar._recovery.messages import RecoveryCommand
 from drawbar._storage.contents import FileEntry
 from drawbar._storage.manifest import ReportedCheckpointStatus
 
@@ -118,6 +119,7 @@ Command = (
     | DiagnosisReply
     | FileChunkAck
     | FileReply
+    | RecoveryCommand
     | InterruptFunction
 )
 

@@ -17,6 +17,7 @@ from drawbar._process.output_lines import OutputLine
 from drawbar._process.serialization import Serialized
 from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.events import ShardEpochEnded
+from drawbar._recovery.messages import RecoveryMessage
 from drawbar._storage.contents import FileEntry, check_relative_path
 from drawbar._storage.manifest import Validation
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
@@ -309,6 +310,7 @@ Message = (
     | OutputBytes
     | Heartbeat
     | ProcessRetired
+    | RecoveryMessage
     | RankFinished
     | RankFailed
     | RankInterrupted

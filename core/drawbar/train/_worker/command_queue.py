@@ -52,6 +52,8 @@ class CommandQueue:
         self._commands: dict[CommandKey, Command] = {}
         self._request_ids = itertools.count()  # shared by all threads
         self.interrupt_reason: str | None = None
+        # Returns a function that the calling thread must run before it waits any longer.
+        self.take_task: Callable[[], Callable[[], None] | None] = lambda: None
 
     def put(self, command: Reply | PersistFiles | CommitCompleted) -> None:
         """Add a command and wake the thread that waits for it. Can be called from any thread."""
@@ -114,20 +116,42 @@ class CommandQueue:
             TimeoutError: No command arrived within `timeout` seconds.
         """
 
-        def take_command() -> Command | None:
+        def take_command() -> Command | Callable[[], None] | None:
             # Return a command that has arrived even if the attempt is interrupted: a committed
             # checkpoint is not a failure.
             for key in keys:
                 if key in self._commands:
                     return self._commands.pop(key)
             self.raise_if_interrupted()
-            return None
+            return self.take_task()
+
+        while True:
+            with self._changed:
+                command = self._changed.wait_for(take_command, timeout)
+            if command is None:
+                raise TimeoutError(f"The controller did not reply within {timeout} s.")
+            if not callable(command):
+                return command
+            command()
+
+    def wait_until(self, is_done: Callable[[], bool], timeout: float | None) -> None:
+        """Wait until a condition is true, which is checked after each command and `notify`.
+
+        Raises:
+            AttemptInterrupted: The attempt has been interrupted.
+        """
+
+        def is_done_or_interrupted() -> bool:
+            self.raise_if_interrupted()
+            return is_done()
 
         with self._changed:
-            command = self._changed.wait_for(take_command, timeout)
-        if command is None:
-            raise TimeoutError(f"The controller did not reply within {timeout} s.")
-        return command
+            self._changed.wait_for(is_done_or_interrupted, timeout)
+
+    def notify(self) -> None:
+        """Let all threads check their conditions again."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 def get_command_key(command: Reply | PersistFiles | CommitCompleted) -> CommandKey:

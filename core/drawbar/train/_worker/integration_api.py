@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from drawbar._recovery.rank_recovery import RankRecovery
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import BEST_CHECKPOINT_SOURCE
 from drawbar.train._protocol.messages import CheckpointDiscarded, ProcessRetired
@@ -142,6 +143,23 @@ def start_training() -> Checkpoint | None:
     if manifest is None or manifest.run_id != get_context().get_run_id():
         return checkpoint if number == 1 else None
     return checkpoint if manifest.data_positions.get(_TRAINING_COUNT_SOURCE, 1) == number else None
+
+
+def get_recovery() -> RankRecovery | None:
+    """Return the in-place recovery of this rank.
+
+    Returns:
+        The recovery; None without `FailureConfig(recovery="in_place")`.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> recovery = get_recovery()
+        >>> if recovery is not None:
+        ...     recovery.set_member(leave_collectives, recover)
+    """
+    return current_session("get_recovery").recovery
 
 
 def retire_process() -> None:

@@ -24,6 +24,8 @@ from drawbar._fork_server.imported_modules import ImportedModules
 from drawbar._process.stack import Stack
 from drawbar._process.training_thread import InterruptScope, ThreadGuard
 from drawbar._records.events import ShardEpochEnded
+from drawbar._recovery.messages import GroupFormed, RanksLost
+from drawbar._recovery.rank_recovery import RankRecovery
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import UploadTarget
 from drawbar._storage.files import remove_tree
@@ -120,6 +122,9 @@ class Session:
             self.timer,
         )
         self.requests = RankRequests(self.thread_guard, self._command_queue, self.timer)
+        self.recovery: RankRecovery | None = None
+        if assignment.is_recovered_in_place:
+            self.recovery = RankRecovery(assignment, send, self._command_queue, self)
         self._next_report = assignment.first_report_index
         self._offers: dict[int, CheckpointOffer] = {}
         self.final_notices: list[str] = []
@@ -167,6 +172,8 @@ class Session:
             metrics: Metrics by name.
             is_buffered: Whether the report may be sent later, together with others.
         """
+        if self.recovery is not None and self.recovery.is_joining:
+            return  # a dead process of this rank has made this report
         self.uploads.async_commits.raise_error()
         # Normalize before the index is used: invalid metrics must not leave a gap, because the
         # reports of all ranks are matched by index.
@@ -198,6 +205,8 @@ class Session:
         validation: object,
     ) -> None:
         """Report metrics and a checkpoint. See `drawbar.train.report`."""
+        if self.recovery is not None and self.recovery.is_joining:
+            return  # a dead process of this rank has made this report
         self.uploads.async_commits.raise_error()
         default = self.assignment.spec.default_validation
         to_validate = resolve_validation(validation, default, has_checkpoint=checkpoint is not None)
@@ -236,6 +245,15 @@ class Session:
                 self.uploads.complete_commit(index, offer)
             else:
                 self.uploads.async_commits.submit(index, offer)
+
+    def get_counters(self) -> tuple[int, int, int]:
+        """Return the numbers of reports, collectives, and calls of `should_checkpoint()`."""
+        return self._next_report, self.collectives.call_count, self.requests.call_count
+
+    def set_counters(self, counters: tuple[int, int, int]) -> None:
+        """Continue the numbering of another rank, whose training this rank joins."""
+        self._next_report, collectives, self.requests.call_count = counters
+        self.collectives.set_call_count(collectives)
 
     def _take_unread_checkpoint(self) -> str:
         """Return the name of the unread resume checkpoint, once and only on rank 0."""
@@ -359,5 +377,8 @@ class Session:
                     self._command_queue.put(command)
             case RequestAnnounced() | RequestAgreed():
                 self.requests.handle_command(command)
+            case GroupFormed() | RanksLost():
+                if self.recovery is not None:
+                    self.recovery.handle_command(command)
             case _:
                 self._command_queue.put(command)

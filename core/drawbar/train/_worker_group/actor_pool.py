@@ -235,7 +235,7 @@ class ActorPool:
     def _create_placement(self) -> Placement | None:
         return None if self._scaling.elasticity_enabled else Placement.create(self._scaling)
 
-    def _create_actor(self, slot: int) -> None:
+    def _create_actor(self, slot: int, shared_node: str = "") -> None:
         # Ray rejects CPU, GPU, and memory among the other resources.
         resources = self._scaling.bundle
         options: dict[str, object] = {
@@ -249,7 +249,10 @@ class ActorPool:
             # be full.
             "scheduling_strategy": "DEFAULT",
         }
-        if self._placement is not None:
+        if shared_node:
+            node = NodeAffinitySchedulingStrategy(shared_node, soft=False)
+            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": node}
+        elif self._placement is not None:
             options["scheduling_strategy"] = self._placement.get_scheduling_strategy(slot)
         elif self._scaling.label_selectors:
             options["label_selector"] = self._scaling.label_selectors[slot]
@@ -301,6 +304,20 @@ class ActorPool:
             return False
         self._scaling = scaling
         return True
+
+    def replace(self, dead: ActorSlot, shared_node: str = "") -> ActorSlot:
+        """Start a new process in the slot of a dead one.
+
+        Args:
+            dead: The process to replace.
+            shared_node: Node on which the process starts without reserved resources, for this
+                attempt only. Default: with the resources of the slot.
+        """
+        index = next(index for index, slot in self.slots.items() if slot is dead)
+        self._kill_actor(index)
+        self._create_actor(index, shared_node)
+        self.slots[index].is_retired = bool(shared_node)
+        return self.slots[index]
 
     def kill_all(self) -> None:
         """Kill all processes and release the placement."""

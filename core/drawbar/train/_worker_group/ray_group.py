@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from drawbar._base.ray_compat import suppress_death_messages
 from drawbar._fork_server.imported_modules import ModulesImported
 from drawbar._process.codec import ProtocolError, RayValue
+from drawbar._process.rank_assignment import assign_ranks, rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import MIN_SHARED_BYTES, Serialized, serialize
 from drawbar._process.stack import STACK, Stack, detect_stopped_process
@@ -33,14 +34,21 @@ from drawbar.train._protocol.commands import COMMANDS, CollectiveResult, Command
 from drawbar.train._protocol.messages import MESSAGE_BATCHES, ProcessRetired, RankFailed, WorkerDied
 from drawbar.train._worker_group.actor_pool import ActorPool, ActorSlot, await_reference
 from drawbar.train._worker_group.cluster import is_node_available
-from drawbar.train._worker_group.ranks import assign_ranks, rank_workers
-from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, OnWaiting
+from drawbar.train._worker_group.worker_group import (
+    AttemptEnd,
+    OnMessages,
+    OnWaiting,
+    Replacement,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 SHUTDOWN_S = 2.0
 STACK_SECONDS = 2.0
+RESERVED_START_S = 20.0
+"""Time that a new process has to start with reserved resources, before it shares a node."""
+
 STOP_CHECK_S = 5.0  # Ray may have to start a process for the check
 
 
@@ -87,20 +95,55 @@ class RayWorkerGroup:
         """Start an attempt: one call per worker, whose stream is read from now on."""
         self._attempt = assignments[0].attempt
         for assignment in assignments:
-            rank = assignment.ranks.world_rank
-            slot = self._ranks[rank]
-            # A stream instead of calls of the driver: messages keep their order, and the end of the
-            # stream reports the death of the process.
-            run = slot.actor.run.options(num_returns="streaming")
-            if assignment.open_shards is not None:
-                # Ray would unpickle it before the worker has the environment of the driver.
-                shards = serialize(assignment.open_shards)
-                assignment = dataclasses.replace(assignment, open_shards=shards)
-            stream = run.remote(assignment, self._train_loop)
+            slot = self._ranks[assignment.ranks.world_rank]
+            stream = self._call_run(slot, assignment)
             slot.on_messages = on_messages
             slot.run_task = asyncio.ensure_future(
-                self._receive_messages(rank, slot, stream, on_messages)
+                self._receive_messages(assignment.ranks.world_rank, slot, stream, on_messages)
             )
+
+    def _call_run(
+        self, slot: ActorSlot, assignment: WorkerAssignment
+    ) -> AsyncIterator[Awaitable[RayValue]]:
+        # A stream instead of calls of the driver: messages keep their order, and the end of the
+        # stream reports the death of the process.
+        run = slot.actor.run.options(num_returns="streaming")
+        if assignment.open_shards is not None:
+            # Ray would unpickle it before the worker has the environment of the driver.
+            shards = serialize(assignment.open_shards)
+            assignment = dataclasses.replace(assignment, open_shards=shards)
+        return run.remote(assignment, self._train_loop)
+
+    def replace_worker(self, rank: int, new: Replacement, *, is_node_lost: bool) -> None:
+        """Start a new process for a rank in the slot of the dead one, or on another node."""
+        node = self._find_shared_node(rank) if is_node_lost else ""
+        slot = self._ranks[rank] = self._pool.replace(self._ranks[rank], node)
+        slot.on_messages = new.on_messages
+        slot.run_task = asyncio.ensure_future(self._run_replacement(rank, slot, new))
+        if not node:
+            loop = asyncio.get_running_loop()
+            loop.call_later(RESERVED_START_S, self._replace_if_not_started, rank, slot, new)
+
+    def _find_shared_node(self, rank: int) -> str:
+        """Return the node with the fewest other ranks."""
+        slots = [slot for other, slot in self._ranks.items() if other != rank and not slot.is_dead]
+        nodes = Counter(slot.info.result().node_id for slot in slots if slot.info.done())
+        return min(nodes, key=lambda node: nodes[node], default="")
+
+    def _replace_if_not_started(self, rank: int, slot: ActorSlot, new: Replacement) -> None:
+        """Use a node of another rank if the resources of a rank are missing."""
+        if self._ranks.get(rank) is slot and slot.is_running and not slot.info.done():
+            self.replace_worker(rank, new, is_node_lost=True)
+
+    async def _run_replacement(self, rank: int, slot: ActorSlot, new: Replacement) -> None:
+        try:
+            worker = await slot.info
+        except RayError as error:
+            new.on_messages(rank, [WorkerDied(detail=str(error), time=time.time())])
+            return
+        suppress_death_messages([(worker.node_id, worker.pid)])
+        stream = self._call_run(slot, new.make_assignment(worker))
+        await self._receive_messages(rank, slot, stream, new.on_messages)
 
     async def _receive_messages(
         self,
@@ -263,7 +306,7 @@ async def _request_stack(slot: ActorSlot) -> Stack | None:
     except RayError:
         return None
     except TimeoutError:
-        return await _detect_stopped_worker(slot.info.result())
+        return await _detect_stopped_worker(slot.info.result()) if slot.info.done() else None
 
 
 async def _detect_stopped_worker(worker: WorkerInfo) -> Stack | None:

@@ -15,15 +15,16 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+from drawbar._process.rank_assignment import rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
 from drawbar._process.threads import run_in_daemon_thread
+from drawbar._recovery.no_replacement import NoReplacement
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message
 from drawbar.train._worker.rank_runner import RankRunner, use_caller_process
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.ranks import rank_workers
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
     InProcessExecution,
@@ -38,7 +39,7 @@ KILL_SECONDS = 5.0
 SubmitCall = Callable[[Callable[[], None]], None]
 
 
-class ThreadWorkerGroup(InProcessExecution):
+class ThreadWorkerGroup(NoReplacement, InProcessExecution):
     """Workers as threads of this process.
 
     Args:

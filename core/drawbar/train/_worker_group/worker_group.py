@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Sized
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
@@ -19,6 +19,13 @@ R = TypeVar("R")
 OnMessages = Callable[[int, Sequence[GroupMessage]], None]
 OnWaiting = Callable[[int, bool], None]
 """Receives the number of ready workers, and whether the resources of all workers are reserved."""
+
+
+class Replacement(NamedTuple):
+    """New process of a rank: a function that returns its assignment, and `on_messages`."""
+
+    make_assignment: Callable[[WorkerInfo], WorkerAssignment]
+    on_messages: OnMessages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,19 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
             assignments: One assignment for each worker.
             on_messages: Called on the event loop with a rank and its messages, in the order in
                 which the rank sent them. `WorkerDied` reports that the process of the rank died.
+        """
+        ...
+
+    def replace_worker(self, rank: int, new: Replacement, *, is_node_lost: bool) -> None:
+        """Start a new process for a rank whose process has died, in the same attempt.
+
+        If that fails, a `WorkerDied` of the rank follows.
+
+        Args:
+            rank: Rank of the dead process.
+            new: The new process.
+            is_node_lost: Whether the resources of the rank are lost, so that the process starts on
+                the node of another rank without reserved resources.
         """
         ...
 

@@ -63,6 +63,7 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "attempts": record.timeline.attempts,
         "goodput": record.goodput.to_dict(),
         "stragglers": record.stragglers,
+        "recoveries": record.recoveries,
         "checkpoints": [
             {
                 "name": checkpoint.name,
@@ -106,6 +107,8 @@ def _write(
             if attempt.decision:
                 print(indent(escape_lines(attempt.decision), "    "))
         _write_goodput(record)
+        for recovery in record.recoveries:
+            print(f"  attempt {recovery.attempt}: {escape_control_chars(recovery.describe())}")
         for straggler in record.stragglers:
             print(f"  {escape_control_chars(straggler.describe())} (drawbar show --ranks)")
     error, hint = record.error, record.resume_hint

@@ -6,9 +6,11 @@ They are polled, because no event reports them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from drawbar._process.errors import PreemptionInfo
+from drawbar._process.ranks import WorkerInfo
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.event_stream import Emit
 from drawbar._records.live_events import Notice
@@ -72,3 +74,22 @@ class NodeWatcher:
             return await query
         finally:
             query.cancel()
+
+
+def find_preemption(
+    workers: Sequence[WorkerInfo], draining: Mapping[str, int]
+) -> PreemptionInfo | None:
+    """Return the preemption of the workers on draining nodes, or None if there are none.
+
+    Args:
+        workers: Process of each rank, in rank order.
+        draining: Draining nodes: id to deadline in ms since the epoch, 0 if unknown.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, worker in enumerate(workers):
+        if worker.node_id in draining:
+            ranks.setdefault(worker.node_id, []).append(rank)
+    if not ranks:
+        return None
+    deadlines = [draining[node] for node in ranks if draining[node]]
+    return PreemptionInfo(min(deadlines, default=None), ranks)

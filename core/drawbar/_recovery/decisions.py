@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from drawbar._records.events import AttemptEndCause
 from drawbar._records.verdict import Verdict
-from drawbar.train._config.failure_config import FailureConfig
 
 STARTUP_DELAY_SECONDS = 2.0
 MAX_STARTUP_DELAY_SECONDS = 60.0
+
+
+class FailureLimits(Protocol):
+    """Maximum numbers of failures, as in `FailureConfig`. -1 is no limit."""
+
+    @property
+    def max_failures(self) -> int:
+        """Failures of workers."""
+        ...
+
+    @property
+    def max_preemption_failures(self) -> int:
+        """Losses of nodes."""
+        ...
+
+    @property
+    def max_startup_failures(self) -> int:
+        """Failed starts."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,7 @@ class GiveUp:
 def decide_after_failure(
     cause: AttemptEndCause,
     failure_counts: Counter[AttemptEndCause],
-    config: FailureConfig,
+    config: FailureLimits,
     verdict: Verdict | None = None,
 ) -> Restart | GiveUp:
     """Decide whether another attempt follows a failed one.

@@ -1,0 +1,1 @@
+"""Failures: restart decisions, draining nodes, and in-place recovery."""

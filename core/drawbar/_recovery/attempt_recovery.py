@@ -1,0 +1,197 @@
+"""In-place recovery as the controller sees it, for one attempt. No Ray and no I/O."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from drawbar._process.serialization import Serialized
+from drawbar._records.events import ReportsLost
+from drawbar._recovery.membership import Membership
+from drawbar._recovery.messages import (
+    RanksLost,
+    RecoveryCommand,
+    RecoveryDeclined,
+    RecoveryFinished,
+    RecoveryMessage,
+    RecoveryReady,
+)
+from drawbar._recovery.recorded_collectives import RecordedCollectives
+
+DeathT = TypeVar("DeathT")
+
+STALLED = RecoveryDeclined(generation=-1, reason="other ranks wait for it")
+"""Message about a rank that stalls. A new process may have lost the count of its steps."""
+
+JOIN_TIMEOUT_S = 120.0
+"""Maximum time that a new process needs until it can receive the state of the training."""
+
+
+def find_obstacle(has_returned: bool, is_in_checkpoint: bool) -> str:
+    """Return why a death cannot be recovered in place, "" if it can.
+
+    Args:
+        has_returned: Whether a rank has returned from its function.
+        is_in_checkpoint: Whether the dead rank took part in a checkpoint that is not committed.
+    """
+    if has_returned:
+        return "a rank has returned from its function"
+    if is_in_checkpoint:
+        return "the dead rank took part in a checkpoint that is not committed"
+    return ""
+
+
+def make_reports_lost(rank: int, first: int, until: int) -> ReportsLost:
+    """Return the event for reports that a rank would have made between two steps.
+
+    Its process has died there, and the new one continues with the next step.
+    """
+    return ReportsLost(time=time.time(), first=first, until=until, ranks=[rank], checkpoint="")
+
+
+def make_late_message(lost: RanksLost) -> RecoveryDeclined:
+    """Return the message of a rank whose new process is not ready within `JOIN_TIMEOUT_S`."""
+    reason = f"its new process was not ready within {JOIN_TIMEOUT_S:g} s"
+    return RecoveryDeclined(generation=lost.generation, reason=reason)
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Decision to restart the run instead of recovering in place."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Recovered(Generic[DeathT]):
+    """A recovery that all ranks have finished.
+
+    Attributes:
+        deaths: Deaths by rank.
+        stopped_seconds: Longest time in which a rank did not train.
+    """
+
+    deaths: Mapping[int, DeathT]
+    stopped_seconds: float
+
+
+class AttemptRecovery(Generic[DeathT]):
+    """In-place recoveries of one attempt.
+
+    Args:
+        world_size: Number of ranks.
+        broadcast: Sends a command to several ranks.
+        replace: Starts a new process for a rank, which receives the announcement of the death. It
+            is called with the rank, the announcement, and the description of the death.
+        on_recovered: Called when all ranks have finished a recovery.
+        check_budget: Returns why so many deaths cannot be recovered, "" if they can.
+
+    Attributes:
+        deaths: Deaths by rank that are not recovered yet.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        broadcast: Callable[[Collection[int], RecoveryCommand], None],
+        replace: Callable[[int, RanksLost, DeathT], None],
+        on_recovered: Callable[[Recovered[DeathT]], None],
+        check_budget: Callable[[int], str] = lambda num_deaths: "",
+    ) -> None:
+        self.deaths: dict[int, DeathT] = {}
+        self._world_size = world_size
+        self._broadcast = broadcast
+        self._replace = replace
+        self._on_recovered = on_recovered
+        self._check_budget = check_budget
+        self._membership = Membership(world_size)
+        self._collectives = RecordedCollectives()
+        self._had_replacement: set[int] = set()
+        self._starting: set[int] = set()  # ranks whose new processes have not sent a message
+
+    @property
+    def announcement(self) -> RanksLost:
+        """Command that announces the latest death."""
+        return self._membership.make_command()
+
+    def on_death(self, rank: int, death: DeathT, obstacle: str) -> Declined | None:
+        """Replace a rank that has died, unless there is an obstacle.
+
+        Args:
+            rank: Rank of the dead process.
+            death: Description of the death.
+            obstacle: Why the attempt cannot recover in place, "" if it can.
+        """
+        self.deaths[rank] = death
+        if obstacle := obstacle or self._check_budget(len(self.deaths)):
+            return Declined(obstacle)
+        lost = self._membership.on_death(rank)
+        if lost is None:
+            return Declined("all ranks with the state of the training have died")
+        self._starting.add(rank)
+        self._had_replacement.add(rank)
+        others = [other for other in range(self._world_size) if other not in self._starting]
+        self._broadcast(others, lost)
+        self._replace(rank, lost, death)
+        return None
+
+    def on_message(self, rank: int, message: RecoveryMessage) -> Declined | None:
+        """Handle a message of a rank about the recovery."""
+        match message:
+            case RecoveryReady():
+                self._starting.discard(rank)
+                if message.generation < self._membership.generation:
+                    # Its process did not exist when the latest death was announced.
+                    self._broadcast([rank], self._membership.make_command())
+                if formed := self._membership.on_ready(rank, message):
+                    self._broadcast(range(self._world_size), formed)
+            case RecoveryDeclined() if message is STALLED:
+                if rank in self._had_replacement:
+                    return Declined(
+                        f"other ranks wait for a call of rank {rank}, whose process was replaced. "
+                        "It may count its steps itself, for example with enumerate()"
+                    )
+            case RecoveryDeclined():
+                if self._membership.is_waiting_for(rank, message.generation):
+                    return Declined(f"rank {rank}: {message.reason}")
+            case RecoveryFinished():
+                if self._membership.on_finished(rank, message):
+                    deaths, self.deaths = self.deaths, {}
+                    self._on_recovered(Recovered(deaths, self._membership.stopped_seconds))
+        return None
+
+    def on_returned(self, rank: int) -> Declined | None:
+        """Handle the return of a rank from its function. It cannot join another group."""
+        if self._membership.is_recovering:
+            return Declined(f"rank {rank} has returned from its function")
+        return None
+
+    def is_replaced(self, rank: int) -> bool:
+        """Return whether a rank has a new process that does not have the state yet."""
+        return rank in self._membership.replaced
+
+    def record_collective(
+        self, sequence: int, calls: Mapping[int, str], payloads: tuple[Serialized | None, ...]
+    ) -> None:
+        """Record the result of a collective for new processes that call it again.
+
+        Args:
+            sequence: Number of the collective in the attempt.
+            calls: Function and line of the call, by rank.
+            payloads: The result.
+        """
+        self._collectives.record(sequence, calls, payloads)
+
+    def repeat_collective(
+        self, sequence: int, rank: int, call: str
+    ) -> tuple[Serialized | None, ...] | Declined:
+        """Return the recorded result of a collective that a rank calls again."""
+        payloads = self._collectives.find(sequence, rank, call)
+        if payloads is None:
+            return Declined(
+                f"rank {rank} calls {call} again, whose result is not recorded. Only collectives "
+                "of the setup and of the current step can be repeated"
+            )
+        return payloads

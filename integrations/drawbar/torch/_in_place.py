@@ -1,0 +1,391 @@
+"""In-place recovery of a plain PyTorch loop: the surviving ranks stay in `loss.backward()`.
+
+A rank that dies leaves the others in the collectives of their gradients. They keep their own
+gradients, connect again with a new process of the dead rank, and average once more. Their training
+function sees only a slow backward pass, so no step is lost or repeated on them.
+
+The new process runs the function from its start and receives the state at its first batch: model,
+optimizers, schedulers, random generators, and positions of the data, all as they were when the
+last step was complete. This is the `Commit`: a request for a batch after `optimizer.step()`.
+Loaders yield nothing for the epochs and batches before it. The state is loaded when the function
+reaches the interrupted iteration, after the code between the skipped ones.
+
+All ranks vote after they have averaged. So a rank that fails in the vote knows that its gradients
+are correct if another rank has passed it, and then passes it, too.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drawbar.torch._attempt_cleanup import on_attempt_end
+from drawbar.torch._compat import count_group_activity
+from drawbar.torch._data_position import SamplerPositionTracker
+from drawbar.torch._gradient_buckets import GradientBuckets
+from drawbar.torch._loader_registry import TrackedLoader
+from drawbar.torch._replica_group import ReplicaGroup, open_store
+from drawbar.torch._training_state import (
+    CannotRecoverError,
+    Commit,
+    LoaderRecord,
+    TrainedObjects,
+)
+from drawbar.train import collective, get_context
+from drawbar.train.backend import (
+    RankRecovery,
+    attempt_local,
+    get_recovery,
+    get_worker_address,
+)
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=1800)
+_UNSUPPORTED = ("find_unused_parameters", "process_group", "static_graph", "device_mesh")
+
+
+class DifferentSettingsError(RuntimeError):
+    """The optimizers of the ranks have different settings, such as learning rates."""
+
+
+def find_training() -> InPlaceTraining | None:
+    """Return the in-place recovery of this rank's training; None if the run restarts instead."""
+    if get_recovery() is None or get_context().get_world_size() == 1:
+        return None
+    return attempt_local(InPlaceTraining)
+
+
+class InPlaceTraining:
+    """State of one rank's training, and its recovery when another rank has died."""
+
+    def __init__(self) -> None:
+        recovery, context = get_recovery(), get_context()
+        assert recovery is not None  # find_training() checks it
+        self._recovery: RankRecovery = recovery
+        self._rank, self._size = context.get_world_rank(), context.get_world_size()
+        self._group: ReplicaGroup | None = None
+        self._store: object = None  # that this rank has opened; closed with the object
+        self._objects = TrainedObjects()
+        self._shared_buffers: list[torch.Tensor] = []
+        self._loaders: list[LoaderRecord] = []
+        self._commit: Commit | None = None
+        self._num_reductions = 0
+        self._num_steps = 0  # since the commit
+        self._has_gradients = False  # that no step has used
+        self._has_averages = False  # of the running backward pass
+        self._received: dict[str, Any] | None = None  # state of another rank, not loaded yet
+        on_attempt_end(self._disconnect)
+        address = self._open_store() if self._rank == 0 else ""
+        address = collective.broadcast_from_rank_zero(address)
+        if not self._recovery.is_joining:
+            self._connect(address, "0")
+
+    # -- set up
+
+    def wrap_model(self, model: nn.Module, kwargs: dict[str, Any]) -> DistributedDataParallel:
+        """Make a model data-parallel, with the weights of rank 0.
+
+        Raises:
+            ValueError: DDP is not supported with these arguments.
+        """
+        unsupported = sorted(name for name in _UNSUPPORTED if kwargs.get(name))
+        if unsupported or any(param.device.type != "cpu" for param in model.parameters()):
+            found = (
+                f"found {', '.join(unsupported)}" if unsupported else "found one on another device"
+            )
+            raise ValueError(
+                "FailureConfig(recovery='in_place') needs a DDP model on the CPU without "
+                f"{', '.join(_UNSUPPORTED)}; {found}. Change the arguments of prepare_model(), or "
+                "set recovery='restart'."
+            )
+        if not self._recovery.is_joining:
+            assert self._group is not None
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    self._group.broadcast(tensor.data, 0)
+        # DDP itself uses no other rank. The hook averages the gradients of all ranks.
+        own_group = dist.new_group([self._rank], backend="gloo", use_local_synchronization=True)
+        wrapped = DistributedDataParallel(model, process_group=own_group, **kwargs)
+        buckets = GradientBuckets(model, self._size, self._get_group, self._finish_backward)
+        wrapped.register_comm_hook(None, lambda state, bucket: buckets(state, bucket))
+        wrapped.register_forward_pre_hook(partial(self._on_forward, buckets))
+        self._objects.models.append(model)
+        if kwargs.get("broadcast_buffers", True):
+            self._shared_buffers += model.buffers()
+        return wrapped
+
+    def _on_forward(self, buckets: GradientBuckets, module: nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled():
+            buckets.reset()  # an exception may have ended the previous backward pass
+            if not getattr(module, "require_backward_grad_sync", True):
+                self._has_gradients = True  # of this rank only; a new process cannot receive them
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the steps of an optimizer, and take part in recoveries from now on."""
+        self._objects.optimizers.append(optimizer)
+        optimizer.register_step_post_hook(self._on_step)
+        self._recovery.set_member(self._leave_collectives, self._recover_between_steps)
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        self._num_steps += 1
+        self._has_gradients = False
+
+    def add_loader(self, tracked: TrackedLoader) -> LoaderRecord:
+        """Track a prepared loader."""
+        record = LoaderRecord(tracked)
+        self._loaders.append(record)
+        self._set_targets()
+        return record
+
+    def _set_targets(self) -> None:
+        """Let the loaders skip batches that the dead process of this rank has consumed."""
+        if self._received is not None:
+            targets = self._received["commit"].loaders
+            for record, target in zip(self._loaders, targets, strict=False):
+                if record.num_iterations == 0:
+                    record.target = target
+
+    # -- iterations and commits
+
+    def iterate(self, record: LoaderRecord, start: Callable[[object], Iterator[T]]) -> Iterator[T]:
+        """Yield the batches of a new iteration that this rank has not consumed.
+
+        Args:
+            record: The loader.
+            start: Begins the iteration, at a position if it is not None.
+        """
+        if self._recovery.is_joining and self._received is None:
+            self._join()
+        record.num_iterations += 1
+        target, position = record.target, None
+        if target is not None:
+            number = record.num_iterations - target["num_iterations"]
+            if number < 0 or (number == 0 and not target["is_running"]):
+                record.tracked.skip(target["position"])
+                return iter(())
+            record.target = None
+            position = target["position"] if number == 0 else None
+        received = self._received
+        if received is not None and self._loaders.index(record) == received["commit"].active_loader:
+            self._load_state(received)
+        return self._track(record, start(position))
+
+    def _track(self, record: LoaderRecord, batches: Iterator[T]) -> Iterator[T]:
+        number, record.is_running = record.num_iterations, True
+        try:
+            while True:
+                self._commit_if_complete(record)
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            if record.num_iterations == number:
+                record.is_running = False
+            if hasattr(batches, "close"):
+                batches.close()
+
+    def _commit_if_complete(self, record: LoaderRecord) -> None:
+        """Commit if a loader is asked for a batch after a step.
+
+        Code between epochs, such as an evaluation or a checkpoint, is not part of a commit: a new
+        process runs it again.
+        """
+        if self._has_gradients or not (self._num_steps > 0 or self._commit is None):
+            return
+        self._commit = self._objects.commit(
+            has_stepped=self._num_steps > 0,
+            num_reductions=self._num_reductions,
+            counters=self._recovery.get_counters(),
+            loaders=[loader.save() for loader in self._loaders],
+            active_loader=self._loaders.index(record),
+        )
+        self._num_steps = 0
+
+    # -- a backward pass
+
+    def _get_group(self) -> ReplicaGroup:
+        if self._group is None:
+            raise RuntimeError("This rank is not connected to the others.")
+        return self._group
+
+    def _finish_backward(self, buckets: GradientBuckets) -> None:
+        """Average the gradients, also if ranks die."""
+        self._has_gradients = True
+        stopped_at: float | None = None
+        while True:
+            try:
+                if not self._has_averages:
+                    buckets.reduce()
+                    self._copy_buffers()
+                    self._has_averages = True
+                self._vote()
+                break
+            except (CannotRecoverError, DifferentSettingsError):
+                raise
+            except RuntimeError as error:
+                stopped_at = stopped_at or time.monotonic()
+                if self._group is not None:
+                    self._group.shut_down()  # also ends collectives of this rank that still wait
+                buckets.prepare_repetition()
+                if self._recover(error):
+                    break
+                # The new process has not averaged yet, so all ranks do it again.
+                self._has_averages = False
+        self._has_averages = False
+        self._num_reductions += 1
+        if stopped_at is not None:
+            self._recovery.finish(time.monotonic() - stopped_at)
+
+    def _copy_buffers(self) -> None:
+        """Copy the buffers of rank 0 to all ranks, as DDP does before the next forward pass."""
+        with torch.no_grad():
+            for buffer in self._shared_buffers:
+                self._get_group().broadcast(buffer.data, 0)
+
+    def _vote(self) -> None:
+        """Wait until all ranks have averaged, and check that their optimizers agree.
+
+        Raises:
+            DifferentSettingsError: Ranks would make different steps.
+        """
+        settings = self._objects.get_settings()
+        checksum = zlib.crc32(repr(settings).encode())
+        highest, lowest = (
+            self._get_group().get_maximum(torch.tensor([checksum, -checksum])).tolist()
+        )
+        if highest != -lowest:
+            raise DifferentSettingsError(
+                "The optimizers of the ranks have different settings, for example learning rates. "
+                "In a new process that has replaced a rank, a count of the training function may "
+                f"be too low. The settings of rank {self._rank} are {settings}."
+            )
+
+    # -- recovery
+
+    def _leave_collectives(self) -> str:
+        """End the collectives of this rank. Called in another thread when a rank has died."""
+        activity = count_group_activity()
+        if activity is not None and (
+            activity[0] > 0 or activity[1] > 1 + len(self._objects.models)
+        ):
+            return (
+                "the training function calls torch.distributed itself, which a new process cannot "
+                "repeat. Use drawbar.train.collective instead"
+            )
+        if self._group is not None:
+            self._group.shut_down()
+        return ""
+
+    def _recover_between_steps(self) -> None:
+        """Recover while the training function waits in a function of `drawbar.train`."""
+        begun = time.monotonic()
+        self._recover(CannotRecoverError("no group was formed"))
+        self._recovery.finish(time.monotonic() - begun)
+
+    def _join(self) -> None:
+        """Receive the state of the training from another rank, in a new process."""
+        self._recover(CannotRecoverError("no group was formed"))
+        self._recovery.finish(0.0)
+
+    def _recover(self, error: RuntimeError) -> bool:
+        """Connect with a new process of each dead rank.
+
+        Returns:
+            Whether the running backward pass is complete, because others have completed it.
+        """
+        while True:
+            self._disconnect()
+            try:
+                formed = self._recovery.wait_for_group(self._open_store)
+            except TimeoutError:
+                raise error from None
+            try:
+                self._connect(formed.address, str(formed.generation))
+                return self._synchronize()
+            except CannotRecoverError as reason:
+                self._recovery.decline(str(reason))
+                raise
+            except RuntimeError as failure:
+                error = failure  # another rank has died, so that the next group follows
+
+    def _open_store(self) -> str:
+        store = open_store(get_worker_address())
+        self._store = store
+        return f"{store.host}:{store.port}"
+
+    def _connect(self, address: str, name: str) -> None:
+        group = ReplicaGroup(address, name, self._rank, self._size, COLLECTIVE_TIMEOUT)
+        if not group.is_complete:
+            raise CannotRecoverError("the connections of gloo were not found")
+        self._group = group
+        if self._recovery.has_lost_ranks:
+            group.shut_down()
+
+    def _disconnect(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _synchronize(self) -> bool:
+        """Send the state to new processes. Return whether the backward pass is complete."""
+        group, commit = self._get_group(), self._commit
+        count = -1 if self._recovery.is_joining else self._num_reductions
+        can_send = (
+            commit is not None
+            and commit.num_reductions == self._num_reductions
+            and self._num_steps == 0
+            and all(map(_has_exact_position, self._loaders))
+        )
+        states = group.gather([count, int(self._has_averages), int(can_send)])
+        latest = max(state[0] for state in states)
+        behind = [state for state in states if 0 <= state[0] < latest]
+        if any(state[0] != latest - 1 or not state[1] for state in behind):
+            raise CannotRecoverError("the ranks are in different steps")
+        new_ranks = [rank for rank, state in enumerate(states) if state[0] < 0]
+        if new_ranks:
+            sources = [rank for rank, state in enumerate(states) if state[0] == latest and state[2]]
+            if not sources:
+                raise CannotRecoverError(
+                    "no rank is at the start of a step. In-place recovery needs one backward pass "
+                    "per step, and loaders of prepare_data_loader() that resume within an epoch"
+                )
+            if self._rank == sources[0]:
+                assert commit is not None  # can_send
+                data = self._objects.save(commit)
+                for rank in new_ranks:
+                    group.send(data, rank)
+            elif self._rank in new_ranks:
+                # Another rank of this run has sent it.
+                received = io.BytesIO(group.receive(sources[0]))
+                self._received = torch.load(received, weights_only=False)
+                self._set_targets()
+        return 0 <= count < latest
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """Load the state of another rank, and take part in the training."""
+        try:
+            self._objects.load(state)
+        except CannotRecoverError as reason:
+            self._recovery.decline(str(reason))
+            raise
+        commit: Commit = state["commit"]
+        self._num_reductions, self._num_steps, self._has_gradients = commit.num_reductions, 0, False
+        self._recovery.join(commit.counters)
+        self._received = None
+
+
+def _has_exact_position(record: LoaderRecord) -> bool:
+    return not record.is_running or isinstance(record.tracked.tracker, SamplerPositionTracker)

@@ -1,0 +1,190 @@
+"""State of a rank's training, which a new process of another rank receives."""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from drawbar.torch._loader_registry import TrackedLoader
+
+
+class CannotRecoverError(RuntimeError):
+    """The state of the ranks does not allow an in-place recovery."""
+
+
+@dataclass
+class LoaderRecord:
+    """Iterations of one prepared loader.
+
+    Attributes:
+        tracked: Tracks the position of the loader.
+        num_iterations: Number of iterations that have begun.
+        is_running: Whether the latest one has not ended.
+        target: State of this loader on another rank, which this rank has to reach.
+    """
+
+    tracked: TrackedLoader
+    num_iterations: int = 0
+    is_running: bool = False
+    target: Mapping[str, Any] | None = None
+
+    def save(self) -> dict[str, Any]:
+        """Return the state of the loader."""
+        return {
+            "num_iterations": self.num_iterations,
+            "is_running": self.is_running,
+            "position": self.tracked.tracker.position() if self.num_iterations else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """State of a rank when a step was complete, without the weights.
+
+    The weights and the state of the optimizers do not change before the next step.
+
+    Attributes:
+        num_reductions: Number of backward passes whose gradients were averaged.
+        counters: Numbers of the reports and collectives of the rank.
+        loaders: States of the prepared loaders.
+        active_loader: Number of the loader that was asked for a batch.
+        settings: Settings of the parameter groups, by optimizer.
+        followers: States of schedulers and averages of weights, with their names. Tensors do not
+            change before the next step.
+        random_states: States of the generators of Python, NumPy, and PyTorch.
+        buffers: Buffers by model.
+    """
+
+    num_reductions: int
+    counters: tuple[int, int, int]
+    loaders: list[dict[str, Any]]
+    active_loader: int
+    settings: list[list[dict[str, Any]]]
+    followers: list[tuple[str, dict[str, Any]]]
+    random_states: tuple[Any, Any, torch.Tensor]
+    buffers: list[dict[str, torch.Tensor]]
+
+
+class TrainedObjects:
+    """Models, optimizers, schedulers, and averages of weights of a rank.
+
+    Attributes:
+        models: Prepared models, without DDP.
+        optimizers: Prepared optimizers.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._followers: list[tuple[str, weakref.ref[Any]]] | None = None
+
+    def _find_followers(self) -> list[tuple[str, Any]]:
+        """Return objects that the user's code updates after each step, with their names.
+
+        They are the schedulers of the optimizers, and averages of weights.
+        """
+        if self._followers is None:
+            found: list[tuple[str, Any]] = []
+            for each in gc.get_objects():
+                kind = type(each)
+                if issubclass(kind, AveragedModel):
+                    found.append((kind.__name__, each))
+                elif issubclass(kind, LRScheduler | ReduceLROnPlateau):
+                    for number, optimizer in enumerate(self.optimizers):
+                        if getattr(each, "optimizer", None) is optimizer:
+                            found.append((f"{kind.__name__} of optimizer {number}", each))
+            found.sort(key=lambda pair: pair[0])
+            self._followers = [(name, weakref.ref(each)) for name, each in found]
+        pairs = [(name, reference()) for name, reference in self._followers]
+        return [(name, each) for name, each in pairs if each is not None]
+
+    def get_settings(self) -> list[list[dict[str, Any]]]:
+        """Return the settings of the parameter groups whose values can be compared."""
+        return [
+            [
+                {
+                    name: value
+                    for name, value in group.items()
+                    if isinstance(value, int | float | str | tuple | None)
+                }
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self.optimizers
+        ]
+
+    def commit(self, *, has_stepped: bool, **progress: Any) -> Commit:
+        """Return the state after a complete step.
+
+        Args:
+            has_stepped: Whether an optimizer has made a step, so that all followers exist.
+            progress: Fields of `Commit` about the progress of the rank.
+        """
+        followers = self._find_followers() if has_stepped or self._followers else []
+        return Commit(
+            **progress,
+            settings=self.get_settings(),
+            followers=[(name, each.state_dict()) for name, each in followers],
+            random_states=(random.getstate(), np.random.get_state(), torch.get_rng_state()),
+            buffers=[
+                {name: buffer.clone() for name, buffer in model.named_buffers()}
+                for model in self.models
+            ],
+        )
+
+    def save(self, commit: Commit) -> bytes:
+        """Return a commit with the weights. No step must have been made since."""
+        file = io.BytesIO()
+        state = {
+            "commit": commit,
+            "models": [model.state_dict() for model in self.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        torch.save(state, file)
+        return file.getvalue()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the state of another rank.
+
+        Args:
+            state: Result of `save`, as `torch.load` returns it.
+
+        Raises:
+            CannotRecoverError: It has other objects.
+        """
+        commit: Commit = state["commit"]
+        followers = self._find_followers() if commit.followers else []
+        names = [name for name, _ in followers]
+        try:
+            if names != [name for name, _ in commit.followers] or len(set(names)) < len(names):
+                raise ValueError(f"it has {', '.join(names)}")
+            for model, weights, buffers in zip(
+                self.models, state["models"], commit.buffers, strict=True
+            ):
+                model.load_state_dict({**weights, **buffers})
+            for optimizer, saved, settings in zip(
+                self.optimizers, state["optimizers"], commit.settings, strict=True
+            ):
+                for group, values in zip(saved["param_groups"], settings, strict=True):
+                    group.update(values)
+                optimizer.load_state_dict(saved)
+            for (_, follower), (_, saved) in zip(followers, commit.followers, strict=True):
+                follower.load_state_dict(saved)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CannotRecoverError(
+                f"the new process has other or ambiguous models or schedulers: {error}"
+            ) from error
+        python_state, numpy_state, torch_state = commit.random_states
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
