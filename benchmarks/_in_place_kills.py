@@ -11,6 +11,7 @@ step after the step, so a kill may leave a step unrecorded, but no step may be r
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # once, because the optimizers of each rank import it
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,6 +50,8 @@ from drawbar.train._protocol.commands import CollectiveResult
 from drawbar.train._protocol.messages import CollectiveCalled, RankFinished
 from drawbar.train._worker.active_session import use_session
 from drawbar.train._worker.session import Session
+
+importlib.import_module("torch._dynamo")  # once, because the optimizers of each rank import it
 
 NUM_WORKERS = 3
 NUM_SAMPLES = 72

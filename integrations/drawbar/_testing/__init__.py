@@ -1,0 +1,1 @@
+"""Run functions in threads, and test backends; `drawbar.train.testing` exports the names."""
