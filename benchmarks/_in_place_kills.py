@@ -11,6 +11,7 @@ step after the step, so a kill may leave a step unrecorded, but no step may be r
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # once, because the optimizers of each rank import it
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -274,6 +274,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="selects times and ranks")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    for name in TorchConfig().forkserver_preload:  # once, and not in each rank
+        importlib.import_module(name)
     rng = random.Random(options.seed)
     _, _, expected, _ = _train_with_kills(None)
     seconds: list[float] = []
