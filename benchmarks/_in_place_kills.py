@@ -276,6 +276,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="selects times and ranks")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    for name in TorchConfig().forkserver_preload:  # once, and not in each rank
+        importlib.import_module(name)
     rng = random.Random(options.seed)
     _, _, expected, _ = _train_with_kills(None)
     seconds: list[float] = []

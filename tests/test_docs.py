@@ -156,6 +156,7 @@ SMALLER = {
 
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
+    "docs/fault-tolerance.md": "tests/torch/test_in_place_recovery.py",
     "docs/launch.md": "tests/launch",
     "docs/operations/exit-codes.md": "tests/launch/test_exit.py",
     "docs/operations/kubernetes.md": "tests/operations/test_kubernetes.py",
