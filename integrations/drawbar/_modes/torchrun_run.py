@@ -290,7 +290,8 @@ class TorchrunRun(RunView):
 
     def get_state(self) -> RunState:
         """Return the current or final state of the run."""
-        return super().get_state() if self._outcome is None else self._outcome.snapshot
+        # Not `super().get_state()`: `join` would run the training function in this thread.
+        return self._read_state() if self._outcome is None else self._outcome.snapshot
 
     def get_outcome(self) -> RunOutcome:
         """Wait until the run has ended and return its outcome."""

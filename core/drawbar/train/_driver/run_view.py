@@ -17,6 +17,7 @@ from drawbar._process.errors import ControllerError
 from drawbar._records.result import Result
 from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import FINAL_STATUSES, RunState
+from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
@@ -80,7 +81,13 @@ class RunView(ABC):
         """Return a description of what each rank is blocked in."""
 
     def get_state(self) -> RunState:
-        """Return the current or final state of the run."""
+        """Return the current or final state of the run. It has failed if its process was killed."""
+        # After its end, another process may have resumed it.
+        if self.join(0) and not is_locked(self.directory.journal_path):
+            return read_final_state(self.directory)
+        return self._read_state()
+
+    def _read_state(self) -> RunState:
         return RunHistory.read(self.directory).make_state()
 
     def read_log(self, rank: int) -> bytes | None:
