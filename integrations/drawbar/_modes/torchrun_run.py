@@ -129,16 +129,14 @@ class TorchrunMode:
 
 def _disable_restarts(spec: RunSpec) -> RunSpec:
     """Leave restarts to the launcher, which alone can replace a process."""
-    failures = spec.run_config.failure_config
-    if failures.max_failures:
+    limit = spec.run_config.failure_config.max_failures
+    if limit:
         warn_caller(
-            f"FailureConfig.max_failures={failures.max_failures} is ignored under torchrun, which "
-            "restarts the processes itself. Set torchrun's --max-restarts; a run with a name and "
+            f"FailureConfig.max_failures={limit} is ignored, because your launcher restarts the "
+            "processes. Set its limit instead (torchrun: --max-restarts). A run with a name and "
             'resume="auto" then resumes from its latest checkpoint'
         )
-    failures = dataclasses.replace(failures, max_failures=0)
-    config = dataclasses.replace(spec.run_config, failure_config=failures)
-    return dataclasses.replace(spec, run_config=config)
+    return dataclasses.replace(spec, is_restarted_by_launcher=True)
 
 
 def _check_no_datasets(spec: RunSpec, ranks: Ranks) -> None:

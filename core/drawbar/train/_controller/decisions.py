@@ -35,7 +35,11 @@ class GiveUp:
 
 
 def decide_after_failure(
-    cause: AttemptEndCause, failure_counts: Counter[AttemptEndCause], config: FailureConfig
+    cause: AttemptEndCause,
+    failure_counts: Counter[AttemptEndCause],
+    config: FailureConfig,
+    *,
+    has_launcher: bool = False,
 ) -> Restart | GiveUp:
     """Decide whether another attempt follows a failed one.
 
@@ -46,8 +50,11 @@ def decide_after_failure(
         cause: How the attempt ended.
         failure_counts: Number of failures of earlier attempts by cause.
         config: Limits of the budgets.
+        has_launcher: Whether an external launcher restarts failed ranks.
     """
     match cause:
+        case "worker" | "hang" if has_launcher:
+            return GiveUp("restarts are left to your launcher (torchrun: --max-restarts)")
         case "worker" | "hang":
             count = failure_counts["worker"] + failure_counts["hang"]
             name, limit = "max_failures", config.max_failures

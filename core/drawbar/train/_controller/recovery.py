@@ -129,8 +129,13 @@ class Recovery:
             self._emit(Notice(_NO_CHECKPOINT))
 
     def _decide(self, cause: AttemptEndCause) -> Restart | GiveUp:
-        config = self._run.spec.run_config.failure_config
-        return decide_after_failure(cause, self._failure_counts, config)
+        spec = self._run.spec
+        return decide_after_failure(
+            cause,
+            self._failure_counts,
+            spec.run_config.failure_config,
+            has_launcher=spec.is_restarted_by_launcher,
+        )
 
     async def _stop_workers(self, failure: AttemptFailure, *, should_relocate: bool) -> None:
         """End the attempt on all workers. Processes that a restart can reuse are kept.

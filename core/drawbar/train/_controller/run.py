@@ -44,6 +44,8 @@ class RunSpec:
         data_source: Data of the workers; None if the trainer has no datasets.
         resume_from_checkpoint: Checkpoint from which a new run starts.
         validation_task: None if the trainer has no `validation_config`.
+        is_restarted_by_launcher: Whether an external launcher has started the ranks. It restarts
+            them after a failure, and `FailureConfig.max_failures` is ignored.
     """
 
     train_loop: Serialized
@@ -57,6 +59,7 @@ class RunSpec:
     data_source: DataSource | None
     resume_from_checkpoint: Checkpoint | None
     validation_task: ValidationTask | None
+    is_restarted_by_launcher: bool = False
 
     @property
     def name(self) -> str:
