@@ -64,8 +64,6 @@ class LocalMode:
 
     def start(self, spec: RunSpec, train_loop: TrainLoop) -> RunView:
         """Start a run, whose function is not pickled."""
-        if spec.data_source is not None:
-            spec.data_source.check(spec.scaling_config)
         gpu_ids = get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker))
 
         def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:

@@ -44,8 +44,11 @@ def start_controller(
         The started run.
 
     Raises:
-        Exception: The run cannot be opened, as in `ControllerThread`.
+        Exception: The workers cannot read the data, or the run cannot be opened, as in
+            `ControllerThread`.
     """
+    if spec.data_source is not None:
+        spec.data_source.check(spec.scaling_config)
     if watchers is None:
         is_live = spec.scaling_config.max_workers > 0
         watchers = make_watchers(spec.run_config, is_live=is_live, is_on_ray=is_on_ray)
@@ -88,8 +91,6 @@ def start_ray_run(
     from drawbar.train._worker_group.ray_group import RayWorkerGroup
 
     check_cluster_fits(spec.scaling_config)
-    if spec.data_source is not None:
-        spec.data_source.check(spec.scaling_config)
     if spec.validation_task is not None:
         check_validation_fits(spec.validation_task.task_resources)
 

@@ -19,6 +19,7 @@ from functools import partial
 import cloudpickle
 
 from drawbar._base.frames import warn_caller
+from drawbar._data.run_datasets import RunDatasets
 from drawbar._modes.start_run import start_controller
 from drawbar._modes.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
 from drawbar._modes.torchrun_messages import (
@@ -82,11 +83,11 @@ class TorchrunMode:
         """Run the controller in the process of rank 0, or connect another rank to it.
 
         Raises:
-            ValueError: The trainer has datasets.
+            ValueError: The trainer has datasets that only Ray can split.
             Exception: The run cannot start. Raised on every rank.
         """
         ranks = read_ranks_from_env(os.environ)
-        _check_no_datasets(spec, ranks)
+        _check_no_ray_datasets(spec, ranks)
         store, key = self.store, f"drawbar/run/{next(_run_numbers)}"
         if ranks.world_rank > 0:
             return TorchrunRun(
@@ -139,13 +140,13 @@ def _disable_restarts(spec: RunSpec) -> RunSpec:
     return dataclasses.replace(spec, is_restarted_by_launcher=True)
 
 
-def _check_no_datasets(spec: RunSpec, ranks: Ranks) -> None:
-    if spec.data_source is not None:
+def _check_no_ray_datasets(spec: RunSpec, ranks: Ranks) -> None:
+    if isinstance(spec.data_source, RunDatasets):
         raise ValueError(
             f"the datasets of the trainer cannot be split among the {ranks.world_size} processes "
-            "that torchrun has started, because they have no Ray. Start the script with "
-            f"python and ScalingConfig(num_workers={ranks.world_size}), or read the data in the "
-            "training function"
+            "that a launcher has started, because they have no Ray. Start the script with "
+            f"python and ScalingConfig(num_workers={ranks.world_size}), pass a DataSource that "
+            "does not use Ray, or read the data in the training function"
         )
 
 
