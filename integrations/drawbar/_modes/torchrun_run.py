@@ -1,7 +1,7 @@
-"""Source for a run in torchrun processes with a rank above 0.
+"""Mode of runs in the processes of torchrun or another launcher.
 
-Each process that torchrun starts calls `fit()` or `start()`. Rank 0 runs the controller; the other
-ranks connect to it, and their `fit()` ends when the run ends.
+Each process calls `fit()` or `start()`, or starts the mode itself. Rank 0 runs the controller; the
+other ranks connect to it, and their `fit()` ends when the run ends.
 """
 
 from __future__ import annotations
@@ -66,21 +66,39 @@ _run_numbers = itertools.count()  # per process: all ranks call fit() equally of
 
 
 @dataclass(frozen=True)
-class TorchrunMode:
-    """Run the training function in the processes that torchrun has started.
+class LauncherMode:
+    """Run the training function in the processes that a launcher such as torchrun has started.
+
+    Each process starts the mode. Its environment variables RANK, WORLD_SIZE, LOCAL_RANK, and
+    LOCAL_WORLD_SIZE are set. If a process dies, the run fails: only the launcher can start the
+    processes again. So `FailureConfig.max_failures` is ignored.
 
     Attributes:
         store: Store of the launcher, through which the ranks find each other.
         validation_config: Validation of checkpoints, or None.
-        use_caller_thread: Run the training function in the thread that waits for the run.
+        use_caller_thread: Run the training function in the thread that waits for the run. If False,
+            it runs in a separate thread.
+
+    Example:
+        ```python
+        run = LauncherMode(store).start(spec, train_loop)  # in the process of each rank
+        run.join()
+        ```
     """
 
     store: LauncherStore
-    validation_config: ValidationConfig | None
-    use_caller_thread: bool
+    validation_config: ValidationConfig | None = None
+    use_caller_thread: bool = True
 
     def start(self, spec: RunSpec, train_loop: TrainLoop) -> RunView:
         """Run the controller in the process of rank 0, or connect another rank to it.
+
+        Args:
+            spec: Settings of the run.
+            train_loop: Training function.
+
+        Returns:
+            View of the run. `join()` runs the training function, unless it has a separate thread.
 
         Raises:
             ValueError: The trainer has datasets that only Ray can split.

@@ -32,6 +32,9 @@ from drawbar.train._worker_group.validators import ValidationTask
 class RunSpec:
     """Everything that a trainer passes to the process that hosts the run.
 
+    A `RunMode` may read `name`, `scaling_config`, and `run_config`. The other attributes are
+    internal.
+
     Attributes:
         train_loop: Serialized training function and its config. Only workers deserialize it.
         function: Identity of the training function.
@@ -46,6 +49,11 @@ class RunSpec:
         validation_task: None if the trainer has no `validation_config`.
         is_restarted_by_launcher: Whether an external launcher has started the ranks. It restarts
             them after a failure, and `FailureConfig.max_failures` is ignored.
+
+    Example:
+        ```python
+        print("starting", spec.name, "with", spec.scaling_config.num_workers, "workers")
+        ```
     """
 
     train_loop: Serialized
@@ -148,6 +156,11 @@ class RunOutcome:
         outcome: Return values or error.
         snapshot: Final state of the run.
         result: None if the run failed.
+
+    Example:
+        ```python
+        sender.send_bytes(run.get_outcome().serialize(cloudpickle.dumps))  # to another process
+        ```
     """
 
     outcome: ControllerOutcome

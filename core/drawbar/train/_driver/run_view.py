@@ -69,12 +69,16 @@ class RunView(ABC):
         """Request the run to stop. Do not wait for its end.
 
         Args:
-            save: Stop after the next commit, instead of immediately.
+            save: Stop after the next commit, instead of immediately. None, after Ctrl-C or SIGTERM,
+                stops after the next commit if the functions call `should_checkpoint()`.
         """
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill every process of the run immediately."""
+        """Kill every process of the run immediately.
+
+        The journal then has no end, and `drawbar show` reports the run as interrupted.
+        """
 
     @abstractmethod
     def diagnose(self) -> str:
@@ -99,7 +103,11 @@ class RunView(ABC):
         return self.directory.run_files.read(f"logs/rank_{rank}.log")
 
     def get_outcome(self) -> RunOutcome:
-        """Return the outcome of the run, after its end."""
+        """Return the outcome of the run, after its end.
+
+        The run directory does not contain the return values of the functions. To have them, send
+        `run.get_outcome()` from the process that hosts the run, and return it here.
+        """
         return read_outcome(self.directory)
 
 
@@ -126,7 +134,8 @@ class RunMode(Protocol):
 
         Args:
             spec: Settings of the run, and the serialized training function. It can be pickled.
-            train_loop: The training function with its config, as an object of this process.
+            train_loop: The training function with its config, as an object of this process. Runs
+                on Ray use the serialized function in `spec` instead.
 
         Returns:
             View of the run.
