@@ -1,9 +1,7 @@
-"""Tests of the integration and the run mode in docs/writing-an-integration.md."""
+"""Tests of the integration in docs/writing-an-integration.md."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
 import sys
 import types
@@ -63,41 +61,6 @@ def test_docs_integration_averages_gradients_of_all_workers(
 def test_docs_integration_config_with_invalid_timeout_raises() -> None:
     with pytest.raises(ValueError, match=r"HubConfig\.timeout_s must be positive .* found 0"):
         hub.HubConfig(timeout_s=0)
-
-
-def test_docs_run_mode_executes_function_in_child_process(
-    run_config: train.RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (code,) = (code for code in CODE if "class ProcessMode" in code)
-    (tmp_path / "process_mode.py").write_text(code)  # the child process imports it
-    monkeypatch.syspath_prepend(tmp_path)
-    mode = importlib.import_module("process_mode")
-
-    started = tmp_path / "started"
-    os.mkfifo(started)
-
-    def function(config: dict[str, int]) -> None:
-        train.report({"is_child": os.getpid() != config["driver"]})
-        started.write_text("")  # blocks until the driver reads
-        while not train.should_checkpoint():  # until the driver calls `stop`
-            pass
-        print("stopped")
-
-    trainer = mode.ProcessTrainer(
-        function,
-        train_loop_config={"driver": os.getpid()},
-        scaling_config=train.ScalingConfig(num_workers=0),
-        run_config=run_config,
-    )
-    run = trainer.start()
-    try:
-        started.read_text()
-        assert run.status == "running"  # the controller may not have handled the report yet
-        run.stop()
-        assert run.wait(timeout=60).metrics == {"is_child": True}
-        assert run.get_logs() == "stopped\n"
-    finally:
-        run.stop(save=False)  # otherwise, the function might never end
 
 
 def test_docs_callback_lists_checkpoints_of_a_killed_driver(tmp_path: Path) -> None:

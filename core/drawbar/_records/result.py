@@ -174,6 +174,8 @@ class Result:
     def data_ledger(self) -> DataLedger:
         """Rows of the trainer's datasets that were read in each epoch, across restarts.
 
+        It has no entries for the shards of a `DataSource` of the user.
+
         Example:
             Check that every row was read exactly once in each epoch:
 

@@ -179,6 +179,11 @@ class RunState:
         config: Configuration of the last start, as JSON values and reprs.
         error: Error of a failed run, or "".
         progress: Latest progress of rank 0; None if it was never set.
+
+    Example:
+        ```python
+        print(run.get_state().status)
+        ```
     """
 
     status: str = "starting"

@@ -63,6 +63,8 @@ def decide_after_failure(
     failure_counts: Counter[AttemptEndCause],
     config: FailureLimits,
     verdict: Verdict | None = None,
+    *,
+    has_launcher: bool = False,
 ) -> Restart | GiveUp:
     """Decide whether another attempt follows a failed one.
 
@@ -74,10 +76,13 @@ def decide_after_failure(
         failure_counts: Number of failures of earlier attempts by cause.
         config: Limits of the budgets.
         verdict: What follows from the failures of the run; None if it is unknown.
+        has_launcher: Whether an external launcher restarts failed ranks.
     """
     if verdict is not None and verdict.should_stop:
         return GiveUp(verdict.explain_end(verdict.reason), verdict.should_retry)
     match cause:
+        case "worker" | "hang" if has_launcher:
+            return GiveUp("restarts are left to your launcher (torchrun: --max-restarts)")
         case "worker" | "hang":
             count = failure_counts["worker"] + failure_counts["hang"]
             name, limit = "max_failures", config.max_failures

@@ -37,6 +37,7 @@ from drawbar._storage.manifest import (
 )
 from drawbar._storage.staging import AssignedFiles, StagedFiles
 from drawbar._storage.storage_path import LocalPath, StoragePath
+from drawbar._storage.unfinished_uploads import add_upload, list_uploads, remove_upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class CheckpointDraft:
         metadata: Content of the metadata file, unless the user saved one.
         is_in_place: Whether the files are already in the final directory. The commit then includes
             every file in it.
+        upload_name: Name that `begin_upload` has recorded; "" if there was no upload function.
     """
 
     manifest: Manifest
@@ -57,6 +59,7 @@ class CheckpointDraft:
     durable: bool
     metadata: bytes | None = None
     is_in_place: bool = False
+    upload_name: str = ""
 
 
 class UploadTarget(Protocol):
@@ -133,6 +136,34 @@ class CheckpointStore(UploadTarget, ABC):
             FileExistsError: A directory of the user has this name.
             OSError: The storage failed.
         """
+
+    def begin_upload(self, name: str) -> None:
+        """Record that upload functions are about to write a checkpoint to its directory.
+
+        Until the commit, `delete_uncommitted_uploads` deletes the directory, unless it existed
+        before. Files in other directories are never deleted.
+
+        Raises:
+            OSError: The storage failed.
+        """
+        if "/" not in name:  # a direct child of the run directory
+            add_upload(self.root, name)
+
+    def delete_uncommitted_uploads(self) -> None:
+        """Delete the files of upload functions that were not committed.
+
+        Raises:
+            DamagedRunError: The index of the other checkpoints cannot be read.
+            OSError: The storage failed.
+        """
+        for name in list_uploads(self.root):
+            is_committed = self.path(name).read_or_none(MANIFEST_FILE) is not None
+            # A function may write to a subdirectory and return that.
+            if not is_committed and not any(
+                other.startswith(f"{name}/") for other in list_names(self.root)
+            ):
+                self.delete(name)
+            remove_upload(self.root, name)
 
     @abstractmethod
     def commit(self, draft: CheckpointDraft) -> Manifest:
@@ -271,6 +302,8 @@ def commit_in_place(checkpoints: CheckpointStore, draft: CheckpointDraft) -> Man
     path = checkpoints.path(name)
     manifest = draft.manifest.with_files(path.list_user_files())
     finalize(path, manifest, draft)
+    if draft.upload_name:
+        remove_upload(checkpoints.root, draft.upload_name)
     if draft.durable and isinstance(path, LocalPath):
         fsync_path(path.parent)
     fault_points.maybe_stop_at("commit.renamed")

@@ -14,6 +14,7 @@
         broken/                   quarantined checkpoints and damaged segments of reports
         .staging/                 files that are not committed yet
         .uncommitted/             uncommitted files that the user moved to Drawbar
+        .uploads/                 names of uncommitted uploads (unfinished_uploads.py)
         .workers/                 exit reports of worker processes (_process/sentinel.py)
 
 `.staging` and `.workers` are deleted when the run ends.
@@ -183,6 +184,7 @@ class RunDirectory:
         self.run_files.delete(OUTCOME_FILE)
         self.create_directories()
         self.run_files.check_writable()
+        self.checkpoints.delete_uncommitted_uploads()
         self.checkpoints.clean_up()
 
     def preserve_uncommitted(self) -> None:

@@ -283,9 +283,9 @@ class DataParallelTrainer(ArgumentErrors):
         if store is None:
             return LocalMode(self.validation_config, use_caller_thread)
         # Here, because few runs need this module and its connections.
-        from drawbar._modes.torchrun_run import TorchrunMode
+        from drawbar._modes.torchrun_run import LauncherMode
 
-        return TorchrunMode(store, self.validation_config, use_caller_thread)
+        return LauncherMode(store, self.validation_config, use_caller_thread)
 
     def get_script(self) -> tuple[str, bool] | None:
         """Return the script that the training function runs, and whether it is a module.

@@ -2,13 +2,30 @@
 
 A `RunMode` starts a run and returns a `RunView` of it. `DataParallelTrainer.get_run_mode` returns
 the mode of a trainer.
+
+A mode can start another mode, such as the one of `super().get_run_mode()`, run the functions in
+threads (`ProgramMode`), or start one process per rank (`LauncherMode`).
 """
 
 from drawbar._base.api import set_public_module
 from drawbar._base.ray_probe import check_reachable
 from drawbar._modes.run_modes import ProgramMode
+from drawbar._modes.torchrun_run import LauncherMode
+from drawbar._records.timeline import RunState
+from drawbar.train._controller.run import RunOutcome, RunSpec
 from drawbar.train._driver.run_view import RunMode, RunView
+from drawbar.train._worker.train_loop import TrainLoop
 
-__all__ = ["ProgramMode", "RunMode", "RunView", "check_reachable"]
+__all__ = [
+    "LauncherMode",
+    "ProgramMode",
+    "RunMode",
+    "RunOutcome",
+    "RunSpec",
+    "RunState",
+    "RunView",
+    "TrainLoop",
+    "check_reachable",
+]
 
 set_public_module(globals())

@@ -25,12 +25,10 @@ import msgspec
 from drawbar._process.errors import CheckpointError
 from drawbar._process.sockets import is_dead_socket
 from drawbar._process.threads import wait_to_accept_again
-from drawbar._records.timeline import RunState
 from drawbar._storage.download_cache import get_user_temp_directory
-from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
-from drawbar.train._driver.run_view import RunView, read_final_state
+from drawbar.train._driver.run_view import RunView
 
 REPLY_TIMEOUT_S = 10.0
 """Time after which a process that has not replied counts as unresponsive."""
@@ -249,12 +247,6 @@ class SameHostRun(RunView):
             name, uri = self.directory.name, self.directory.uri
             raise RuntimeError(f"run {name!r} in {uri}: {reply.error}")
         return "" if reply is None else reply.text
-
-    def get_state(self) -> RunState:
-        """Return the current or final state of the run."""
-        # After its end, another process may have resumed it.
-        is_in_progress = not self.join(0) or is_locked(self.directory.journal_path)
-        return super().get_state() if is_in_progress else read_final_state(self.directory)
 
     def read_log(self, rank: int) -> bytes | None:
         """Return the output that a rank has written so far, or None if there is none."""

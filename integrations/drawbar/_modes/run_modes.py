@@ -1,6 +1,6 @@
 """Modes of runs: with Ray actors, in threads of this process, or with programs on this machine.
 
-`torchrun_run.py` has the mode for processes that torchrun has started.
+`torchrun_run.py` has the mode for processes that torchrun or another launcher has started.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ class LocalMode:
 
     def start(self, spec: RunSpec, train_loop: TrainLoop) -> RunView:
         """Start a run, whose function is not pickled."""
-        if spec.data_source is not None:
-            spec.data_source.check(spec.scaling_config)
         gpu_ids = get_local_gpu_ids(math.ceil(spec.scaling_config.num_gpus_per_worker))
 
         def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
@@ -85,10 +83,10 @@ class LocalMode:
 
 @dataclass(frozen=True)
 class ProgramMode:
-    """Run programs as child processes of this process, without Ray.
+    """Run the training function in one thread of this process per rank, without Ray.
 
-    The training function calls `drawbar.train.backend.run_program`. Each rank is a thread that
-    waits for its program.
+    The function may call `drawbar.train.backend.run_program`, so that the thread waits for a
+    program in a child process.
 
     Attributes:
         use_caller_thread: Whether the thread that calls `fit()` waits for the run.
@@ -108,7 +106,7 @@ class ProgramMode:
 
         Args:
             spec: Settings of the run.
-            train_loop: Training function that runs a program.
+            train_loop: Training function.
 
         Returns:
             View of the run.
@@ -128,7 +126,7 @@ class ProgramMode:
         fork_server = ProgramForkServer()
         if can_fork and num_workers > 1:
             run = partial(run_with_fork_server, fork_server, train_loop.function)
-            train_loop = replace(train_loop, function=run)
+            train_loop = train_loop.with_function(run)
         return start_controller(
             spec,
             lambda path, submit_call: ThreadWorkerGroup(train_loop, num_workers, gpu_ids=gpu_ids),

@@ -44,13 +44,16 @@ def start_controller(
         The started run.
 
     Raises:
-        Exception: The run cannot be opened, as in `ControllerThread`.
+        Exception: The workers cannot read the data, or the run cannot be opened, as in
+            `ControllerThread`.
     """
     if not is_on_ray and spec.run_config.failure_config.recovery == "in_place":
         raise ValueError(
             "FailureConfig(recovery='in_place') needs workers that are Ray actors, which can be "
             "replaced. Set ScalingConfig(num_workers=2) or more, without torchrun."
         )
+    if spec.data_source is not None:
+        spec.data_source.check(spec.scaling_config)
     if watchers is None:
         is_live = spec.scaling_config.max_workers > 0
         watchers = make_watchers(spec.run_config, is_live=is_live, is_on_ray=is_on_ray)
@@ -120,8 +123,6 @@ def start_ray_run(
     from drawbar.train._worker_group.ray_group import RayWorkerGroup
 
     check_cluster_fits(spec.scaling_config)
-    if spec.data_source is not None:
-        spec.data_source.check(spec.scaling_config)
     if spec.validation_task is not None:
         check_validation_fits(spec.validation_task.task_resources)
 

@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import pickle
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
+
+import cloudpickle
 
 from drawbar._modes.torchrun_messages import (
     CaptureStack,
@@ -110,7 +111,8 @@ class TorchrunWorkerGroup(NoReplacement):
                 # Peers have an environment already.
                 spec = dataclasses.replace(assignment.spec, driver_env=None)
                 assignment = dataclasses.replace(assignment, spec=spec)
-                self._server.send([rank], StartAttempt(pickle.dumps(assignment)))
+                # cloudpickle, as Ray does: the function that opens the shards may be a closure.
+                self._server.send([rank], StartAttempt(cloudpickle.dumps(assignment)))
         for rank, death in list(self._lost_peers.items()):  # lost after it joined
             self._on_message(rank, death)
 

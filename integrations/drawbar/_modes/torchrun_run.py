@@ -1,7 +1,7 @@
-"""Source for a run in torchrun processes with a rank above 0.
+"""Mode of runs in the processes of torchrun or another launcher.
 
-Each process that torchrun starts calls `fit()` or `start()`. Rank 0 runs the controller; the other
-ranks connect to it, and their `fit()` ends when the run ends.
+Each process calls `fit()` or `start()`, or starts the mode itself. Rank 0 runs the controller; the
+other ranks connect to it, and their `fit()` ends when the run ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import partial
 import cloudpickle
 
 from drawbar._base.frames import warn_caller
+from drawbar._data.run_datasets import RunDatasets
 from drawbar._modes.start_run import start_controller
 from drawbar._modes.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
 from drawbar._modes.torchrun_messages import (
@@ -65,28 +66,46 @@ _run_numbers = itertools.count()  # per process: all ranks call fit() equally of
 
 
 @dataclass(frozen=True)
-class TorchrunMode:
-    """Run the training function in the processes that torchrun has started.
+class LauncherMode:
+    """Run the training function in the processes that a launcher such as torchrun has started.
+
+    Each process starts the mode. Its environment variables RANK, WORLD_SIZE, LOCAL_RANK, and
+    LOCAL_WORLD_SIZE are set. If a process dies, the run fails: only the launcher can start the
+    processes again. So `FailureConfig.max_failures` is ignored.
 
     Attributes:
         store: Store of the launcher, through which the ranks find each other.
         validation_config: Validation of checkpoints, or None.
-        use_caller_thread: Run the training function in the thread that waits for the run.
+        use_caller_thread: Run the training function in the thread that waits for the run. If False,
+            it runs in a separate thread.
+
+    Example:
+        ```python
+        run = LauncherMode(store).start(spec, train_loop)  # in the process of each rank
+        run.join()
+        ```
     """
 
     store: LauncherStore
-    validation_config: ValidationConfig | None
-    use_caller_thread: bool
+    validation_config: ValidationConfig | None = None
+    use_caller_thread: bool = True
 
     def start(self, spec: RunSpec, train_loop: TrainLoop) -> RunView:
         """Run the controller in the process of rank 0, or connect another rank to it.
 
+        Args:
+            spec: Settings of the run.
+            train_loop: Training function.
+
+        Returns:
+            View of the run. `join()` runs the training function, unless it has a separate thread.
+
         Raises:
-            ValueError: The trainer has datasets.
+            ValueError: The trainer has datasets that only Ray can split.
             Exception: The run cannot start. Raised on every rank.
         """
         ranks = read_ranks_from_env(os.environ)
-        _check_no_datasets(spec, ranks)
+        _check_no_ray_datasets(spec, ranks)
         store, key = self.store, f"drawbar/run/{next(_run_numbers)}"
         if ranks.world_rank > 0:
             return TorchrunRun(
@@ -129,25 +148,25 @@ class TorchrunMode:
 
 def _disable_restarts(spec: RunSpec) -> RunSpec:
     """Leave restarts to the launcher, which alone can replace a process."""
-    failures = spec.run_config.failure_config
-    if failures.max_failures:
+    limit = spec.run_config.failure_config.max_failures
+    if limit:
         warn_caller(
-            f"FailureConfig.max_failures={failures.max_failures} is ignored under torchrun, which "
-            "restarts the processes itself. Set torchrun's --max-restarts; a run with a name and "
+            f"FailureConfig.max_failures={limit} is ignored, because your launcher restarts the "
+            "processes. Set its limit instead (torchrun: --max-restarts). A run with a name and "
             'resume="auto" then resumes from its latest checkpoint'
         )
-    failures = dataclasses.replace(failures, max_failures=0, recovery="restart")
+    failures = dataclasses.replace(spec.run_config.failure_config, recovery="restart")
     config = dataclasses.replace(spec.run_config, failure_config=failures)
-    return dataclasses.replace(spec, run_config=config)
+    return dataclasses.replace(spec, run_config=config, is_restarted_by_launcher=True)
 
 
-def _check_no_datasets(spec: RunSpec, ranks: Ranks) -> None:
-    if spec.data_source is not None:
+def _check_no_ray_datasets(spec: RunSpec, ranks: Ranks) -> None:
+    if isinstance(spec.data_source, RunDatasets):
         raise ValueError(
             f"the datasets of the trainer cannot be split among the {ranks.world_size} processes "
-            "that torchrun has started, because they have no Ray. Start the script with "
-            f"python and ScalingConfig(num_workers={ranks.world_size}), or read the data in the "
-            "training function"
+            "that a launcher has started, because they have no Ray. Start the script with "
+            f"python and ScalingConfig(num_workers={ranks.world_size}), pass a DataSource that "
+            "does not use Ray, or read the data in the training function"
         )
 
 
@@ -290,7 +309,8 @@ class TorchrunRun(RunView):
 
     def get_state(self) -> RunState:
         """Return the current or final state of the run."""
-        return super().get_state() if self._outcome is None else self._outcome.snapshot
+        # Not `super().get_state()`: `join` would run the training function in this thread.
+        return self._read_state() if self._outcome is None else self._outcome.snapshot
 
     def get_outcome(self) -> RunOutcome:
         """Wait until the run has ended and return its outcome."""

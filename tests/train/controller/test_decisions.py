@@ -72,6 +72,15 @@ def test_after_failure_restarts_until_budget_is_used(
     )
 
 
+@pytest.mark.parametrize("cause", ["worker", "hang"])
+@pytest.mark.parametrize("limit", [0, 2])
+def test_after_failure_leaves_restart_to_launcher(cause: AttemptEndCause, limit: int) -> None:
+    config = FailureConfig(max_failures=limit)
+    assert decide_after_failure(cause, Counter(), config, has_launcher=True) == GiveUp(
+        "restarts are left to your launcher (torchrun: --max-restarts)"
+    )
+
+
 @pytest.mark.parametrize("cause", ["worker", "hang", "preemption", "startup"])
 def test_after_failure_with_limit_minus_one_always_restarts(cause: AttemptEndCause) -> None:
     config = FailureConfig(max_failures=-1, max_preemption_failures=-1, max_startup_failures=-1)

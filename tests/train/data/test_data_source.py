@@ -53,7 +53,7 @@ class CountedLines(TextLines):  # type: ignore[misc, valid-type]  # from the pag
 
 def read(fails: bool) -> list[str]:
     lines = []
-    for line in train.get_dataset_shard("train"):  # type: ignore[attr-defined]  # a LineShard
+    for line in train.get_dataset_shard("train"):
         lines.append(str(line))
         if len(lines) == 2 and not saved():
             save(lines=lines)

@@ -253,7 +253,8 @@ class BackendConfig(CheckedConfig):
         """Return the store of the external launcher that started this process.
 
         With `num_workers=0`, the processes of the launcher are the ranks of one run. Their
-        environment variables RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_WORLD_SIZE are set.
+        environment variables RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_WORLD_SIZE are set. The
+        launcher also restarts failed processes, so `FailureConfig.max_failures` is ignored.
 
         Returns:
             The store, or None (the default) without a launcher.

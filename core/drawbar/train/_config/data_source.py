@@ -22,7 +22,10 @@ class DataSource(ABC):
     called again, `open()` is called again.
 
     To resume within the data, the shard of a worker registers its position with
-    `register_data_position()`.
+    `register_data_position()`. Checkpoints store the position of one rank, so all ranks must have
+    read equally many batches at each report with a checkpoint. `assign` receives the position in
+    the resume checkpoint, and `register_data_position()` returns the same value. Checkpoints keep
+    it while no shard is open.
 
     Attributes:
         notices: Lines that the console shows: after `open()`, and after each `assign()`.
@@ -30,20 +33,34 @@ class DataSource(ABC):
             data. They are added to the metadata of the workers and of each checkpoint.
 
     Example:
-        Distribute the lines of text files. Each worker reads every n-th file:
+        Distribute the rows of a NumPy file. Each worker reads every n-th row, and continues there
+        after a restart:
 
-            class TextFiles(DataSource):
-                def __init__(self, pattern):
-                    self.pattern = pattern
+            class Rows(DataSource):
+                def __init__(self, path):
+                    self.path = path
 
                 def assign(self, node_ids, positions):
-                    paths, size = sorted(glob.glob(self.pattern)), len(node_ids)
-                    return [partial(open_shards, paths[rank::size]) for rank in range(size)]
+                    size = len(node_ids)
+                    return [partial(open_shards, self.path, rank, size) for rank in range(size)]
 
-            def open_shards(paths):
-                return {"train": fileinput.input(paths)}
+            def open_shards(path, rank, size):
+                return {"train": RowShard(np.load(path, mmap_mode="r"), rank, size)}
 
-            DataParallelTrainer(train_func, datasets=TextFiles("/data/*.txt")).fit()
+            class RowShard:
+                def __init__(self, rows, rank, size):
+                    self.rows, self.rank, self.size = rows, rank, size
+                    # Rows that all workers together have read in this epoch.
+                    self.num_read = register_data_position("rows", lambda: self.num_read) or 0
+
+                def __iter__(self):
+                    while self.num_read + self.size <= len(self.rows):
+                        row = self.num_read + self.rank
+                        self.num_read += self.size
+                        yield self.rows[row]
+                    self.num_read = 0
+
+            DataParallelTrainer(train_func, datasets=Rows("/data/rows.npy")).fit()
     """
 
     notices: Sequence[str] = ()
@@ -79,7 +96,8 @@ class DataSource(ABC):
         Args:
             node_ids: Node id of each worker, in rank order. The length is the number of workers.
             positions: Positions in the resume checkpoint, by the names that the workers passed to
-                `register_data_position()`. Empty if the attempt starts from scratch.
+                `register_data_position()`. Empty if the attempt starts from scratch. Use them if
+                the data must be split before the workers start.
 
         Returns:
             For each rank, a function that can be pickled. The worker calls it once, on its first

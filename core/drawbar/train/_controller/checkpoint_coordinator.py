@@ -119,6 +119,7 @@ class CheckpointCoordinator:
         await run_in_daemon_thread(self._moved_files.warn_of_remaining)
         # Preserve moved files before the staging directories are removed: there is no other copy.
         await run_in_daemon_thread(self._directory.preserve_uncommitted)
+        await run_in_daemon_thread(self._directory.checkpoints.delete_uncommitted_uploads)
         for directory in self._directory.staging.list_directories():
             self._background.submit(remove_tree, directory)
 

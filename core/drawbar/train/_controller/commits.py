@@ -221,7 +221,7 @@ class CheckpointCommitter:
         # Record the commit as unfinished before the last file is persisted: requests for the list
         # of checkpoints must wait for it.
         self._uncommitted.add(index)
-        if commands and self._directory.remote_path is not None and not pending.in_place:
+        if commands and (self._directory.remote_path is not None or pending.in_place):
             task = asyncio.create_task(self._reserve_and_send(pending, commands, context))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -266,9 +266,11 @@ class CheckpointCommitter:
         commands: Mapping[int, PersistFiles],
         context: CommitContext,
     ) -> None:
-        """Reserve the directory in remote storage, and let the ranks write to it."""
+        """Reserve the final directory, and let the ranks write to it."""
+        store = self._checkpoints
+        reserve = store.begin_upload if pending.in_place else store.reserve
         try:
-            await run_in_daemon_thread(self._checkpoints.reserve, pending.name)
+            await run_in_daemon_thread(reserve, pending.name)
         except OSError as error:
             self._put_event(StorageFailed(error))
             return
@@ -331,6 +333,7 @@ class CheckpointCommitter:
             durable=self._config.durable,
             metadata=self._metadata,
             is_in_place=pending.in_place,
+            upload_name=pending.name if pending.uploaded_names else "",
         )
         return await run_in_daemon_thread(self._checkpoints.commit, draft)
 
@@ -350,7 +353,7 @@ class CheckpointCommitter:
         self._pending.clear()
 
     async def wait_for_reservations(self) -> None:
-        """Wait for the calls that reserve directories in remote storage."""
+        """Wait for the calls that reserve the directories of checkpoints."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

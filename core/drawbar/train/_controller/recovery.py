@@ -173,8 +173,14 @@ class Recovery:
             self._emit(Notice(_NO_CHECKPOINT))
 
     def _decide(self, cause: AttemptEndCause, verdict: Verdict | None = None) -> Restart | GiveUp:
-        config = self._run.spec.run_config.failure_config
-        return decide_after_failure(cause, self._failure_counts, config, verdict)
+        spec = self._run.spec
+        return decide_after_failure(
+            cause,
+            self._failure_counts,
+            spec.run_config.failure_config,
+            verdict,
+            has_launcher=spec.is_restarted_by_launcher,
+        )
 
     async def _judge(self, attempt: Attempt, failure: AttemptFailure) -> Verdict | None:
         """Return why the attempt failed. A bad node is excluded from later attempts."""

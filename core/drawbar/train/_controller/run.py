@@ -33,6 +33,9 @@ from drawbar.train._worker_group.validators import ValidationTask
 class RunSpec:
     """Everything that a trainer passes to the process that hosts the run.
 
+    A `RunMode` may read `name`, `scaling_config`, and `run_config`. The other attributes are
+    internal.
+
     Attributes:
         train_loop: Serialized training function and its config. Only workers deserialize it.
         function: Identity of the training function.
@@ -45,6 +48,13 @@ class RunSpec:
         data_source: Data of the workers; None if the trainer has no datasets.
         resume_from_checkpoint: Checkpoint from which a new run starts.
         validation_task: None if the trainer has no `validation_config`.
+        is_restarted_by_launcher: Whether an external launcher has started the ranks. It restarts
+            them after a failure, and `FailureConfig.max_failures` is ignored.
+
+    Example:
+        ```python
+        print("starting", spec.name, "with", spec.scaling_config.num_workers, "workers")
+        ```
     """
 
     train_loop: Serialized
@@ -58,6 +68,7 @@ class RunSpec:
     data_source: DataSource | None
     resume_from_checkpoint: Checkpoint | None
     validation_task: ValidationTask | None
+    is_restarted_by_launcher: bool = False
 
     @property
     def name(self) -> str:
@@ -148,6 +159,11 @@ class RunOutcome:
         outcome: Return values or error.
         snapshot: Final state of the run.
         result: None if the run failed.
+
+    Example:
+        ```python
+        sender.send_bytes(run.get_outcome().serialize(cloudpickle.dumps))  # to another process
+        ```
     """
 
     outcome: ControllerOutcome

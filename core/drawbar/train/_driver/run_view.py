@@ -17,6 +17,7 @@ from drawbar._process.errors import ControllerError
 from drawbar._records.result import Result
 from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import FINAL_STATUSES, RunState
+from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
 from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
@@ -68,19 +69,29 @@ class RunView(ABC):
         """Request the run to stop. Do not wait for its end.
 
         Args:
-            save: Stop after the next commit, instead of immediately.
+            save: Stop after the next commit, instead of immediately. None, after Ctrl-C or SIGTERM,
+                stops after the next commit if the functions call `should_checkpoint()`.
         """
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill every process of the run immediately."""
+        """Kill every process of the run immediately.
+
+        The journal then has no end, and `drawbar show` reports the run as interrupted.
+        """
 
     @abstractmethod
     def diagnose(self) -> str:
         """Return a description of what each rank is blocked in."""
 
     def get_state(self) -> RunState:
-        """Return the current or final state of the run."""
+        """Return the current or final state of the run. It has failed if its process was killed."""
+        # After its end, another process may have resumed it.
+        if self.join(0) and not is_locked(self.directory.journal_path):
+            return read_final_state(self.directory)
+        return self._read_state()
+
+    def _read_state(self) -> RunState:
         return RunHistory.read(self.directory).make_state()
 
     def read_log(self, rank: int) -> bytes | None:
@@ -92,7 +103,11 @@ class RunView(ABC):
         return self.directory.run_files.read(f"logs/rank_{rank}.log")
 
     def get_outcome(self) -> RunOutcome:
-        """Return the outcome of the run, after its end."""
+        """Return the outcome of the run, after its end.
+
+        The run directory does not contain the return values of the functions. To have them, send
+        `run.get_outcome()` from the process that hosts the run, and return it here.
+        """
         return read_outcome(self.directory)
 
 
@@ -119,7 +134,8 @@ class RunMode(Protocol):
 
         Args:
             spec: Settings of the run, and the serialized training function. It can be pickled.
-            train_loop: The training function with its config, as an object of this process.
+            train_loop: The training function with its config, as an object of this process. Runs
+                on Ray use the serialized function in `spec` instead.
 
         Returns:
             View of the run.

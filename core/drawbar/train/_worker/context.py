@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from drawbar._base.fields import parse_duration
 from drawbar._base.metrics import Metrics
@@ -24,9 +24,6 @@ from drawbar.train._config.validation_config import ValidationTaskConfig
 from drawbar.train._worker.active_session import current_session, find_session
 from drawbar.train._worker.report_checks import CheckpointUploadFn, UploadOptions
 from drawbar.train._worker.train_context import TrainContext
-
-if TYPE_CHECKING:
-    from ray.data import DataIterator
 
 LOOPBACK = "127.0.0.1"
 
@@ -61,8 +58,8 @@ def report(
 
     Without a checkpoint, this function never blocks or waits for other ranks. The metrics of every
     rank are kept. If all ranks together report more than 100 times per second, reports without a
-    checkpoint are sent in batches, up to 2 s later. The last batch is lost if the process is
-    killed.
+    checkpoint are sent in batches, up to 2 s later. A report without a checkpoint may be lost if
+    the process is killed before it is sent, even if `report()` has returned.
 
     The k-th reports of all ranks form one round, and each round produces at most one checkpoint,
     with the files of all ranks that report one. If several ranks report the same file, the file of
@@ -261,7 +258,7 @@ def get_all_reported_checkpoints(
     ]
 
 
-def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
+def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> Any:
     """Return this worker's shard of a dataset, or the full dataset if it is not split.
 
     After a restart, the first epoch contains the rows that were unread at the resume checkpoint.
@@ -282,8 +279,7 @@ def get_dataset_shard(dataset_name: str = TRAIN_DATASET_KEY) -> DataIterator:
         >>> for batch in train.get_dataset_shard("train").iter_torch_batches(batch_size=32):
         ...     train_step(batch)
     """
-    shard = current_session("get_dataset_shard").data_sources.get_shard(dataset_name)
-    return cast("DataIterator", shard)  # a DatasetShard has the same methods
+    return current_session("get_dataset_shard").data_sources.get_shard(dataset_name)
 
 
 T = TypeVar("T")

@@ -43,12 +43,31 @@ class TrainLoop:
     """Training function, its config, and its backend.
 
     The driver serializes it once for all worker processes.
+
+    Attributes:
+        function: Training function.
+        takes_config: Whether the function has an argument.
+        config: Argument of the function; None for {}.
+        backend_config: Backend that sets up the workers.
+
+    Example:
+        ```python
+        train_loop = train_loop.with_function(log_times(train_loop.function))
+        ```
     """
 
     function: Callable[..., object]
     takes_config: bool
     config: object
     backend_config: BackendConfig
+
+    def with_function(self, function: Callable[..., object]) -> TrainLoop:
+        """Return a copy with another function, which has the same arguments.
+
+        Args:
+            function: Training function.
+        """
+        return dataclasses.replace(self, function=function)
 
     def run(self) -> object:
         """Call the training function and return its result."""
