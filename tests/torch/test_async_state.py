@@ -168,8 +168,8 @@ def test_save_async_with_killed_writer_raises_and_restarts_from_commit(
         for step in range(start, 4):
             save(step)
             if start == 0:
-                writer = find_writer()
                 train.get_all_reported_checkpoints()  # waits for the commit of this step
+                writer = find_writer()
                 writer.suspend()
                 save(step + 1)
                 writer.kill()
@@ -277,6 +277,7 @@ def test_save_async_after_restart_reuses_writer_of_survivor(
     def function() -> tuple[int, int] | None:
         context = train.get_context()
         save(0)
+        train.get_all_reported_checkpoints()  # then the writer runs
         if context.get_world_rank() == 0:
             context.cache.setdefault("writer", find_writer().pid)
         if context.get_attempt() == 0:
