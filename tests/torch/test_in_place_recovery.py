@@ -405,6 +405,8 @@ def test_in_place_recovery_with_impossible_settings_raises_before_start(
     for message, trainer in trainers:
         with pytest.raises(ValueError, match=message):
             trainer.fit()
+    with pytest.raises(ValueError, match="needs stall_warning_after"):
+        FailureConfig(recovery="in_place", max_failures=1, stall_warning_after=None)
     with pytest.raises(ValueError, match="needs max_failures"):
         FailureConfig(recovery="in_place")
     with pytest.raises(ValueError, match="recovery"):

@@ -62,7 +62,7 @@ class FailureConfig(fields.ConfigRepr):
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: A limit is below -1, a duration is not positive and finite, or recovery is
-            "in_place" and max_failures is 0.
+            "in_place" and max_failures is 0 or stall_warning_after is None.
 
     Example:
         >>> FailureConfig(max_failures=3, hang_timeout=1800)
@@ -109,6 +109,12 @@ class FailureConfig(fields.ConfigRepr):
                 "committed, and the run then continues on other nodes"
             )
         super().__post_init__()
+        if self.recovery == "in_place" and self.stall_warning_after is None:
+            raise ValueError(
+                "FailureConfig(recovery='in_place') needs stall_warning_after, but it is None. If "
+                "ranks wait for a new process that has lost count of its steps, the run restarts "
+                "after this time. Set stall_warning_after=30, the default."
+            )
         if self.recovery == "in_place" and self.max_failures == 0:
             raise ValueError(
                 "FailureConfig(recovery='in_place') needs max_failures, which counts the deaths "
