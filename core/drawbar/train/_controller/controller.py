@@ -368,7 +368,9 @@ class Controller:
             self._loop.call_later(STOP_GRACE_SECONDS, self._queue.put, RepliesDue(attempt.requests))
 
     def _stop(self) -> None:
-        """Cancel the current operation, and end the run."""
+        """Cancel the current operation, and end the run. Do not cancel the end of the run."""
+        if self._is_stopping or self._has_ended:
+            return
         self._is_stopping = True
         self._queue.cancel_operation()
 

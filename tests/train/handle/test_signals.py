@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM, with the training function in the process that receives the signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from drawbar import train
+from drawbar.train import Result, UserAbort
+from drawbar.train._controller import controller
+from tests.train.runs import fit
+
+
+def wait_until_main_thread_waits() -> None:
+    """Wait until the main thread is in `RunHandle.wait`, which handles signals."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while True:
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code.co_name != "run_until":
+            frame = frame.f_back
+        if frame is not None:
+            return
+        pause()
+
+
+def pause() -> None:
+    threading.Event().wait(0.01)
+
+
+def test_ctrl_c_waits_for_clean_up_that_sends_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "STOP_GRACE_SECONDS", 60)
+    was_done: list[bool] = []
+
+    def function() -> None:
+        run = train.attach(train.get_context().get_storage())
+        wait_until_main_thread_waits()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                pause()
+        finally:
+            for step in range(2, 7):
+                train.set_progress(step, 1)  # all is done, so it is sent at once
+                with suppress(RuntimeError):  # the run has ended
+                    run.diagnose()  # the controller handles the progress before it replies
+            was_done.append(run.is_done)
+
+    with pytest.raises(UserAbort):
+        fit(function, tmp_path, num_workers=1, in_threads=True)
+    assert was_done == [False]
+    assert Result.from_path(tmp_path / "run").timeline.attempts[0].outcome == "stopped"
