@@ -58,3 +58,18 @@ def test_ctrl_c_waits_for_clean_up_that_sends_messages(
         fit(function, tmp_path, num_workers=1, in_threads=True)
     assert was_done == [False]
     assert Result.from_path(tmp_path / "run").timeline.attempts[0].outcome == "stopped"
+
+
+def test_ctrl_c_in_calling_thread_ends_run_that_can_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> None:
+        train.should_checkpoint()
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            train.should_checkpoint()
+
+    with pytest.raises(UserAbort):
+        fit(function, tmp_path)
+    assert Result.from_path(tmp_path / "run").timeline.attempts[0].outcome == "stopped"
+    assert "It has interrupted the training function" in capfd.readouterr().err
