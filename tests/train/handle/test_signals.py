@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -73,3 +74,63 @@ def test_ctrl_c_in_calling_thread_ends_run_that_can_save(
         fit(function, tmp_path)
     assert Result.from_path(tmp_path / "run").timeline.attempts[0].outcome == "stopped"
     assert "It has interrupted the training function" in capfd.readouterr().err
+
+
+SAVES_AFTER_TIMEOUT = """
+import os, signal, sys, threading
+from drawbar import train
+
+def function():
+    train.should_checkpoint()
+    while not os.path.exists("signalled"):
+        threading.Event().wait(0.01)
+    while not train.should_checkpoint():
+        threading.Event().wait(0.01)
+    while not os.path.exists("timed_out"):
+        threading.Event().wait(0.01)
+    with train.checkpoint_dir() as path:
+        (path / "file").write_text("saved")
+        train.report({}, checkpoint=path)
+    while True:
+        threading.Event().wait(0.01)
+
+class StdErr:  # the terminal is closed
+    def write(self, text):
+        if text.startswith("SIGTERM"):
+            raise OSError(5, "Input/output error")
+        return len(text)
+    def flush(self):
+        pass
+
+run = train.DataParallelTrainer(
+    function,
+    scaling_config=train.ScalingConfig(num_workers=0),
+    run_config=train.RunConfig(name="run", storage_path="."),
+).start()
+def send():
+    while "run_until" not in [name for name in stack_names()]:
+        threading.Event().wait(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    open("signalled", "w").close()
+    threading.Event().wait(2.5)  # longer than the timeout
+    open("timed_out", "w").close()
+def stack_names():
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
+sys.stderr = StdErr()
+threading.Thread(target=send, daemon=True).start()
+while True:
+    try:
+        run.wait(timeout=1)
+    except TimeoutError:
+        pass
+"""
+
+
+def test_sigterm_during_wait_with_timeout_saves(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVES_AFTER_TIMEOUT]
+    script = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert script.returncode == 128 + signal.SIGTERM, script.stderr
+    assert (tmp_path / "run" / "checkpoint_000000" / "file").read_text() == "saved"

@@ -220,7 +220,7 @@ class RunHandle:
         stop = partial(run.stop, save=None)
         with (
             diagnose_on_signal(run.diagnose),
-            stop_on_sigterm(stop, is_detached=run.is_detached),
+            stop_on_sigterm(stop, is_detached=run.is_detached) as has_sigterm,
         ):
             while True:
                 try:
@@ -232,15 +232,17 @@ class RunHandle:
                         else:
                             run.kill()
                     remaining = max(0.0, deadline - time.monotonic())
+                    if has_sigterm():
+                        remaining = JOIN_INTERVAL_S
                     # Wait in short intervals: a Ctrl-C just before a wait does not interrupt it.
                     if self._run.join(min(remaining, JOIN_INTERVAL_S)):
                         break
-                    if time.monotonic() >= deadline:
+                    # The timeout does not apply while the run is being stopped.
+                    if time.monotonic() >= deadline and not has_sigterm():
                         raise TimeoutError(self._describe_timeout(seconds))
                 except KeyboardInterrupt as error:
                     if self._run.is_detached:
                         raise make_user_abort(self._describe_detach()) from None
-                    # The timeout does not apply while the run is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
                     has_ended_function |= isinstance(error, FunctionInterrupted)
         if interrupts:
