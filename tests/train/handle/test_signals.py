@@ -15,6 +15,7 @@ import pytest
 from drawbar import train
 from drawbar.train import Result, UserAbort
 from drawbar.train._controller import controller
+from drawbar.train._worker.active_session import current_session
 from tests.train.runs import fit
 
 
@@ -133,4 +134,26 @@ def test_sigterm_during_wait_with_timeout_saves(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVES_AFTER_TIMEOUT]
     script = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert script.returncode == 128 + signal.SIGTERM, script.stderr
+    assert (tmp_path / "run" / "checkpoint_000000" / "file").read_text() == "saved"
+
+
+def test_ctrl_c_while_requested_checkpoint_is_written_keeps_it(tmp_path: Path) -> None:
+    def function() -> None:
+        train.attach(train.get_context().get_storage()).stop()
+        requests = current_session("test").requests
+        while not requests.get_commands():
+            pause()
+        assert train.should_checkpoint()  # agreed at the first call
+        with train.checkpoint_dir() as path:
+            wait_until_main_thread_waits()
+            os.kill(os.getpid(), signal.SIGINT)
+            while len(requests.get_commands()) < 4:  # both requests are announced and agreed
+                pause()
+            (path / "file").write_text("saved")
+            train.report({}, checkpoint=path)
+        while True:
+            pause()
+
+    with pytest.raises(UserAbort):
+        fit(function, tmp_path, num_workers=1, in_threads=True)
     assert (tmp_path / "run" / "checkpoint_000000" / "file").read_text() == "saved"

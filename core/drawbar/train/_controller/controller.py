@@ -360,7 +360,7 @@ class Controller:
         if not should_save or attempt is None or is_only_validating:
             self._stop()
             return
-        attempt.request_checkpoint()
+        attempt.request_checkpoint(is_repeated=save is None)
         if save is None:
             self._should_stop_if_unused = True
             if attempt.requests.is_unused:
