@@ -51,7 +51,7 @@ def test_ctrl_c_waits_for_clean_up_that_sends_messages(
                 pause()
         finally:
             for step in range(2, 7):
-                train.set_progress(step, 1)  # all is done, so it is sent at once
+                train.set_progress(step, 1)  # 100 %, which is sent at once
                 with suppress(RuntimeError):  # the run has ended
                     run.diagnose()  # the controller handles the progress before it replies
             was_done.append(run.is_done)
