@@ -117,6 +117,8 @@ class ProgramMode:
             Exception: The run cannot be opened.
         """
         num_workers = _count_workers(spec.scaling_config)
+        if spec.data_source is not None:
+            spec.data_source.check(spec.scaling_config)
         worker = spec.worker_spec
         # If this process dies, the sentinel kills the programs, which it finds by this variable.
         env_vars = {**worker.env_vars, **sentinel.start_for_driver()}
