@@ -68,7 +68,8 @@ class RunView(ABC):
         """Request the run to stop. Do not wait for its end.
 
         Args:
-            save: Stop after the next commit, instead of immediately.
+            save: Stop after the next commit, instead of immediately. None, after Ctrl-C and
+                SIGTERM: only if the functions call `should_checkpoint()`.
         """
 
     @abstractmethod
