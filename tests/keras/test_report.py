@@ -100,6 +100,24 @@ def test_stop_saves_before_next_batch(run_config: RunConfig) -> None:
     assert (progress["epochs"], progress["batches"]) == (1, 3)
 
 
+def test_stop_in_epochs_of_one_batch_saves_at_the_end_of_the_epoch(run_config: RunConfig) -> None:
+    def function() -> None:
+        callback = ReportCheckpointCallback(checkpoint_on={"epoch_end": 10})
+        callback.set_model(Model())
+        callback.on_train_begin()
+        for epoch in range(4):
+            callback.on_epoch_begin(epoch)
+            callback.on_train_batch_begin(0)
+            if epoch == 1:
+                stop_run()
+            callback.on_epoch_end(epoch, {"loss": 1.0})
+
+    result = run_in_threads(function, num_workers=1, run_config=run_config)
+    assert result.checkpoint is not None
+    progress = json.loads(Path(result.checkpoint.path, "progress.json").read_text())
+    assert (progress["epochs"], progress["batches"]) == (2, 0)
+
+
 def test_restart_without_load_state_warns(tmp_path: Path) -> None:
     def function() -> None:
         callback = ReportCheckpointCallback()

@@ -19,6 +19,7 @@ from drawbar.lightgbm import (
     get_network_params,
 )
 from drawbar.train import Checkpoint, Result, get_context, runs
+from drawbar.train._worker.active_session import current_session
 
 METRICS = ["binary_logloss", "auc", "average_precision", "rmse", "l1"]
 
@@ -115,13 +116,16 @@ def test_checkpoints_every_so_often_and_at_the_end(fit: Callable[..., Result], b
 
 
 def test_cross_validation_reports_mean_and_spread(fit: Callable[..., Result], binary: Any) -> None:
-    def function() -> None:
+    def function() -> int:
         params = {"objective": "binary", "verbosity": -1}
         data = lightgbm.Dataset(*binary)
         lightgbm.cv(params, data, 3, nfold=2, callbacks=[RayTrainReportCallback()])
+        # Ctrl-C waits only for functions that have called should_checkpoint().
+        return current_session("test").requests.call_count
 
     result = fit(function, num_workers=1)
     assert len(result.metrics_dataframe) == 3
+    assert result.return_value == 0
     assert (
         0
         < metrics_of(result)["valid-binary_logloss-stdv"]

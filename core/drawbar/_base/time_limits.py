@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from drawbar._base import fields
@@ -30,7 +30,7 @@ def check_stop_before(name: str, value: Any) -> datetime | timedelta | None:
             f"{name}={value!s} is in the past, so the run would stop at its start. Set a later "
             "time, or None for no limit"
         )
-    return value
+    return value.astimezone()  # another process may have another time zone
 
 
 def resolve_stop_before(value: object) -> datetime | None:
@@ -45,7 +45,7 @@ def resolve_stop_before(value: object) -> datetime | None:
         return value if isinstance(value, datetime) else None
     end = os.environ.get(JOB_END_VARIABLE, "")
     if end.isdecimal():
-        time_limit = datetime.fromtimestamp(int(end)) - value
+        time_limit = datetime.fromtimestamp(int(end), UTC) - value
         check_stop_before("RunConfig.stop_before", time_limit)
         return time_limit
     warn_caller(

@@ -29,7 +29,9 @@ def diagnose_on_signal(diagnose: Callable[[], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_sigterm(stop: Callable[[], object], *, is_detached: bool) -> Iterator[None]:
+def stop_on_sigterm(
+    stop: Callable[[], object], *, is_detached: bool
+) -> Iterator[Callable[[], bool]]:
     """Stop the run when this process receives SIGTERM, and exit when it has ended.
 
     Schedulers send SIGTERM before they kill a job. A handler of the user is kept; Ray's is not,
@@ -39,26 +41,34 @@ def stop_on_sigterm(stop: Callable[[], object], *, is_detached: bool) -> Iterato
         stop: Stops the run.
         is_detached: Whether the run continues when this process ends.
 
+    Yields:
+        Function that returns whether SIGTERM has arrived.
+
     Raises:
         SystemExit: The process has received SIGTERM, and the run has ended.
     """
     previous = signal.getsignal(signal.SIGTERM)
     is_users = previous is not signal.SIG_DFL and not _is_handler_of_ray(previous)
     if not _is_main_thread() or is_detached or is_users:
-        yield
+        yield lambda: False
         return
     has_arrived = False
+
+    def stop_and_print() -> None:
+        stop()
+        with contextlib.suppress(OSError, ValueError):  # the terminal is closed, or stderr is
+            print("SIGTERM: stopping the run.", file=sys.stderr, flush=True)
 
     def on_sigterm(number: int, frame: FrameType | None) -> None:
         nonlocal has_arrived
         has_arrived = True
         signal.signal(signal.SIGTERM, previous)
-        print("SIGTERM: stopping the run.", file=sys.stderr, flush=True)
-        threading.Thread(target=stop).start()
+        # In a thread: the main thread may be printing, or hold a lock that `stop` needs.
+        threading.Thread(target=stop_and_print).start()
 
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
-        yield
+        yield lambda: has_arrived
     finally:
         if signal.getsignal(signal.SIGTERM) is on_sigterm:
             signal.signal(signal.SIGTERM, previous)

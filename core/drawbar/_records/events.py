@@ -431,7 +431,7 @@ class ShardEpochEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         dataset: Name of the dataset.
         epoch: Number of the epoch.
         previous_reads: Rows of the epoch that all ranks had read when the attempt began, as
-            encoded by `_row_positions.encode_reads`.
+            encoded by `row_positions.encode_reads`.
         shard_index: Index of the shard.
         num_shards: Number of shards.
         num_rows: Rows that this iteration returned; None if they cannot be counted.

@@ -81,7 +81,8 @@ class RoundReporter:
             save: Writes model and progress to a directory. None if there is no single model, as in
                 cross-validation.
         """
-        is_requested = self._saves and should_checkpoint()
+        # Without a function that saves, as in `lightgbm.cv`, no request could be fulfilled.
+        is_requested = save is not None and self._saves and should_checkpoint()
         is_due = self._frequency and num_rounds % self._frequency == 0
         if save is not None and (is_requested or is_due):
             self._report_checkpoint(num_rounds, history, save)

@@ -65,6 +65,7 @@ class ObservationRecorder:
         self._start_attempt(0)
 
     def _start_attempt(self, number: int) -> None:
+        self._attempt = number
         self._progress = ProgressRecorder(number, self._emit)
         self._rank_times = RankTimesRecorder(number, self._rank_times_log, self._emit)
 
@@ -73,6 +74,8 @@ class ObservationRecorder:
         match event:
             case ObservationReceived(kind="resources"):
                 self._resources.add(msgspec.convert(event.payload, ResourceSample))
+            case ObservationReceived(attempt=attempt) if attempt != self._attempt:
+                pass  # arrived late, from the attempt before
             case ObservationReceived(kind="rank_times"):
                 times = RankTimesOfRank(event.payload["steps"], event.payload["seconds"])
                 self._rank_times.add(event.rank, times)

@@ -179,7 +179,9 @@ class ReportCheckpointCallback:
             state = model_state(self._model)
             state.epochs, state.batches = epoch + 1, 0
             set_progress(state.epochs, self._total_epochs or None, unit="epochs")
-        self._handle_event("epoch_end", logs)
+        # An epoch may have only one batch, before which nothing is saved.
+        is_requested = bool(self._checkpoint_on) and self._is_in_run() and should_checkpoint()
+        self._handle_event("epoch_end", logs, is_requested=is_requested)
 
     def __getattr__(self, name: str) -> Any:
         """Return the methods for all other events and Keras 2's `_implements_*_batch_hooks`.
@@ -204,12 +206,12 @@ class ReportCheckpointCallback:
             model_state(self._model).batches = self._num_skipped + batch_and_logs[0] + 1
         self._handle_event(event, (*batch_and_logs, logs))
 
-    def _handle_event(self, event: str, logs: object) -> None:
+    def _handle_event(self, event: str, logs: object, *, is_requested: bool = False) -> None:
         saves, reports = self._checkpoint_on.get(event, 0), self._report_on.get(event, 0)
-        if not (saves or reports) or not self._is_in_run():
+        if not (saves or reports or is_requested) or not self._is_in_run():
             return
         self._event_counts[event] += 1
-        saves = saves and self._event_counts[event] % saves == 0
+        saves = is_requested or (saves and self._event_counts[event] % saves == 0)
         reports = reports and self._event_counts[event] % reports == 0
         metrics = self._select_metrics(_find_logs(logs))
         if saves:

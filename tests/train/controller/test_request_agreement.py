@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -197,7 +201,7 @@ def test_max_time_ends_run_with_checkpoint(run_config: RunConfig) -> None:
 def test_stop_before_counts_back_from_end_of_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
     margin = RunConfig(stop_before=600).stop_before
     assert margin == timedelta(minutes=10)
-    end = datetime.now().replace(microsecond=0) + timedelta(hours=1)
+    end = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(end.timestamp())))
     assert resolve_stop_before(margin) == end - timedelta(minutes=10)
     with pytest.raises(ValueError, match="is in the past, so the run would stop at its start"):
@@ -206,3 +210,17 @@ def test_stop_before_counts_back_from_end_of_slurm_job(monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match="SLURM_JOB_END_TIME is not set"):
         assert resolve_stop_before(margin) is None
     assert resolve_stop_before(end) == end
+
+
+def test_naive_stop_before_keeps_the_time_zone_of_the_driver() -> None:
+    config = RunConfig(stop_before=datetime.now() + timedelta(hours=2))
+    assert isinstance(config.stop_before, datetime)
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).stop_before.timestamp())"
+    timestamp = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(config),
+        env={**os.environ, "TZ": "Asia/Tokyo"},
+        capture_output=True,
+        check=True,
+    ).stdout
+    assert float(timestamp) == config.stop_before.timestamp()

@@ -296,6 +296,18 @@ def write(directory: RunDirectory, *samples: ResourceSample) -> None:
             recorder.on_event(observe(sample))
 
 
+def test_recorder_ignores_progress_that_arrives_after_its_attempt(directory: RunDirectory) -> None:
+    emitted: list[Event] = []
+    with contextlib.closing(ObservationRecorder(directory, emitted.append)) as recorder:
+        recorder.on_event(attempt_started(1))
+        for attempt in (0, 1):
+            progress = RunProgress(done=100 - attempt, time=attempt)
+            payload = msgspec.to_builtins(progress)
+            recorder.on_event(ObservationReceived(attempt, 0, "progress", payload))
+    (received,) = [event for event in emitted if isinstance(event, ProgressReceived)]
+    assert received.progress.done == 99
+
+
 def test_sampler_measures_memory_disk_and_cpu_of_this_node(directory: RunDirectory) -> None:
     sample = ResourceSampler(make_assignment(directory)).take()
     assert (sample.attempt, sample.rank, sample.node) == (3, 0, os.uname().nodename)

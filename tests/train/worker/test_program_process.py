@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drawbar import train
-from drawbar.train.backend import run_program
+from drawbar.train.backend import DataSource, run_program
+from drawbar.train.run_modes import ProgramMode, RunMode
 
 SOURCE = """
 import os, sys
@@ -129,3 +132,28 @@ def test_program_ends_right_after_report_loses_nothing(tmp_path: Path, end: str)
         fit(tmp_path, source=REPORT_AND_END.format(reports=REPORTS, end=end))
     steps = train.Result.from_path(tmp_path / "run").metrics_dataframe["step"]
     assert list(steps) == list(range(REPORTS))
+
+
+class RejectedData(DataSource):
+    def check(self, scaling_config: train.ScalingConfig) -> None:
+        raise ValueError(f"no data for {scaling_config.num_workers} workers")
+
+    def assign(self, node_ids: Sequence[str], positions: object) -> list[Any]:
+        return [None for _ in node_ids]
+
+
+class ProgramTrainer(train.DataParallelTrainer):
+    def get_run_mode(self, *, use_caller_thread: bool) -> RunMode:
+        return ProgramMode(use_caller_thread=use_caller_thread)
+
+
+def test_program_mode_checks_data_before_the_run_opens(tmp_path: Path) -> None:
+    trainer = ProgramTrainer(
+        lambda: None,
+        datasets=RejectedData(),
+        scaling_config=train.ScalingConfig(num_workers=1),
+        run_config=train.RunConfig(name="run", storage_path=tmp_path),
+    )
+    with pytest.raises(ValueError, match="no data for 1 workers"):
+        trainer.fit()
+    assert not (tmp_path / "run").exists()

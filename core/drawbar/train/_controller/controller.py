@@ -429,7 +429,7 @@ class Controller:
         if not should_save or attempt is None or is_only_validating:
             self._stop()
             return
-        attempt.request_checkpoint()
+        attempt.request_checkpoint(is_repeated=save is None)
         if save is None:
             self._should_stop_if_unused = True
             if attempt.requests.is_unused:
@@ -437,7 +437,9 @@ class Controller:
             self._loop.call_later(STOP_GRACE_SECONDS, self._queue.put, RepliesDue(attempt.requests))
 
     def _stop(self) -> None:
-        """Cancel the current operation, and end the run."""
+        """Cancel the current operation, and end the run. Do not cancel the end of the run."""
+        if self._is_stopping or self._has_ended:
+            return
         self._is_stopping = True
         self._queue.cancel_operation()
 

@@ -44,15 +44,24 @@ class RequestAgreement:
         self._started: set[int] = set()
         self._request_id = 0
         self._announced: ControllerRequests | None = None
+        self._agreed = ControllerRequests()
         self._calls: dict[int, int] = {}  # by rank: call at which it waits for the agreement
         self._next_reports: dict[int, int] = {}
 
-    def request(self, *, preemption: PreemptionInfo | None = None) -> None:
-        """Request a checkpoint, and announce a preemption if there is one."""
+    def request(
+        self, *, preemption: PreemptionInfo | None = None, is_repeated: bool = False
+    ) -> None:
+        """Request a checkpoint, and announce a preemption if there is one.
+
+        Args:
+            preemption: Preemption to announce.
+            is_repeated: Whether all ranks reply even if the request is not new: since the first
+                one, they may have called `should_checkpoint()`.
+        """
         requests = ControllerRequests(
             should_checkpoint=True, preemption=preemption or self.latest.preemption
         )
-        if requests != self.latest:
+        if requests != self.latest or is_repeated:
             self.latest = requests
             if self._announced is None:
                 self._announce()
@@ -65,6 +74,7 @@ class RequestAgreement:
     def _announce(self) -> None:
         self._request_id += 1
         self._announced = self.latest
+        self.is_unused = False
         self._calls = {}
         self._broadcast(
             sorted(self._started & self._running), RequestAnnounced(request_id=self._request_id)
@@ -96,7 +106,9 @@ class RequestAgreement:
         self._announced = None
         call = max(self._calls.values())
         self.is_unused = call == 1
-        if not self.is_unused:
+        # After a repeated request, the checkpoint of the first one serves, too.
+        is_new, self._agreed = requests != self._agreed, requests
+        if is_new and not self.is_unused:
             self.first_report = max(self._next_reports.values())
         self._broadcast(
             sorted(self._running),

@@ -36,7 +36,7 @@ class TimeLimit:
         self._start = time.monotonic()
 
     async def run(self) -> None:
-        """Wait for the limit and request the end of the run. Returns at once if there is none."""
+        """Wait for the limit, if there is one, and request the end of the run."""
         while (remaining := self._get_remaining_seconds()) > 0:
             await asyncio.sleep(min(remaining, MAX_SLEEP_S))
         self._emit(Notice("time limit: stopping after the next checkpoint"))

@@ -49,6 +49,10 @@ _logger = logging.getLogger("drawbar.train")
 Call = Callable[[], None]
 
 
+class FunctionInterrupted(KeyboardInterrupt):
+    """Ctrl-C has ended a function that ran in the thread that waits for the run."""
+
+
 class CallerExecutor:
     """Executor of functions that a run calls in this process, mainly the training function.
 
@@ -69,7 +73,11 @@ class CallerExecutor:
             threading.Thread(target=call, name="drawbar-function", daemon=True).start()
 
     def run_until(self, ended: threading.Event, timeout: float | None) -> bool:
-        """Run functions until `ended` is set or the timeout expires. Return whether it is set."""
+        """Run functions until `ended` is set or the timeout expires. Return whether it is set.
+
+        Raises:
+            FunctionInterrupted: The user pressed Ctrl-C while a function ran.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not ended.is_set():
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -80,7 +88,10 @@ class CallerExecutor:
             if call is None:
                 self.wake_up()  # other waiting threads
             else:
-                call()
+                try:
+                    call()
+                except KeyboardInterrupt as error:
+                    raise FunctionInterrupted from error
         return True
 
     def wake_up(self) -> None:

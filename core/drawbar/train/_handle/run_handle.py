@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
@@ -22,6 +23,7 @@ from drawbar._records.result import Result
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import Timeline
 from drawbar._storage.run_directory import describe_resume
+from drawbar.train._driver.controller_thread import FunctionInterrupted
 from drawbar.train._driver.run_view import RunView
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
@@ -214,29 +216,36 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
+        has_ended_function = False
         run = self._run
         stop = partial(run.stop, save=None)
         with (
             diagnose_on_signal(run.diagnose),
-            stop_on_sigterm(stop, is_detached=run.is_detached),
+            stop_on_sigterm(stop, is_detached=run.is_detached) as has_sigterm,
         ):
             while True:
                 try:
                     # Inside `try`: a second Ctrl-C may arrive while the first is handled.
                     if handled < interrupts:
                         handled = interrupts
-                        self._interrupt(is_first=interrupts == 1)
+                        if interrupts == 1:
+                            self._stop_after_ctrl_c(has_ended_function=has_ended_function)
+                        else:
+                            run.kill()
                     remaining = max(0.0, deadline - time.monotonic())
+                    if has_sigterm():
+                        remaining = JOIN_INTERVAL_S
                     # Wait in short intervals: a Ctrl-C just before a wait does not interrupt it.
                     if self._run.join(min(remaining, JOIN_INTERVAL_S)):
                         break
-                    if time.monotonic() >= deadline:
+                    # The timeout does not apply while the run is being stopped.
+                    if time.monotonic() >= deadline and not has_sigterm():
                         raise TimeoutError(self._describe_timeout(seconds))
-                except KeyboardInterrupt:
+                except KeyboardInterrupt as error:
                     if self._run.is_detached:
                         raise make_user_abort(self._describe_detach()) from None
-                    # The timeout does not apply while the run is being stopped.
                     deadline, interrupts = math.inf, interrupts + 1
+                    has_ended_function |= isinstance(error, FunctionInterrupted)
         if interrupts:
             raise make_user_abort(
                 f"stopped by Ctrl-C; the run is in {self.path}. "
@@ -244,18 +253,22 @@ class RunHandle:
             )
         return self._run.get_outcome().get_result()
 
-    def _interrupt(self, *, is_first: bool) -> None:
-        if is_first:
+    def _stop_after_ctrl_c(self, *, has_ended_function: bool) -> None:
+        # A function that Ctrl-C has ended cannot save, and other ranks cannot save without it.
+        self._run.stop(save=False if has_ended_function else None)
+        plan = (
+            "It has interrupted the training function. Drawbar"
+            if has_ended_function
+            else "Drawbar saves a checkpoint if the training functions call should_checkpoint(), "
+            "as integrations do. It then interrupts them and"
+        )
+        with contextlib.suppress(OSError):  # the terminal is closed
             print(
-                f"Ctrl-C: stopping run {self.name!r}. Drawbar saves a checkpoint if the training "
-                "functions call should_checkpoint(), as integrations do. It then interrupts them "
-                "and completes commits. Press Ctrl-C again to kill the run.",
+                f"Ctrl-C: stopping run {self.name!r}. {plan} completes commits. "
+                "Press Ctrl-C again to kill the run.",
                 file=sys.stderr,
                 flush=True,
             )
-            self._run.stop(save=None)
-        else:
-            self._run.kill()
 
     def _describe_timeout(self, seconds: float | None) -> str:
         description = f"after {seconds:g} s run {self.name!r} in {self.path} has not ended"

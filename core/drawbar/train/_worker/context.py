@@ -161,7 +161,8 @@ def should_checkpoint() -> bool:
     """Return whether to save a checkpoint now, because of a preemption or a stop request.
 
     Call it on all ranks equally often, in each step; the k-th call returns the same value on all
-    ranks. A call only counts: it takes a few microseconds, and does not wait for other ranks.
+    ranks. A call only counts, which takes a few microseconds. Only after a request, one call waits
+    until all ranks have replied to the controller.
 
     Returns:
         True if a checkpoint is requested.
