@@ -23,7 +23,7 @@ def find_fork_obstacle(modules: Iterable[str] | None = None, *, timeout_s: float
     The server ends with this process.
 
     Args:
-        modules: Modules to import. Default: those of `DRAWBAR_FORKSERVER_PRELOAD`, or else the
+        modules: Modules to import. Default: the modules of `DRAWBAR_FORKSERVER_PRELOAD`, or the
             installed packages that Drawbar preloads.
         timeout_s: Time limit in seconds.
 
