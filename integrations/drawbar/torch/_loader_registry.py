@@ -228,7 +228,7 @@ class LoaderRegistry:
                 f"This loader of {identity.dataset} resumes from a position that another "
                 "prepare_data_loader() call recorded. This is correct if you have edited the "
                 "program since then. Otherwise, pass name= to each call to identify the loaders.",
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def describe_batch(self) -> str:
