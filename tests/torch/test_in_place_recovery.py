@@ -228,6 +228,15 @@ def test_in_place_recovery_with_used_budget_fails_the_run(
         run(Kill(1, 4, "backward"), Kill(2, 9, "backward"), failures={"max_failures": 1})
 
 
+def test_in_place_recovery_counts_deaths_of_new_processes_and_names_the_first(
+    run: Callable[..., tuple[Result, list[int]]],
+) -> None:
+    result, _ = run(Kill(1, 4, "backward"), Kill(1, 4, "start"), failures={"max_failures": 1})
+    assert get_events(result, "recovered_in_place") == []
+    assert len(get_events(result, "attempt_started")) == 2
+    assert "SIGKILL" in str(get_events(result, "attempt_ended")[0]["failure_headlines"])
+
+
 def report_on_rank_0(config: dict[str, Any]) -> None:
     recorder = Recorder(config["directory"], config["kills"])
     model: Any = prepare_model(make_model())
@@ -312,6 +321,22 @@ def use_variable_of_skipped_epoch(config: dict[str, Any]) -> None:
         train.report({"loss": loss.item()})
 
 
+def change_weights_between_epochs(config: dict[str, Any]) -> None:
+    recorder = Recorder(config["directory"], config["kills"])
+    model: Any = prepare_model(make_model())
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    loader = prepare_data_loader(make_loader())
+    for _ in range(EPOCHS):
+        for samples, x, y in loader:
+            loss: Any = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            recorder.record(samples)
+        recorder.die_at("epoch")
+        for param in model.parameters():
+            param.data *= 0.8
+
+
 def die_in_upload(config: dict[str, Any]) -> None:
     recorder = Recorder(config["directory"], config["kills"])
 
@@ -352,6 +377,7 @@ def raise_on_one_rank(config: dict[str, Any]) -> None:
         (call_torch_distributed, [Kill(1, 4, "backward")], "calls torch.distributed itself"),
         (train_without_prepared_optimizer, [Kill(1, 4, "forward")], "has not prepared a model"),
         (use_variable_of_skipped_epoch, [Kill(1, STEPS + 2, "forward")], "UnboundLocalError"),
+        (change_weights_between_epochs, [Kill(1, STEPS, "epoch")], "that changes no weights"),
         (die_in_upload, [Kill(0, STEPS, "upload")], "a checkpoint that is not committed"),
         (raise_on_one_rank, [], "a bug"),
     ],

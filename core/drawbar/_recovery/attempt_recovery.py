@@ -69,11 +69,13 @@ class Recovered(Generic[DeathT]):
     """A recovery that all ranks have finished.
 
     Attributes:
-        deaths: Deaths by rank.
+        deaths: First death by rank.
+        num_deaths: Number of deaths, also of new processes.
         stopped_seconds: Longest time in which a rank did not train.
     """
 
     deaths: Mapping[int, DeathT]
+    num_deaths: int
     stopped_seconds: float
 
 
@@ -89,7 +91,8 @@ class AttemptRecovery(Generic[DeathT]):
         check_budget: Returns why so many deaths cannot be recovered, "" if they can.
 
     Attributes:
-        deaths: Deaths by rank that are not recovered yet.
+        deaths: First death by rank that is not recovered yet. The deaths of new processes are
+            often consequences.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class AttemptRecovery(Generic[DeathT]):
         check_budget: Callable[[int], str] = lambda num_deaths: "",
     ) -> None:
         self.deaths: dict[int, DeathT] = {}
+        self._num_deaths = 0
         self._world_size = world_size
         self._broadcast = broadcast
         self._replace = replace
@@ -124,8 +128,9 @@ class AttemptRecovery(Generic[DeathT]):
             death: Description of the death.
             obstacle: Why the attempt cannot recover in place, "" if it can.
         """
-        self.deaths[rank] = death
-        if obstacle := obstacle or self._check_budget(len(self.deaths)):
+        self.deaths.setdefault(rank, death)
+        self._num_deaths += 1
+        if obstacle := obstacle or self._check_budget(self._num_deaths):
             return Declined(obstacle)
         lost = self._membership.on_death(rank)
         if lost is None:
@@ -148,7 +153,7 @@ class AttemptRecovery(Generic[DeathT]):
                 if formed := self._membership.on_ready(rank, message):
                     self._broadcast(range(self._world_size), formed)
             case RecoveryDeclined() if message is STALLED:
-                if rank in self._had_replacement:
+                if rank in self._had_replacement and not self.is_replaced(rank):
                     return Declined(
                         f"other ranks wait for a call of rank {rank}, whose process was replaced. "
                         "It may count its steps itself, for example with enumerate()"
@@ -158,8 +163,11 @@ class AttemptRecovery(Generic[DeathT]):
                     return Declined(f"rank {rank}: {message.reason}")
             case RecoveryFinished():
                 if self._membership.on_finished(rank, message):
-                    deaths, self.deaths = self.deaths, {}
-                    self._on_recovered(Recovered(deaths, self._membership.stopped_seconds))
+                    recovered = Recovered(
+                        self.deaths, self._num_deaths, self._membership.stopped_seconds
+                    )
+                    self.deaths, self._num_deaths = {}, 0
+                    self._on_recovered(recovered)
         return None
 
     def on_returned(self, rank: int) -> Declined | None:

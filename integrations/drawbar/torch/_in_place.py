@@ -80,6 +80,7 @@ class InPlaceTraining:
         self._shared_buffers: list[torch.Tensor] = []
         self._loaders: list[LoaderRecord] = []
         self._commit: Commit | None = None
+        self._checksum: int | None = None  # of the state at the end of an epoch, after its commit
         self._num_reductions = 0
         self._num_steps = 0  # since the commit
         self._has_gradients = False  # that no step has used
@@ -189,6 +190,8 @@ class InPlaceTraining:
                 try:
                     batch = next(batches)
                 except StopIteration:
+                    if self._num_steps == 0 and self._checksum is None:
+                        self._checksum = self._objects.compute_checksum()
                     return
                 yield batch
         finally:
@@ -212,7 +215,7 @@ class InPlaceTraining:
             loaders=[loader.save() for loader in self._loaders],
             active_loader=self._loaders.index(record),
         )
-        self._num_steps = 0
+        self._num_steps, self._checksum = 0, None
 
     # -- a backward pass
 
@@ -348,6 +351,8 @@ class InPlaceTraining:
             and commit.num_reductions == self._num_reductions
             and self._num_steps == 0
             and all(map(_has_exact_position, self._loaders))
+            # A new process runs the code between two epochs, and would change the state again.
+            and (self._checksum is None or self._checksum == self._objects.compute_checksum())
         )
         states = group.gather([count, int(self._has_averages), int(can_send)])
         latest = max(state[0] for state in states)
@@ -359,8 +364,10 @@ class InPlaceTraining:
             sources = [rank for rank, state in enumerate(states) if state[0] == latest and state[2]]
             if not sources:
                 raise CannotRecoverError(
-                    "no rank is at the start of a step. In-place recovery needs one backward pass "
-                    "per step, and loaders of prepare_data_loader() that resume within an epoch"
+                    "no rank is at the start of a step with the state of the last one. In-place "
+                    "recovery needs one backward pass per step, loaders of prepare_data_loader() "
+                    "that resume within an epoch, and, if a rank dies before the first step of an "
+                    "epoch, code between the epochs that changes no weights"
                 )
             if self._rank == sources[0]:
                 assert commit is not None  # can_send

@@ -6,7 +6,8 @@ import gc
 import io
 import random
 import weakref
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,18 @@ class TrainedObjects:
             ],
         )
 
+    def compute_checksum(self) -> int:
+        """Return a checksum of all tensors that a commit does not copy."""
+        followers = [each.state_dict() for _, each in self._find_followers()]
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        checksum = 0
+        for tensor in _iter_tensors(
+            [[dict(model.named_parameters()) for model in self.models], optimizers, followers]
+        ):
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            checksum = zlib.crc32(data.numpy().data, checksum)
+        return checksum
+
     def save(self, commit: Commit) -> bytes:
         """Return a commit with the weights. No step must have been made since."""
         file = io.BytesIO()
@@ -188,3 +201,15 @@ class TrainedObjects:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
+
+
+def _iter_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _iter_tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _iter_tensors(each)

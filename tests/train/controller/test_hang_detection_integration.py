@@ -66,6 +66,19 @@ def test_hang_report_names_outlier_rank(run_config: RunConfig, tmp_path: Path) -
     assert stacks == ["difference.txt", "rank_0.txt", "rank_1.txt"]
 
 
+@on_ray
+def test_stall_warning_does_not_delay_hang_timeout(run_config: RunConfig, tmp_path: Path) -> None:
+    def function() -> None:
+        if train.get_context().get_world_rank() == 1:
+            threading.Event().wait()
+        collective.barrier()
+
+    with pytest.raises(HangError):
+        trainer(function, run_config, hang_timeout=TIMEOUT_S, stall_warning_after=1).fit()
+    found = runs.find_run(tmp_path / "run").list_events()
+    assert [list(e["descriptions"]) for e in found if e["event"] == "ranks_quiet"] == [[1]]
+
+
 def test_hang_uses_max_failures_and_restarts(run_config: RunConfig) -> None:
     def function() -> int:
         attempt = train.get_context().get_attempt()

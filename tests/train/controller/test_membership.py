@@ -57,7 +57,7 @@ def test_recovery_replaces_dead_rank_and_forms_group_when_all_are_ready() -> Non
     attempt.finish(2, 0.7)
     assert attempt.recovered == []
     attempt.finish(0, 0.0)
-    assert attempt.recovered == [Recovered({0: "killed"}, 0.7)]
+    assert attempt.recovered == [Recovered({0: "killed"}, 1, 0.7)]
     assert not attempt.recovery.deaths
 
 
@@ -74,7 +74,7 @@ def test_recovery_with_another_death_waits_for_all_ranks_again() -> None:
     assert isinstance(attempt.sent[-1][1], GroupFormed)
     for rank in range(3):
         attempt.finish(rank, 1.0, generation=2)
-    assert attempt.recovered == [Recovered({1: "second", 2: "first"}, 1.0)]
+    assert attempt.recovered == [Recovered({1: "second", 2: "first"}, 2, 1.0)]
 
 
 def test_recovery_without_survivor_or_with_obstacle_is_declined() -> None:

@@ -34,6 +34,7 @@ from drawbar._records.live_events import (
     RoundCompleted,
 )
 from drawbar._recovery.attempt_recovery import (
+    STALLED,
     AttemptRecovery,
     Declined,
     find_obstacle,
@@ -102,6 +103,8 @@ class Attempt:
     ) -> None:
         self.number = start.attempt
         self.workers = list(workers)
+        # Processes that were replaced in place, by rank. A recovery clears them.
+        self.dead_workers: dict[int, WorkerInfo] = {}
         self.finished: dict[int, messages.RankFinished] = {}
         self._program_pids: dict[int, int] = {}
         self.requests = RequestAgreement(len(workers), group.broadcast_command)
@@ -215,7 +218,8 @@ class Attempt:
                 self.failure.on_message(rank, message)
 
     def _handle_message(self, rank: int, message: messages.GroupMessage) -> None:
-        if not isinstance(message, messages.Observation) or message.is_activity:
+        is_silent = isinstance(message, messages.Observation) and not message.is_activity
+        if not is_silent and message is not STALLED:
             self.activity_clock.record(rank)  # all that a `Heartbeat` does
         match message:
             case messages.Report():

@@ -107,7 +107,6 @@ class Controller:
         self._should_stop_at_commit = False
         self._should_stop_if_unused = False
         self._is_stopping = False
-        self._dead_workers: dict[int, WorkerInfo] = {}  # by rank: process that was replaced
         self._recording: asyncio.Task[None] | None = None  # of a recovery in place
         self._has_ended = False  # training has ended, and only background tasks are left
         self._diagnosis = DiagnosisWriter(group, run.directory, emit)
@@ -319,7 +318,7 @@ class Controller:
             return replace(assigned, num_received_reports=reports)
 
         put = self._make_receiver(attempt)
-        self._dead_workers[rank] = attempt.workers[rank]
+        attempt.dead_workers.setdefault(rank, attempt.workers[rank])
         new = Replacement(make_assignment, put)
         self._group.replace_worker(rank, new, is_node_lost=death.is_preempted)
         self._loop.call_later(JOIN_TIMEOUT_S, put, rank, [make_late_message(lost)])
@@ -332,7 +331,7 @@ class Controller:
 
     def _on_recovered(self, recovered: Recovered[WorkerDied]) -> None:
         assert self._attempt is not None
-        workers = {rank: self._dead_workers[rank] for rank in recovered.deaths}
+        workers = {rank: self._attempt.dead_workers.pop(rank) for rank in recovered.deaths}
         self._recording = self._loop.create_task(
             self._recovery.record_recovered(self._attempt, recovered, workers)
         )

@@ -86,7 +86,7 @@ class AttemptFailure:
             case WorkerDied():
                 # Describe it later: its exit report may take two seconds, and this runs on the
                 # event loop.
-                self.deaths[rank] = message
+                self.deaths.setdefault(rank, message)  # a new process may end later
         self._changed.set()
 
     async def wait_for_root_cause(self, timeout: float) -> None:

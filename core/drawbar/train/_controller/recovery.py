@@ -153,7 +153,7 @@ class Recovery:
             workers: The processes that have died, by rank.
         """
         budget = ""
-        for _ in recovered.deaths:
+        for _ in range(recovered.num_deaths):
             decision = self._decide("worker")
             if isinstance(decision, Restart):
                 self._failure_counts, budget = decision.failure_counts, decision.budget
@@ -234,7 +234,8 @@ class Recovery:
         ):
             failure.cause = "preemption"
         for rank, death in failure.deaths.items():
-            worker, reports = attempt.workers[rank], attempt.count_reports(rank)
+            worker = attempt.dead_workers.get(rank, attempt.workers[rank])
+            reports = attempt.count_reports(rank)
             failure.failures.append(
                 await describe_death(rank, death, worker, self._run.directory, reports)
             )
