@@ -106,7 +106,10 @@ def test_process_setup_hook_runs_once_per_process(run_config: RunConfig, tmp_pat
         function,
         backend_config=_PreparedConfig(),
         scaling_config=ScalingConfig(num_workers=2),
-        run_config=replace(run_config, failure_config=FailureConfig(max_failures=3)),
+        run_config=replace(
+            run_config,
+            failure_config=FailureConfig(max_failures=3, stop_when_deterministic=False),
+        ),
     ).fit()
     assert result.return_values is not None
     assert int((tmp_path / "kept").read_text()) in result.return_values

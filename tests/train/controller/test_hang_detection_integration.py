@@ -76,7 +76,7 @@ def test_stall_warning_does_not_delay_hang_timeout(run_config: RunConfig, tmp_pa
     with pytest.raises(HangError):
         trainer(function, run_config, hang_timeout=TIMEOUT_S, stall_warning_after=1).fit()
     found = runs.find_run(tmp_path / "run").list_events()
-    assert [list(e["descriptions"]) for e in found if e["event"] == "ranks_quiet"] == [[1]]
+    assert [event["event"] for event in found].count("ranks_quiet") == 1
 
 
 def test_hang_uses_max_failures_and_restarts(run_config: RunConfig) -> None:

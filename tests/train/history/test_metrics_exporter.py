@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from drawbar import train
@@ -42,6 +43,7 @@ def test_exporter_of_finished_run_matches_its_record(tmp_path: Path) -> None:
     assert abs(values["drawbar_goodput_ratio", ""] - (record.goodput.goodput or 0)) < 1e-6
 
 
+@pytest.mark.alone
 def test_exporter_of_200_runs_with_hostile_names_is_fast(tmp_path: Path) -> None:
     fit(report_twice, tmp_path / "original")
     storage = tmp_path / "runs"

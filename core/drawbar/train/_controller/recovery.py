@@ -215,15 +215,13 @@ class Recovery:
         )
         # Wait longer only for processes that are reused. All others are killed anyway.
         can_reuse = is_restart_possible and should_keep
-        # The exceptions of other ranks are consequences of a death.
-        failures = [] if failure.deaths else failure.failures
         await self._group.end_attempt(
             AttemptEnd(
                 grace=RESTART_GRACE_SECONDS if can_reuse else FAIL_GRACE_SECONDS,
                 should_keep=should_keep,
                 # After a failed start, the next attempt creates the processes, after a delay.
                 should_replace=is_restart_possible and failure.cause != "startup",
-                failed_ranks=self._history.list_ranks_to_replace(failures),
+                failed_ranks=self._history.list_ranks_to_replace(failure.failures),
             )
         )
 

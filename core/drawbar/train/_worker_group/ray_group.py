@@ -216,8 +216,6 @@ class RayWorkerGroup:
     async def end_attempt(self, end: AttemptEnd) -> None:
         """Interrupt functions and kill processes that do not stop within `end.grace` seconds."""
         slots = self._pool.slots
-        for rank in self._ranks.keys() & end.failed_ranks:
-            self._ranks[rank].is_retired = True
         participants = [index for index, slot in slots.items() if slot.run_task is not None]
         dead = [index for index, slot in slots.items() if slot.is_dead]
         # First, so that replacements start while the other processes are still stopping.
@@ -227,6 +225,10 @@ class RayWorkerGroup:
             self.send_command(rank, end.interrupt)
         if running:
             await asyncio.wait([task for task in running.values() if task], timeout=end.grace)
+        # The exceptions of other ranks are consequences of a death, which may be known only now.
+        if not any(slot.is_dead for slot in self._ranks.values()):
+            for rank in self._ranks.keys() & end.failed_ranks:
+                self._ranks[rank].is_retired = True
         # A process is kept only if its stream has ended: then its thread has left user code, and
         # nothing of the old attempt is written later.
         remaining = slots.keys()  # empty if kill() was called in the meantime

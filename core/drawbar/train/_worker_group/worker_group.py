@@ -39,7 +39,7 @@ class AttemptEnd:
             of being killed.
         should_replace: Whether new processes start at once in place of dead and killed ones.
         is_user_request: Whether the user has stopped the run.
-        failed_ranks: Ranks whose processes are not kept.
+        failed_ranks: Ranks whose processes are not kept, unless a process has died.
     """
 
     grace: float
