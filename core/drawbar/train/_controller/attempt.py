@@ -218,8 +218,7 @@ class Attempt:
                 self.failure.on_message(rank, message)
 
     def _handle_message(self, rank: int, message: messages.GroupMessage) -> None:
-        is_silent = isinstance(message, messages.Observation) and not message.is_activity
-        if not is_silent and message is not STALLED:
+        if message is not STALLED and getattr(message, "is_activity", True):  # of observations
             self.activity_clock.record(rank)  # all that a `Heartbeat` does
         match message:
             case messages.Report():
