@@ -215,11 +215,15 @@ def test_launch_with_deterministic_failure_exits_with_70_after_one_restart(launc
     assert (always.code, always.out.count(b"attempt")) == (1, 3)
 
 
-def test_launch_of_script_that_exits_twice_keeps_its_code(launch: Launch) -> None:
+def test_launch_of_script_that_exits_twice_keeps_its_code_and_explains_the_end(
+    launch: Launch,
+) -> None:
     done = launch(
         "import sys; print('attempt'); sys.exit(3)", "--num-workers=1", "--max-failures=5"
     )
     assert (done.code, done.out.count(b"attempt")) == (3, 2)
+    assert "The run ends: the same failure has happened twice at the same place" in done.err
+    assert "--no-stop-when-deterministic" in done.err
 
 
 def test_launch_of_script_killed_by_signal_exits_with_its_code(launch: Launch) -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -237,20 +237,32 @@ def test_in_place_recovery_counts_deaths_of_new_processes_and_names_the_first(
     assert "SIGKILL" in str(get_events(result, "attempt_ended")[0]["failure_headlines"])
 
 
-def report_on_rank_0(config: dict[str, Any]) -> None:
-    recorder = Recorder(config["directory"], config["kills"])
-    model: Any = prepare_model(make_model())
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    loader = prepare_data_loader(make_loader())
-    for _ in range(EPOCHS):
-        for samples, x, y in loader:
-            recorder.die_at("forward")
-            loss: Any = nn.functional.mse_loss(model(x), y)
+class Training:
+    """Prepared objects of a training function, and its loop over one epoch."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.recorder = Recorder(config["directory"], config["kills"])
+        self.model: Any = prepare_model(make_model())
+        self._optimizer = prepare_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.01))
+        self._loader = prepare_data_loader(make_loader())
+
+    def iter_losses(self) -> Iterator[torch.Tensor]:
+        """Yield the loss of each step of an epoch."""
+        for samples, x, y in self._loader:
+            self.recorder.die_at("forward")
+            loss: Any = nn.functional.mse_loss(self.model(x), y)
             loss.backward()
-            optimizer.step()
-            recorder.record(samples)
+            self._optimizer.step()
+            self.recorder.record(samples)
+            yield loss
+
+
+def report_on_rank_0(config: dict[str, Any]) -> None:
+    training = Training(config)
+    for _ in range(EPOCHS):
+        for _ in training.iter_losses():
             if train.get_context().get_world_rank() == 0:
-                train.report({"step": recorder.num_steps})
+                train.report({"step": training.recorder.num_steps})
 
 
 def test_in_place_recovery_of_only_rank_that_reports_keeps_its_reports(
@@ -267,15 +279,8 @@ def test_in_place_recovery_of_only_rank_that_reports_keeps_its_reports(
 
 
 def count_steps_itself(config: dict[str, Any]) -> None:
-    recorder = Recorder(config["directory"], config["kills"])
-    model: Any = prepare_model(make_model())
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    for step, (samples, x, y) in enumerate(prepare_data_loader(make_loader())):
-        recorder.die_at("forward")
-        loss: Any = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        recorder.record(samples)
+    training = Training(config)
+    for step, _ in enumerate(training.iter_losses()):
         if step % 4 == 3:
             with train.checkpoint_dir() as path:
                 torch.save(step, path / "step.pt")
@@ -307,52 +312,34 @@ def train_without_prepared_optimizer(config: dict[str, Any]) -> None:
 
 
 def use_variable_of_skipped_epoch(config: dict[str, Any]) -> None:
-    recorder = Recorder(config["directory"], config["kills"])
-    model = prepare_model(make_model())
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    loader = prepare_data_loader(make_loader())
+    training = Training(config)
     for _ in range(EPOCHS):
-        for samples, x, y in loader:
-            recorder.die_at("forward")
-            loss: Any = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            recorder.record(samples)
-        train.report({"loss": loss.item()})
+        for loss in training.iter_losses():
+            last_loss = loss.item()
+        train.report({"loss": last_loss})
 
 
 def change_weights_between_epochs(config: dict[str, Any]) -> None:
-    recorder = Recorder(config["directory"], config["kills"])
-    model: Any = prepare_model(make_model())
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    loader = prepare_data_loader(make_loader())
+    training = Training(config)
     for _ in range(EPOCHS):
-        for samples, x, y in loader:
-            loss: Any = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            recorder.record(samples)
-        recorder.die_at("epoch")
-        for param in model.parameters():
+        for _ in training.iter_losses():
+            pass
+        training.recorder.die_at("epoch")
+        for param in training.model.parameters():
             param.data *= 0.8
 
 
 def die_in_upload(config: dict[str, Any]) -> None:
-    recorder = Recorder(config["directory"], config["kills"])
+    training = Training(config)
 
     def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-        recorder.die_at("upload")
+        training.recorder.die_at("upload")
         path = train.get_context().get_storage().build_checkpoint_path_from_name(name)
         shutil.copytree(checkpoint.path, path)
         return Checkpoint(path)
 
-    model: Any = prepare_model(make_model())
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    for samples, x, y in prepare_data_loader(make_loader()):
-        loss: Any = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        recorder.record(samples)
+    for _ in training.iter_losses():
+        pass
     if train.get_context().get_world_rank() == 0:
         path = Path(config["directory"]) / "model"
         path.mkdir(exist_ok=True)

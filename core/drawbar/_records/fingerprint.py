@@ -35,6 +35,12 @@ _NETWORK_TEXTS = re.compile(
     r"|NCCL error|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
+_CODE_TYPES = {
+    *("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "NameError"),
+    *("UnboundLocalError", "AssertionError", "ZeroDivisionError", "SyntaxError"),
+}
+"""Types of errors in the code, also if their messages mention a timeout."""
+
 _MEMORY_TYPES = re.compile(r"^MemoryError$|OutOfMemory")
 _MEMORY_TEXTS = re.compile(
     r"out of memory|cannot allocate memory|can't allocate memory|unable to allocate"
@@ -185,7 +191,8 @@ def find_nature(failure: WorkerFailure) -> FailureNature:
         return "out_of_memory"
     if _HARDWARE_TEXTS.search(text):
         return "hardware"
-    if any(map(_NETWORK_TYPES.search, types)) or _NETWORK_TEXTS.search(text):
+    has_network_text = bool(_NETWORK_TEXTS.search(text)) and failure.builtin_type not in _CODE_TYPES
+    if has_network_text or any(map(_NETWORK_TYPES.search, types)):
         return "network"
     if failure.builtin_type in ("OSError", "BlockingIOError", "InterruptedError"):
         return "hardware"  # such as EIO: the code did not cause it

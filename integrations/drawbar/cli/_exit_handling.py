@@ -137,18 +137,26 @@ def _describe_failure(error: TrainingFailedError) -> str:
     if not isinstance(error, WorkerGroupError) or not error.failures:
         return str(error)
     first, *others = error.failures
+    end = _explain_end(error)
     if first.kind == "exit":
-        return _describe_exit(error)
+        return "\n".join(filter(None, [_describe_exit(error), end]))
     # The traceback of a script is part of rank 0's output.
     lines = ["", first.summary() if _has_shown_traceback(error) else first.describe(), ""]
     if others:
         lines += ["Other failed ranks:", *(f"  {failure.headline()}" for failure in others)]
-    if not error.should_retry:
-        # The message of the error ends with the reason, the directory, and the checkpoint.
-        _, heading, reason = str(error).rpartition("The run ends: ")
-        lines += [heading + reason.partition("\nRun directory: ")[0], ""]
+    if end:
+        lines += [end, ""]
     lines.append(f"Run directory: {error.path}")
     return "\n".join(lines)
+
+
+def _explain_end(error: WorkerGroupError) -> str:
+    """Return why the run has ended although a restart was left; "" if none was."""
+    if error.should_retry:
+        return ""
+    # The message of the error ends with the reason, the directory, and the checkpoint.
+    _, heading, reason = str(error).rpartition("The run ends: ")
+    return heading + reason.partition("\nRun directory: ")[0]
 
 
 def _describe_exit(error: WorkerGroupError) -> str:

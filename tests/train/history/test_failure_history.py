@@ -67,6 +67,7 @@ def die(message: str, **fields: Any) -> WorkerFailure:
             "network",
         ),
         (fail("StoreError", "no reply", builtin_type="TimeoutError"), "network"),
+        (fail("ValueError", "unknown option 'timeout'", builtin_type="ValueError"), "exception"),
         (fail("RuntimeError", "CUDA error: uncorrectable ECC error encountered"), "hardware"),
         (fail("OSError", "[Errno 5] Input/output error", builtin_type="OSError"), "hardware"),
         (fail("OSError", "3 requested and 0 written", builtin_type="OSError"), "hardware"),
