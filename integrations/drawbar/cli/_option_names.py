@@ -33,6 +33,13 @@ _PATTERNS = (
     (r"\bor resources_per_worker\b", "or --cpus-per-worker"),
     (r"--cpus-per-worker\['CPU'\]", "--cpus-per-worker"),
 )
+_END = "The run ends: "
+"""Heading in the error of a run. The description of its failures precedes it."""
+
+_TRACEBACK = "Traceback (most recent call last)"
+_EVIDENCE = re.compile(r"  Attempt \d+: ")
+"""Begin of a line with the error of a failed attempt, as `FailureHistory` writes it."""
+
 _VALUE = re.compile(rf"""(?<!\w)(?:{_CONFIG}\.)?({_NAME})=(?:True|"(\w+)"|(?=['\d-]))""")
 _SETTING = re.compile(rf"{_CONFIG}\.(\w+)")
 
@@ -40,9 +47,20 @@ _SETTING = re.compile(rf"{_CONFIG}\.(\w+)")
 def name_options(text: str) -> str:
     """Return a message with the options of `drawbar launch` instead of settings of Python.
 
+    Failures of the script are not changed: descriptions before "The run ends: ", and tracebacks.
+
     Args:
         text: Message, for example about `RunConfig.storage_path`.
     """
+    failures, heading, message = text.rpartition(_END)
+    if not heading and _TRACEBACK in message:
+        return text
+    lines = message.splitlines(keepends=True)
+    renamed = [line if _EVIDENCE.match(line) else _replace_settings(line) for line in lines]
+    return failures + heading + "".join(renamed)
+
+
+def _replace_settings(text: str) -> str:
     text = re.sub(r"FailureConfig\(max_failures=(\d+)\)", r"--max-failures \1", text)
     text = text.replace(
         "FailureConfig(stop_when_deterministic=False)", "--no-stop-when-deterministic"
