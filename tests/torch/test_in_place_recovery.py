@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     TrainingFailedError,
+    runs,
 )
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -182,8 +184,7 @@ def run(
 
 
 def get_events(result: Result, kind: str) -> list[dict[str, Any]]:
-    lines = (Path(result.path) / "journal.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [each for each in runs.find_run(result.path).list_events() if each["event"] == kind]
 
 
 def assert_equal_weights(result: Result, other: Result) -> None:
@@ -230,7 +231,8 @@ def test_in_place_recovery_keeps_reports_and_checkpoints(
     committed = get_events(result, "checkpoint")
     assert [event["metrics"]["epoch"] for event in committed] == list(range(EPOCHS))
     frame = result.metrics_dataframe
-    assert frame is not None
+    reports = sorted(zip(frame["epoch"], frame["rank"], strict=True))
+    assert reports == list(product(range(EPOCHS), range(NUM_WORKERS)))
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as path:
         assert torch.load(Path(path) / "epoch.pt") == EPOCHS - 1
@@ -296,7 +298,6 @@ def test_in_place_recovery_of_only_rank_that_reports_keeps_its_reports(
     assert Counter(samples) == dict.fromkeys(range(NUM_SAMPLES), EPOCHS)
     assert len(get_events(result, "attempt_started")) == 1
     frame = result.metrics_dataframe
-    assert frame is not None
     lost = {8}  # a process that is killed loses reports that it has not sent yet
     assert sorted({*frame["step"].tolist(), *lost}) == list(range(1, EPOCHS * STEPS + 1))
     assert frame["step"].is_unique
