@@ -366,6 +366,26 @@ def test_launch_and_commands_about_its_run_name_options(launch: Launch) -> None:
     assert "drawbar: error: --resume never, but" in again.err
 
 
+def test_launch_with_time_limits_saves_and_exits_with_zero(launch: Launch) -> None:
+    done = launch(
+        """
+        from drawbar import train
+        while not train.should_checkpoint():
+            train.collective.barrier()
+        with train.checkpoint_dir() as path:
+            train.report({}, checkpoint=path)
+        while True:
+            train.collective.barrier()
+        """,
+        *("--max-time", "0.2", "--stop-before", "600"),
+    )
+    assert done.code == 0, done.err
+    assert "warning: Ignoring --stop-before 600: SLURM_JOB_END_TIME is not set" in done.err
+    record = runs.find_run(done.run)
+    assert record.status == "stopped"
+    assert len(record.list_checkpoints()) == 1
+
+
 def test_restart_count_of_new_command_begins_at_zero(launch: Launch) -> None:
     source = """
         import os

@@ -16,6 +16,8 @@ _NAMES = {
     "detached": "--detach",
     "max_failures": "--max-failures",
     "hang_timeout": "--hang-timeout",
+    "max_time": "--max-time",
+    "stop_before": "--stop-before",
     "num_workers": "--num-workers",
     "resources_per_worker": "--cpus-per-worker",
     "use_gpu": "--use-gpu",
@@ -24,7 +26,7 @@ _CONFIG = r"(?:RunConfig|FailureConfig|ScalingConfig)"
 _NAME = "|".join(_NAMES)
 _PATTERNS = (
     (r"call fit\(\) again with these arguments of your RunConfig:", "run the command again with"),
-    (r"; None waits without limit", ""),
+    (r"(; None waits without limit|; None is no limit|, or None for no limit)", ""),
     (r"the training function (\S+), but this trainer has", r"the script \1, but this command has"),
     (r"\bfit\(\)", "drawbar launch"),
     (r"\bname and storage_path\b", "--name and --storage-path"),
