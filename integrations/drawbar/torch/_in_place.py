@@ -115,6 +115,7 @@ class InPlaceTraining:
         # DDP itself uses no other rank. The hook averages the gradients of all ranks.
         own_group = dist.new_group([self._rank], backend="gloo", use_local_synchronization=True)
         wrapped = DistributedDataParallel(model, process_group=own_group, **kwargs)
+        get_buffers: Callable[[], Iterable[torch.Tensor]]
         get_buffers = model.buffers if kwargs.get("broadcast_buffers", True) else tuple
         finish = partial(self._finish_backward, get_buffers)
         buckets = GradientBuckets(model, self._size, self._get_group, finish)
