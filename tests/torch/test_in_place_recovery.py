@@ -93,6 +93,8 @@ class Recorder:
 class Centering(nn.Module):
     """Subtract a moving average, in a buffer that is replaced and that no state dict contains."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(4), persistent=False)
