@@ -271,22 +271,18 @@ def launch(
         torchrun,
         [*(name for option in context.command.params for name in option.opts), *ONLY_TORCHRUN],
     )
-    failures = {
-        "max_failures": max_failures if max_restarts is None else max_restarts,
-        "hang_timeout": hang_timeout,
-        "stop_when_deterministic": not no_stop_when_deterministic,
-    }
     with launch_errors():
+        storage = {"name": name, "storage_path": storage_path, "resume": resume}
+        time_limits = {"max_time": max_time, "stop_before": parse_stop_before(stop_before)}
         run_config = _make_run_config(
-            failures,
+            max_failures if max_restarts is None else max_restarts,
+            hang_timeout,
             progress,
-            name=name,
-            storage_path=storage_path,
-            resume=resume,
+            stop_when_deterministic=not no_stop_when_deterministic,
+            **storage,
             detached=detach,
             forkserver_preload=() if no_fork_server else None,
-            max_time=max_time,
-            stop_before=parse_stop_before(stop_before),
+            **time_limits,
         )
         make_trainer = _bind_trainer(script, arguments or [], is_module, torchrun, run_config)
     rendezvous = _find_rendezvous(torchrun, requested, address, standalone, detach=detach)
@@ -347,19 +343,32 @@ def _find_rendezvous(
     return rendezvous
 
 
-def _make_run_config(failures: dict[str, Any], progress: bool | None, **settings: Any) -> RunConfig:
+def _make_run_config(
+    max_failures: int,
+    hang_timeout: float | None,
+    progress: bool | None,
+    *,
+    stop_when_deterministic: bool,
+    **settings: Any,
+) -> RunConfig:
     """Return the settings of the run.
 
     Args:
-        failures: Arguments of `FailureConfig`.
+        max_failures: As in `FailureConfig`.
+        hang_timeout: As in `FailureConfig`.
         progress: Whether to show the progress; None to show it on a terminal.
+        stop_when_deterministic: As in `FailureConfig`.
         settings: Arguments of `RunConfig`.
     """
     from drawbar import train
 
     show_progress = sys.stderr.isatty() if progress is None else progress
     return train.RunConfig(
-        failure_config=train.FailureConfig(**failures),
+        failure_config=train.FailureConfig(
+            max_failures,
+            hang_timeout=hang_timeout,
+            stop_when_deterministic=stop_when_deterministic,
+        ),
         # Off a terminal, the command prints only the script's output, like torchrun.
         logging_config=train.LoggingConfig("INFO" if show_progress else "WARNING"),
         **settings,
