@@ -112,6 +112,7 @@ def test_save_async_of_ddp_model_resumes(ray_cluster: None, fit: Fit) -> None:
         assert torch.equal(value, expected)
 
 
+@pytest.mark.nightly
 def test_save_async_of_fsdp_model_resumes_with_other_number_of_workers(
     ray_cluster: None, fit: Fit
 ) -> None:
