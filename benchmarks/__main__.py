@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +34,18 @@ from benchmarks.scenarios import SCENARIOS
 
 RESULTS = Path(__file__).parent / "results"
 TABLE_WIDTH = 160
+
+MODULES = {
+    "soak": "_soak",
+    "scale": "_scale",
+    "reports": "_reports_scale",
+    "ui": "_ui_scale",
+    "goodput": "_goodput",
+    "faults": "_faults",
+    "fault_tolerance": "_fault_tolerance",
+    "objectives": "_objectives",
+}
+"""Modules of the other measurements, by their names on the command line."""
 
 
 def main() -> None:
@@ -105,37 +118,8 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["soak"]:
-        from benchmarks import _soak  # needs PyTorch, which the benchmarks import in subprocesses
-
-        _soak.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["scale"]:
-        from benchmarks import _scale  # imports Drawbar, which these benchmarks run in subprocesses
-
-        _scale.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["reports"]:
-        from benchmarks import _reports_scale
-
-        _reports_scale.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["ui"]:
-        from benchmarks import _ui_scale
-
-        _ui_scale.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["goodput"]:
-        from benchmarks import _goodput
-
-        _goodput.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["faults"]:
-        from benchmarks import _faults
-
-        _faults.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["fault_tolerance"]:
-        from benchmarks import _fault_tolerance
-
-        _fault_tolerance.main(sys.argv[2:])
-    elif sys.argv[1:2] == ["objectives"]:
-        from benchmarks import _objectives
-
-        _objectives.main(sys.argv[2:])
+    if module := MODULES.get("".join(sys.argv[1:2])):
+        # They import PyTorch or Drawbar, which the benchmarks above import in subprocesses.
+        importlib.import_module(f"benchmarks.{module}").main(sys.argv[2:])
     else:
         main()

@@ -48,7 +48,7 @@ class Site:
     node: str
     folder: Path
 
-    def is_first(self, *, step: int = FAULTY_STEP, rank: int | None = 1, attempts: int = 1) -> bool:
+    def matches(self, *, step: int = FAULTY_STEP, rank: int | None = 1, attempts: int = 1) -> bool:
         """Return whether this is a step of the first attempts, on a rank or on all."""
         return self.step == step and rank in (None, self.rank) and self.attempt < attempts
 
@@ -151,7 +151,7 @@ def allocate(nbytes: int) -> None:
 
 def allocate_once(site: Site) -> None:
     """Use too much memory in the first attempt."""
-    if site.is_first():
+    if site.matches():
         allocate(MISSING_BYTES)
 
 
@@ -172,7 +172,7 @@ def allocate_later(site: Site) -> None:
 
 def connect_to_closed_port(site: Site) -> None:
     """Connect to a port at which no process listens."""
-    if site.is_first(attempts=2):
+    if site.matches(attempts=2):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             address = unused.getsockname()
@@ -181,7 +181,7 @@ def connect_to_closed_port(site: Site) -> None:
 
 def wait_for_reply(site: Site) -> None:
     """Wait for the reply of a server that never replies, at the start."""
-    if site.is_first(step=-1, attempts=2):
+    if site.matches(step=-1, attempts=2):
         server = socket.create_server(("127.0.0.1", 0))
         with server, socket.create_connection(server.getsockname(), timeout=0.2) as connection:
             connection.recv(1)
@@ -189,7 +189,7 @@ def wait_for_reply(site: Site) -> None:
 
 def wrap_connection_error(site: Site) -> None:
     """Raise another exception because of a reset connection."""
-    if site.is_first(attempts=2):
+    if site.matches(attempts=2):
         try:
             raise ConnectionResetError(104, "Connection reset by peer")
         except ConnectionResetError as error:
@@ -201,7 +201,7 @@ def wrap_connection_error(site: Site) -> None:
 
 def receive_sigterm(site: Site) -> None:
     """End by the signal with which schedulers end processes."""
-    if site.is_first():
+    if site.matches():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
@@ -240,19 +240,19 @@ def fill_disk_in_child(site: Site) -> None:
 
 def miss_name_once(site: Site) -> None:
     """Fail to import a name in the first attempt, on one rank."""
-    if site.is_first(step=-1):
+    if site.matches(step=-1):
         raise ImportError("cannot import name 'Tokenizer' from partially initialized module")
 
 
 def miss_module_once(site: Site) -> None:
     """Fail to find a module in the first attempt, on all ranks."""
-    if site.is_first(step=-1, rank=None):
+    if site.matches(step=-1, rank=None):
         raise ModuleNotFoundError("No module named 'model'")
 
 
 def read_stale_file_once(site: Site) -> None:
     """Fail to read a module from a network filesystem in the first attempt."""
-    if site.is_first(step=-1):
+    if site.matches(step=-1):
         raise OSError(116, "Stale file handle", "/shared/model.py")
 
 
@@ -281,7 +281,7 @@ def divide_in_c(site: Site) -> None:
 
 
 def _kill_first_attempt(site: Site) -> None:
-    if site.is_first(rank=0):
+    if site.matches(rank=0):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -311,7 +311,7 @@ def exit_after_load(site: Site) -> None:
 
 def hang_once(site: Site) -> None:
     """Wait forever in the first attempt."""
-    if site.is_first():
+    if site.matches():
         time.sleep(3600)
 
 
@@ -323,7 +323,7 @@ def hang_always(site: Site) -> None:
 
 def stop_once(site: Site) -> None:
     """Be stopped by a signal in the first attempt."""
-    if site.is_first():
+    if site.matches():
         os.kill(os.getpid(), signal.SIGSTOP)
 
 

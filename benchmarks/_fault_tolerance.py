@@ -40,7 +40,6 @@ BATCH_SIZE = 4
 STEPS_PER_EPOCH = 100
 STEP_S = 0.1
 CHECKPOINT_STEPS = 50
-MAX_WEIGHT_DIFFERENCE = 1e-4
 
 
 def train_func(config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -134,7 +133,6 @@ class Outcome:
         mode: Mode of the run.
         kills: Number of kills.
         seconds: Time from the first to the last step.
-        num_steps: Steps of the training.
         lost_steps: Steps that were made a second time, per kill.
         stopped: Longest time without a step of a surviving rank, for each kill.
         wrong_samples: Samples that were not consumed once per epoch, without repeated steps.
@@ -144,7 +142,6 @@ class Outcome:
     mode: str
     kills: int
     seconds: float
-    num_steps: int
     lost_steps: float
     stopped: list[float]
     wrong_samples: int
@@ -191,7 +188,6 @@ def _make_outcome(
         mode=mode,
         kills=len(kills),
         seconds=times[-1] - times[0],
-        num_steps=num_steps,
         lost_steps=repeated / max(len(kills), 1),
         stopped=[_find_gap(times, kill) - usual for kill in kills if kill < times[-1]],
         wrong_samples=sum(abs(count - epochs) for count in counts.values()),

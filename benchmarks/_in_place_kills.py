@@ -32,7 +32,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drawbar._process.ranks import Ranks
+from drawbar._process.rank_assignment import assign_ranks
+from drawbar._process.ranks import WorkerInfo
 from drawbar._recovery.attempt_recovery import AttemptRecovery, Declined, Recovered
 from drawbar._recovery.messages import (
     RanksLost,
@@ -54,6 +55,7 @@ from drawbar.train._worker.session import Session
 importlib.import_module("torch._dynamo")  # once, because the optimizers of each rank import it
 
 NUM_WORKERS = 3
+WORKER = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1)
 NUM_SAMPLES = 72
 BATCH_SIZE = 4
 EPOCHS = 25
@@ -89,14 +91,7 @@ def _run_rank(rank: int, directory: Path, connection: Any, replaced: RanksLost |
         run_directory=RunDirectory(directory),
         attempt=0,
         first_report_index=0,
-        ranks=Ranks(
-            world_rank=rank,
-            world_size=NUM_WORKERS,
-            local_rank=rank,
-            local_world_size=NUM_WORKERS,
-            node_rank=0,
-            num_nodes=1,
-        ),
+        ranks=assign_ranks([WORKER] * NUM_WORKERS)[rank],
         is_recovered_in_place=True,
         replaced=replaced,
     )

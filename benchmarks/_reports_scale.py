@@ -77,21 +77,11 @@ def write_run(path: Path, num_reports: int, num_ranks: int) -> float:
 
 
 def _make_workers(num_ranks: int) -> list[tuple[WorkerInfo, Ranks]]:
-    from drawbar._process.ranks import Ranks, WorkerInfo
+    from drawbar._process.rank_assignment import rank_workers
+    from drawbar._process.ranks import WorkerInfo
 
     worker = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1)
-    ranks = [
-        Ranks(
-            world_rank=rank,
-            world_size=num_ranks,
-            local_rank=rank,
-            local_world_size=num_ranks,
-            node_rank=0,
-            num_nodes=1,
-        )
-        for rank in range(num_ranks)
-    ]
-    return [(worker, rank) for rank in ranks]
+    return rank_workers([worker] * num_ranks)
 
 
 def _make_batches(

@@ -100,6 +100,7 @@ GIVEN = {
             model.compile("sgd", "mse")
             return model
         """,
+    "docs/fault-tolerance.md": "",
     "docs/lightgbm.md": CLICKS,
     "docs/lightning.md": "Model = DataModule = None",
     "docs/output.md": "from drawbar import train; log = print; batches = []",
@@ -141,6 +142,7 @@ GIVEN = {
 FEW_ROUNDS = {"num_boost_round=500": "num_boost_round=3", "num_workers=2": "num_workers=1"}
 SMALLER = {
     "docs/coming-from/xgboost-ray.md": FEW_ROUNDS,
+    "docs/fault-tolerance.md": {"num_workers=4": "num_workers=2"},
     "docs/jax.md": {"num_workers=4": "num_workers=0", '"steps": 1000': '"steps": 200'},
     "docs/keras.md": {
         "num_workers=4": "num_workers=0",
@@ -156,7 +158,6 @@ SMALLER = {
 
 OTHER_TESTS = {
     "docs/cli.md": "tests/cli",
-    "docs/fault-tolerance.md": "tests/torch/test_in_place_recovery.py",
     "docs/launch.md": "tests/launch",
     "docs/operations/exit-codes.md": "tests/launch/test_exit.py",
     "docs/operations/kubernetes.md": "tests/operations/test_kubernetes.py",

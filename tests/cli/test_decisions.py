@@ -425,6 +425,16 @@ def test_check_node_pairs_of_two_processes() -> None:
         ("ScalingConfig has use_gpu=True and", "ScalingConfig has --use-gpu and"),
         ('fit() with resume="auto" resumes', "drawbar launch with --resume auto resumes"),
         ("my_name='a' and profit() and ValueError: resume", None),
+        (
+            "rank 0: ValueError: num_workers=4, call fit()\n\nThe run ends: use max_failures=3",
+            "rank 0: ValueError: num_workers=4, call fit()\n\nThe run ends: use --max-failures 3",
+        ),
+        ("  Traceback (most recent call last):\n    model.fit()\n  TypeError: name='a'", None),
+        (
+            "The run ends: fit() failed.\n  Attempt 0: ValueError: num_workers=4\n  Call fit().",
+            "The run ends: drawbar launch failed.\n  Attempt 0: ValueError: num_workers=4\n"
+            "  Call drawbar launch.",
+        ),
     ],
 )
 def test_name_options_replaces_settings_of_python(message: str, expected: str | None) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.train import Result
+from drawbar.train import Result, runs
 from tests.launch.conftest import CORES, Launch, Pipe
 
 ENVIRONMENT_SCRIPT = """
@@ -285,7 +285,7 @@ def test_standalone_launch_after_sigterm_to_process_group_cleans_up(
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (143, "cleanup\n"), err
     assert "Stopped by SIGTERM. Use --name run to resume from the latest checkpoint" in err
-    assert '"outcome":"stopped"' in (tmp_path / "run/journal.jsonl").read_text().splitlines()[-1]
+    assert runs.find_run(tmp_path / "run").status == "stopped"
 
 
 def test_launch_without_reachable_ray_prints_one_line_error(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def test_stacks_and_stop_of_local_launch_reach_its_scripts(launch: Launch, pipe:
         subprocess.run([*drawbar, "stop", "--now", run], check=True)
         done = launch.wait_for_end(process)
     assert done.code == 0, done.err
-    assert '"outcome":"stopped"' in (done.run / "journal.jsonl").read_text().splitlines()[-1]
+    assert runs.find_run(done.run).status == "stopped"
 
 
 def test_sigterm_of_launch_saves_same_step_on_all_ranks(launch: Launch, pipe: Pipe) -> None:
@@ -333,7 +334,8 @@ train.collective.barrier()
     ).start()
     (pid,) = pipe.receive()
     while not run.stalled_ranks:
-        pass
+        assert not run.is_done
+        threading.Event().wait(0.01)
     run.stop(save=False)
     run.wait()
     text = capfd.readouterr().err
@@ -362,6 +364,26 @@ def test_launch_and_commands_about_its_run_name_options(launch: Launch) -> None:
     assert f"--name run --storage-path {path}" in page
     again = launch("", "--resume", "never")
     assert "drawbar: error: --resume never, but" in again.err
+
+
+def test_launch_with_time_limits_saves_and_exits_with_zero(launch: Launch) -> None:
+    done = launch(
+        """
+        from drawbar import train
+        while not train.should_checkpoint():
+            train.collective.barrier()
+        with train.checkpoint_dir() as path:
+            train.report({}, checkpoint=path)
+        while True:
+            train.collective.barrier()
+        """,
+        *("--max-time", "0.2", "--stop-before", "600"),
+    )
+    assert done.code == 0, done.err
+    assert "warning: Ignoring --stop-before 600: SLURM_JOB_END_TIME is not set" in done.err
+    record = runs.find_run(done.run)
+    assert record.status == "stopped"
+    assert len(record.list_checkpoints()) == 1
 
 
 def test_restart_count_of_new_command_begins_at_zero(launch: Launch) -> None:

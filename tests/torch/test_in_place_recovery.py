@@ -10,9 +10,11 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drawbar import train
 from drawbar.torch import (
+    TorchConfig,
     TorchTrainer,
     prepare_data_loader,
     prepare_model,
@@ -37,6 +40,7 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     TrainingFailedError,
+    runs,
 )
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -86,10 +90,27 @@ class Recorder:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make_model() -> nn.Module:
+class Centering(nn.Module):
+    """Subtract a moving average, in a buffer that is replaced and that no state dict contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return x - self.mean
+
+
+def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
+        Centering(),
+        nn.Linear(4, 16),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(16, 1),
     )
 
 
@@ -127,7 +148,8 @@ def train_func(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         else:
             train.report({"epoch": epoch, "total": total})
         train.collective.barrier()
-    return {name: value.clone() for name, value in model.module.state_dict().items()}
+    weights = {name: value.clone() for name, value in model.module.state_dict().items()}
+    return {**weights, "mean": model.module[0].mean}
 
 
 @pytest.fixture
@@ -138,6 +160,7 @@ def run(
 
     def run(*kills: Kill, function: Any = train_func, **options: Any) -> tuple[Result, list[int]]:
         failures = {"max_failures": 5, "recovery": "in_place"} | options.pop("failures", {})
+        torch_config = TorchConfig(backend="gloo", timeout_s=options.pop("timeout_s", 1800))
         name = f"run_{len(list(tmp_path.glob('samples_of_*')))}"
         directory = tmp_path / f"samples_of_{name}"
         directory.mkdir()
@@ -145,6 +168,7 @@ def run(
         result = fit(
             function,
             train_loop_config=config,
+            torch_config=torch_config,
             scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
             run_config=replace(run_config, name=name, failure_config=FailureConfig(**failures)),
         )
@@ -160,8 +184,7 @@ def run(
 
 
 def get_events(result: Result, kind: str) -> list[dict[str, Any]]:
-    lines = (Path(result.path) / "journal.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [each for each in runs.find_run(result.path).list_events() if each["event"] == kind]
 
 
 def assert_equal_weights(result: Result, other: Result) -> None:
@@ -190,6 +213,8 @@ def test_in_place_recovery_equals_undisturbed_run(
     run: Callable[..., tuple[Result, list[int]]], kills: list[Kill]
 ) -> None:
     undisturbed, samples = run()
+    means = [weights["mean"] for weights in undisturbed.return_values]
+    assert all(torch.equal(mean, means[0]) for mean in means)
     assert Counter(samples) == dict.fromkeys(range(NUM_SAMPLES), EPOCHS)
     result, disturbed_samples = run(*kills)
     assert Counter(disturbed_samples) == Counter(samples)
@@ -209,7 +234,8 @@ def test_in_place_recovery_keeps_reports_and_checkpoints(
     committed = get_events(result, "checkpoint")
     assert [event["metrics"]["epoch"] for event in committed] == list(range(EPOCHS))
     frame = result.metrics_dataframe
-    assert frame is not None
+    reports = sorted(zip(frame["epoch"], frame["rank"], strict=True))
+    assert reports == list(product(range(EPOCHS), range(NUM_WORKERS)))
     assert result.checkpoint is not None
     with result.checkpoint.as_directory() as path:
         assert torch.load(Path(path) / "epoch.pt") == EPOCHS - 1
@@ -275,7 +301,6 @@ def test_in_place_recovery_of_only_rank_that_reports_keeps_its_reports(
     assert Counter(samples) == dict.fromkeys(range(NUM_SAMPLES), EPOCHS)
     assert len(get_events(result, "attempt_started")) == 1
     frame = result.metrics_dataframe
-    assert frame is not None
     lost = {8}  # a process that is killed loses reports that it has not sent yet
     assert sorted({*frame["step"].tolist(), *lost}) == list(range(1, EPOCHS * STEPS + 1))
     assert frame["step"].is_unique
@@ -359,6 +384,34 @@ def raise_on_one_rank(config: dict[str, Any]) -> None:
         marker.touch()
         raise ValueError("a bug")
     train_func(config)
+
+
+def use_fsdp(config: dict[str, Any]) -> None:
+    prepare_model(make_model(), parallel_strategy="fsdp2")
+
+
+def test_in_place_recovery_with_sharded_model_raises(
+    run: Callable[..., tuple[Result, list[int]]],
+) -> None:
+    with pytest.raises(TrainingFailedError, match="Set parallel_strategy='ddp', or recovery="):
+        run(function=use_fsdp)
+
+
+def wait_in_first_attempt(config: dict[str, Any]) -> None:
+    training = Training(config)
+    marker = Path(config["directory"]) / "waited"
+    for _ in training.iter_losses():
+        if train.get_context().get_world_rank() == 1 and not marker.exists():
+            marker.touch()
+            threading.Event().wait()
+
+
+def test_in_place_recovery_applies_timeout_of_torch_config(
+    run: Callable[..., tuple[Result, list[int]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, _ = run(function=wait_in_first_attempt, timeout_s=3)
+    assert len(get_events(result, "attempt_started")) == 2
+    assert "Timed out waiting 3000ms" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

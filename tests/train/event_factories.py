@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.rank_assignment import rank_workers
+from drawbar._process.ranks import WorkerInfo
 from drawbar._records.events import (
     AttemptStarted,
     CheckpointCommitted,
@@ -22,18 +23,7 @@ def attempt_started(number: int, checkpoint: str | None = None) -> AttemptStarte
 
 def workers_started(count: int) -> WorkersStarted:
     info = WorkerInfo(node_id="n", node_ip="127.0.0.1", hostname="h", pid=1)
-    ranks = [
-        Ranks(
-            world_rank=rank,
-            world_size=count,
-            local_rank=rank,
-            local_world_size=count,
-            node_rank=0,
-            num_nodes=1,
-        )
-        for rank in range(count)
-    ]
-    return WorkersStarted(time=0, attempt=0, workers=[(info, rank) for rank in ranks])
+    return WorkersStarted(time=0, attempt=0, workers=rank_workers([info] * count))
 
 
 def functions_started(count: int) -> list[Event]:

@@ -103,6 +103,16 @@ def test_launcher_run_with_max_failures_names_launcher(
     assert "max_failures=2 is ignored, because your launcher" in capfd.readouterr().err
 
 
+def test_launcher_run_with_in_place_recovery_raises(
+    process_mode: Any, run_config: train.RunConfig
+) -> None:
+    failures = train.FailureConfig(max_failures=1, recovery="in_place")
+    run_config = replace(run_config, failure_config=failures)
+    trainer = process_mode.ProcessTrainer(print, num_processes=2, run_config=run_config)
+    with pytest.raises(ValueError, match="2 processes that a launcher has started"):
+        trainer.fit()
+
+
 class Numbers(DataSource):
     """Distribute the numbers below 10."""
 

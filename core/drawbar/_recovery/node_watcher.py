@@ -21,8 +21,8 @@ GCS_NOTICE_S = 10.0
 
 _GCS_UNRESPONSIVE = (
     "Ray's control service (GCS) does not respond. Training continues for now. If the service is "
-    "dead, Ray ends this process after a minute; then run the script again with "
-    'RunConfig(resume="auto") to resume from the latest checkpoint.'
+    "dead, Ray ends this process after a minute. To resume from the latest checkpoint, start the "
+    "run again with the same name."
 )
 
 

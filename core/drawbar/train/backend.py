@@ -25,6 +25,7 @@ from drawbar._modes.program_process import run_program
 from drawbar._modes.report_async import report_async
 from drawbar._process.batch_counter import register_batch_description
 from drawbar._process.driver_env import DriverContext, set_tune_trial
+from drawbar._process.exit_codes import EXIT_DO_NOT_RETRY
 from drawbar._process.worker_env import get_visible_gpu_ids
 from drawbar._recovery.rank_recovery import RankRecovery
 from drawbar._storage.memory_files import MemoryFiles
@@ -55,6 +56,7 @@ from drawbar.train._worker.integration_api import (
 )
 
 __all__ = [
+    "EXIT_DO_NOT_RETRY",
     "Backend",
     "BackendConfig",
     "BackendWorkerGroup",

@@ -101,11 +101,12 @@ class LauncherMode:
             View of the run. `join()` runs the training function, unless it has a separate thread.
 
         Raises:
-            ValueError: The trainer has datasets that only Ray can split.
+            ValueError: The trainer has datasets that only Ray can split, or the run is set to
+                recover in place.
             Exception: The run cannot start. Raised on every rank.
         """
         ranks = read_ranks_from_env(os.environ)
-        _check_no_ray_datasets(spec, ranks)
+        _check_works_without_ray(spec, ranks)
         store, key = self.store, f"drawbar/run/{next(_run_numbers)}"
         if ranks.world_rank > 0:
             return TorchrunRun(
@@ -155,12 +156,17 @@ def _disable_restarts(spec: RunSpec) -> RunSpec:
             "processes. Set its limit instead (torchrun: --max-restarts). A run with a name and "
             'resume="auto" then resumes from its latest checkpoint'
         )
-    failures = dataclasses.replace(spec.run_config.failure_config, recovery="restart")
-    config = dataclasses.replace(spec.run_config, failure_config=failures)
-    return dataclasses.replace(spec, run_config=config, is_restarted_by_launcher=True)
+    return dataclasses.replace(spec, is_restarted_by_launcher=True)
 
 
-def _check_no_ray_datasets(spec: RunSpec, ranks: Ranks) -> None:
+def _check_works_without_ray(spec: RunSpec, ranks: Ranks) -> None:
+    if spec.run_config.failure_config.recovery == "in_place":
+        raise ValueError(
+            "FailureConfig(recovery='in_place') does not work in the "
+            f"{ranks.world_size} processes that a launcher has started, because only the launcher "
+            "can replace them. Start the script with python and "
+            f"ScalingConfig(num_workers={ranks.world_size}), or set recovery='restart'"
+        )
     if isinstance(spec.data_source, RunDatasets):
         raise ValueError(
             f"the datasets of the trainer cannot be split among the {ranks.world_size} processes "

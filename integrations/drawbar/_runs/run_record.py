@@ -127,10 +127,11 @@ class RunEvents(RunOutput):
         Returns:
             Events. `event` is the type, `time` is in seconds since the epoch, and the other keys
             are the attributes of the type in `drawbar.train.events`. Its name is there in snake
-            case, with three exceptions: "checkpoint" is `CheckpointCommitted`, "ranks_quiet" is
-            `RanksStalled`, and "straggler" is `StragglerFound`. Other types are only in the
-            journal, such as "run_started", "workers_started", "first_report", "dataset_pass" (a
-            rank has read its shard to the end), "reports_lost", and "preemption_announced".
+            case, with four exceptions: "checkpoint" is `CheckpointCommitted`, "ranks_quiet" is
+            `RanksStalled`, "straggler" is `StragglerFound`, and "recovered_in_place" is
+            `RanksRecovered`. Other types are only in the journal, such as "run_started",
+            "workers_started", "program_started", "first_report", "dataset_pass" (a rank has read
+            its shard to the end), "reports_lost", and "preemption_announced".
 
         Example:
             Print the types of the events of a run:

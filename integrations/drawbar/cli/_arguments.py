@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,3 +93,37 @@ def parse_env(assignments: Sequence[str]) -> dict[str, str]:
             )
         variables[name] = value
     return variables
+
+
+def parse_stop_before(text: str | None) -> float | datetime | None:
+    """Return the value of `--stop-before`: seconds or a time.
+
+    Warns about seconds outside a Slurm job, and returns None.
+
+    Raises:
+        CommandError: It is neither.
+    """
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        return _parse_time(text)
+    if "SLURM_JOB_END_TIME" in os.environ:
+        return seconds
+    print(
+        f"drawbar: warning: Ignoring --stop-before {text}: SLURM_JOB_END_TIME is not set, so this "
+        "is not a Slurm job. Set --max-time, or a time such as 2030-01-01T08:00.",
+        file=sys.stderr,
+    )
+    return None
+
+
+def _parse_time(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise CommandError(
+            "--stop-before must be a number of seconds or a time such as 2030-01-01T08:00, "
+            f"found {text!r}."
+        ) from None

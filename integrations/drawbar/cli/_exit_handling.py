@@ -94,7 +94,7 @@ def wait_for_exit_code(handle: RunHandle, signals: StopSignals) -> int:
             )
     except TrainingFailedError as error:
         if message := _describe_failure(error):
-            print(name_options(message), file=sys.stderr)
+            print(message, file=sys.stderr)
         code = exit_code_for(error)
         _write_error_file(error, code)
     if (flush_error := _flush_stdout()) is not None:
@@ -135,7 +135,7 @@ def _describe_failure(error: TrainingFailedError) -> str:
     from drawbar.train import WorkerGroupError
 
     if not isinstance(error, WorkerGroupError) or not error.failures:
-        return str(error)
+        return name_options(str(error))
     first, *others = error.failures
     end = _explain_end(error)
     if first.kind == "exit":
@@ -156,7 +156,7 @@ def _explain_end(error: WorkerGroupError) -> str:
         return ""
     # The message of the error ends with the reason, the directory, and the checkpoint.
     _, heading, reason = str(error).rpartition("The run ends: ")
-    return heading + reason.partition("\nRun directory: ")[0]
+    return name_options(heading + reason.partition("\nRun directory: ")[0])
 
 
 def _describe_exit(error: WorkerGroupError) -> str:

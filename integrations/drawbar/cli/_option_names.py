@@ -16,6 +16,8 @@ _NAMES = {
     "detached": "--detach",
     "max_failures": "--max-failures",
     "hang_timeout": "--hang-timeout",
+    "max_time": "--max-time",
+    "stop_before": "--stop-before",
     "num_workers": "--num-workers",
     "resources_per_worker": "--cpus-per-worker",
     "use_gpu": "--use-gpu",
@@ -24,7 +26,7 @@ _CONFIG = r"(?:RunConfig|FailureConfig|ScalingConfig)"
 _NAME = "|".join(_NAMES)
 _PATTERNS = (
     (r"call fit\(\) again with these arguments of your RunConfig:", "run the command again with"),
-    (r"; None waits without limit", ""),
+    (r"(; None waits without limit|; None is no limit|, or None for no limit)", ""),
     (r"the training function (\S+), but this trainer has", r"the script \1, but this command has"),
     (r"\bfit\(\)", "drawbar launch"),
     (r"\bname and storage_path\b", "--name and --storage-path"),
@@ -33,6 +35,13 @@ _PATTERNS = (
     (r"\bor resources_per_worker\b", "or --cpus-per-worker"),
     (r"--cpus-per-worker\['CPU'\]", "--cpus-per-worker"),
 )
+_END = "The run ends: "
+"""Heading in the error of a run. The description of its failures precedes it."""
+
+_TRACEBACK = "Traceback (most recent call last)"
+_EVIDENCE = re.compile(r"  Attempt \d+: ")
+"""Begin of a line with the error of a failed attempt, as `FailureHistory` writes it."""
+
 _VALUE = re.compile(rf"""(?<!\w)(?:{_CONFIG}\.)?({_NAME})=(?:True|"(\w+)"|(?=['\d-]))""")
 _SETTING = re.compile(rf"{_CONFIG}\.(\w+)")
 
@@ -40,9 +49,20 @@ _SETTING = re.compile(rf"{_CONFIG}\.(\w+)")
 def name_options(text: str) -> str:
     """Return a message with the options of `drawbar launch` instead of settings of Python.
 
+    Failures of the script are not changed: descriptions before "The run ends: ", and tracebacks.
+
     Args:
         text: Message, for example about `RunConfig.storage_path`.
     """
+    failures, heading, message = text.rpartition(_END)
+    if not heading and _TRACEBACK in message:
+        return text
+    lines = message.splitlines(keepends=True)
+    renamed = [line if _EVIDENCE.match(line) else _replace_settings(line) for line in lines]
+    return failures + heading + "".join(renamed)
+
+
+def _replace_settings(text: str) -> str:
     text = re.sub(r"FailureConfig\(max_failures=(\d+)\)", r"--max-failures \1", text)
     text = text.replace(
         "FailureConfig(stop_when_deterministic=False)", "--no-stop-when-deterministic"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 
 from drawbar.train import ProgramFailedError, TrainingFailedError, WorkerGroupError
-
-EXIT_DO_NOT_RETRY = 70  # as of a script that does not handle the error of fit()
+from drawbar.train.backend import EXIT_DO_NOT_RETRY
 
 _KILLED = re.compile(r"killed by (SIG\w+)")
 
@@ -36,19 +34,17 @@ def exit_code_for(error: TrainingFailedError) -> int:
         ```
     """
     failures = error.failures if isinstance(error, WorkerGroupError) else []
-    exits = [failure for failure in failures if failure.kind == "exit"]
-    is_exit = bool(exits) and failures[0] is exits[0]
+    is_exit = bool(failures) and failures[0].kind == "exit"
     if not error.should_retry and not is_exit:
         return EXIT_DO_NOT_RETRY
     if not isinstance(error, WorkerGroupError) or not failures:
         return 1
     first = failures[0]
     if is_exit:
-        first = next((failure for failure in exits if failure.rank == 0), first)
+        exits = (failure for failure in failures if failure.kind == "exit")
+        first = min(exits, key=lambda failure: failure.rank != 0)
     script = error.worker_failures.get(first.rank)
     if isinstance(script, ProgramFailedError):
         return script.exit_code
     killed = _KILLED.match(first.message) if first.kind == "died" else None
-    with contextlib.suppress(ValueError):
-        return 128 + signal.Signals[killed[1]] if killed else 1
-    return 1
+    return 128 + signal.Signals[killed[1]] if killed else 1

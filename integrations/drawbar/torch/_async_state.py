@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from drawbar.torch._training_state import iter_tensors
 from drawbar.train import ValidationTaskConfig, get_context, report
 from drawbar.train.backend import MemoryFiles, get_agreed_checkpoint, report_async
 
@@ -86,12 +87,9 @@ def _check_state(state: object) -> None:
             )
 
 
-def _has_dtensor(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return hasattr(value, "full_tensor")  # without the import, which takes time
-    if isinstance(value, Mapping):
-        return any(map(_has_dtensor, value.values()))
-    return isinstance(value, list | tuple) and any(map(_has_dtensor, value))
+def _has_dtensor(state: object) -> bool:
+    # Without the import of DTensor, which takes time.
+    return any(hasattr(tensor, "full_tensor") for tensor in iter_tensors(state))
 
 
 def _save_file(state: Mapping[str, object], files: MemoryFiles) -> None:

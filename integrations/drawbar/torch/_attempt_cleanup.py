@@ -58,11 +58,12 @@ def is_in_attempt() -> bool:
 
 def set_env(name: str, value: str) -> None:
     """Set an environment variable until the attempt ends."""
-    on_attempt_end(_restore_env, name, os.environ.get(name))
+    on_attempt_end(restore_env, name, os.environ.get(name))
     os.environ[name] = value
 
 
-def _restore_env(name: str, value: str | None) -> None:
+def restore_env(name: str, value: str | None) -> None:
+    """Set an environment variable, or remove it if the value is None."""
     if value is None:
         os.environ.pop(name, None)
     else:

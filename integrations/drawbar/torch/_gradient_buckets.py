@@ -2,15 +2,15 @@
 
 DDP's own buckets follow the order of the gradients in the first backward pass, so they differ in a
 process that joins later. A communication hook therefore copies the gradients into buckets whose
-layout depends only on the model. The copies are the gradients of this rank, which are still there
-when a collective has failed.
+layout depends only on the model. DDP's own gradients change when all ranks have averaged, so they
+are still there when a collective has failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,41 +27,37 @@ FIRST_BUCKET_BYTES = 1024 * 1024
 BUCKET_BYTES = 25 * 1024 * 1024
 
 
+@dataclass
+class _Slot:
+    """Place of the gradient of one parameter in a bucket.
+
+    Attributes:
+        average: Average over all ranks, a part of the bucket.
+        gradient: Gradient of this rank, in a bucket of DDP.
+    """
+
+    average: torch.Tensor
+    gradient: torch.Tensor | None = None
+
+
 @dataclass(eq=False)
 class _Bucket:
     """Gradients that are reduced together.
 
     Attributes:
-        own: Gradients of this rank, divided by the number of ranks.
-        reduced: Average over all ranks.
-        num_missing: Number of parameters whose gradients are not there yet.
-        num_params: Number of parameters.
+        averages: Averages over all ranks.
+        slots: Places of the gradients.
         work: The collective; None if it has not started.
     """
 
-    own: torch.Tensor
-    reduced: torch.Tensor
-    num_params: int
-    num_missing: int = 0
+    averages: torch.Tensor
+    slots: list[_Slot]
     work: Work | None = None
 
-
-@dataclass
-class _Slot:
-    """Place of the gradient of one parameter in a bucket."""
-
-    bucket: _Bucket
-    own: torch.Tensor
-    reduced: torch.Tensor
-
-
-@dataclass
-class _Waiting:
-    """Bucket of DDP that waits for its averages."""
-
-    future: torch.futures.Future[torch.Tensor]
-    buffer: torch.Tensor
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    @property
+    def is_complete(self) -> bool:
+        """True if all gradients of this rank are there."""
+        return self.work is not None or all(slot.gradient is not None for slot in self.slots)
 
 
 class GradientBuckets:
@@ -87,59 +83,51 @@ class GradientBuckets:
         self._finish = finish
         self._slots: dict[torch.Tensor, _Slot] = {}
         self._buckets: list[_Bucket] = []
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         # The gradients of the last parameters are there first.
         params = [param for param in model.parameters() if param.requires_grad][::-1]
         for group in _split(params):
             self._add_bucket(group)
-        self.reset()
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
-        size, dtype = sum(param.numel() for param in params), params[0].dtype
-        own = torch.zeros(size, dtype=dtype)
-        bucket = _Bucket(own, torch.empty_like(own), len(params))
-        offset = 0
-        for param in params:
-            view = slice(offset, offset + param.numel())
-            self._slots[param] = _Slot(
-                bucket, own[view].view(param.shape), bucket.reduced[view].view(param.shape)
-            )
-            offset += param.numel()
-        self._buckets.append(bucket)
+        averages = torch.empty(sum(param.numel() for param in params), dtype=params[0].dtype)
+        parts = averages.split([param.numel() for param in params])
+        slots = [_Slot(part.view(param.shape)) for param, part in zip(params, parts, strict=True)]
+        self._slots.update(zip(params, slots, strict=True))
+        self._buckets.append(_Bucket(averages, slots))
 
     def reset(self) -> None:
         """Begin a backward pass."""
         self._waiting.clear()
+        for slot in self._slots.values():
+            slot.gradient = None
         for bucket in self._buckets:
-            bucket.num_missing, bucket.work = bucket.num_params, None
+            bucket.work = None
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Copy the gradients of a bucket of DDP, and return the future of their averages."""
+        """Keep the gradients of a bucket of DDP, and return the future of their averages."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        self._waiting.append(_Waiting(future, bucket.buffer(), pairs))
-        for param, gradient in pairs:
-            slot = self._slots[param]
-            torch.div(gradient, self._world_size, out=slot.own)
-            slot.bucket.num_missing -= 1
-        if any(own_bucket.num_missing for own_bucket in self._buckets):
+        self._waiting.append((future, bucket.buffer()))
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._slots[param].gradient = gradient
+        if not all(own_bucket.is_complete for own_bucket in self._buckets):
             self._start_complete()
             return future
         self._finish(self)
-        waiting, self._waiting = self._waiting, []
-        for ddp_bucket in waiting:
-            for param, gradient in ddp_bucket.gradients:
-                gradient.copy_(self._slots[param].reduced)
-        for ddp_bucket in waiting:
-            ddp_bucket.future.set_result(ddp_bucket.buffer)
+        for slot in self._slots.values():
+            assert slot.gradient is not None  # the buckets are complete
+            slot.gradient.copy_(slot.average)
+        waiting = self._waiting.copy()
         self.reset()
+        for ddp_future, buffer in waiting:
+            ddp_future.set_result(buffer)
         return future
 
     def _start_complete(self) -> None:
         """Start the collectives of complete buckets, in the same order on all ranks."""
         try:
             for bucket in self._buckets:
-                if bucket.num_missing:
+                if not bucket.is_complete:
                     return
                 self._start(bucket)
         except RuntimeError:
@@ -147,8 +135,10 @@ class GradientBuckets:
 
     def _start(self, bucket: _Bucket) -> None:
         if bucket.work is None:
-            bucket.reduced.copy_(bucket.own)
-            bucket.work = self._get_group().start_sum(bucket.reduced)
+            for slot in bucket.slots:
+                assert slot.gradient is not None  # the bucket is complete
+                torch.div(slot.gradient, self._world_size, out=slot.average)
+            bucket.work = self._get_group().start_sum(bucket.averages)
 
     def reduce(self) -> None:
         """Average all gradients over the ranks.

@@ -6,9 +6,10 @@ function sees only a slow backward pass, so no step is lost or repeated on them.
 
 The new process runs the function from its start and receives the state at its first batch: model,
 optimizers, schedulers, random generators, and positions of the data, all as they were when the
-last step was complete. This is the `Commit`: a request for a batch after `optimizer.step()`.
-Loaders yield nothing for the epochs and batches before it. The state is loaded when the function
-reaches the interrupted iteration, after the code between the skipped ones.
+last step was complete. Each rank captures this `StepState` when it requests a batch after
+`optimizer.step()`. In the new process, loaders yield nothing for the epochs and batches before it.
+The state is loaded when the function reaches the interrupted iteration, after the code between the
+skipped ones.
 
 All ranks vote after they have averaged. So a rank that fails in the vote knows that its gradients
 are correct if another rank has passed it, and then passes it, too.
@@ -19,8 +20,7 @@ from __future__ import annotations
 import io
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,11 +34,11 @@ from drawbar.torch._compat import count_group_activity
 from drawbar.torch._data_position import SamplerPositionTracker
 from drawbar.torch._gradient_buckets import GradientBuckets
 from drawbar.torch._loader_registry import TrackedLoader
-from drawbar.torch._replica_group import ReplicaGroup, open_store
+from drawbar.torch._replica_group import CollectiveTimeout, ReplicaGroup, open_store
 from drawbar.torch._training_state import (
     CannotRecoverError,
-    Commit,
     LoaderRecord,
+    StepState,
     TrainedObjects,
 )
 from drawbar.train import collective, get_context
@@ -51,7 +51,6 @@ from drawbar.train.backend import (
 
 T = TypeVar("T")
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=1800)
 _UNSUPPORTED = ("find_unused_parameters", "process_group", "static_graph", "device_mesh")
 
 
@@ -61,9 +60,7 @@ class DifferentSettingsError(RuntimeError):
 
 def find_training() -> InPlaceTraining | None:
     """Return the in-place recovery of this rank's training; None if the run restarts instead."""
-    if get_recovery() is None or get_context().get_world_size() == 1:
-        return None
-    return attempt_local(InPlaceTraining)
+    return None if get_recovery() is None else attempt_local(InPlaceTraining)
 
 
 class InPlaceTraining:
@@ -74,15 +71,15 @@ class InPlaceTraining:
         assert recovery is not None  # find_training() checks it
         self._recovery: RankRecovery = recovery
         self._rank, self._size = context.get_world_rank(), context.get_world_size()
+        self._timeout = attempt_local(CollectiveTimeout).value
         self._group: ReplicaGroup | None = None
         self._store: object = None  # that this rank has opened; closed with the object
         self._objects = TrainedObjects()
-        self._shared_buffers: list[torch.Tensor] = []
         self._loaders: list[LoaderRecord] = []
-        self._commit: Commit | None = None
-        self._checksum: int | None = None  # of the state at the end of an epoch, after its commit
+        self._last_step: StepState | None = None
+        self._checksum: int | None = None  # of the state at the end of an epoch
         self._num_reductions = 0
-        self._num_steps = 0  # since the commit
+        self._num_steps = 0  # since the last captured state
         self._has_gradients = False  # that no step has used
         self._has_averages = False  # of the running backward pass
         self._received: dict[str, Any] | None = None  # state of another rank, not loaded yet
@@ -113,17 +110,18 @@ class InPlaceTraining:
         if not self._recovery.is_joining:
             assert self._group is not None
             with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    self._group.broadcast(tensor.data, 0)
+                tensors = (*model.parameters(), *model.buffers())
+                self._group.broadcast([tensor.data for tensor in tensors], 0)
         # DDP itself uses no other rank. The hook averages the gradients of all ranks.
         own_group = dist.new_group([self._rank], backend="gloo", use_local_synchronization=True)
         wrapped = DistributedDataParallel(model, process_group=own_group, **kwargs)
-        buckets = GradientBuckets(model, self._size, self._get_group, self._finish_backward)
+        get_buffers: Callable[[], Iterable[torch.Tensor]]
+        get_buffers = model.buffers if kwargs.get("broadcast_buffers", True) else tuple
+        finish = partial(self._finish_backward, get_buffers)
+        buckets = GradientBuckets(model, self._size, self._get_group, finish)
         wrapped.register_comm_hook(None, lambda state, bucket: buckets(state, bucket))
         wrapped.register_forward_pre_hook(partial(self._on_forward, buckets))
         self._objects.models.append(model)
-        if kwargs.get("broadcast_buffers", True):
-            self._shared_buffers += model.buffers()
         return wrapped
 
     def _on_forward(self, buckets: GradientBuckets, module: nn.Module, inputs: object) -> None:
@@ -152,12 +150,12 @@ class InPlaceTraining:
     def _set_targets(self) -> None:
         """Let the loaders skip batches that the dead process of this rank has consumed."""
         if self._received is not None:
-            targets = self._received["commit"].loaders
+            targets = self._received["step"].loaders
             for record, target in zip(self._loaders, targets, strict=False):
                 if record.num_iterations == 0:
                     record.target = target
 
-    # -- iterations and commits
+    # -- iterations and states of steps
 
     def iterate(self, record: LoaderRecord, start: Callable[[object], Iterator[T]]) -> Iterator[T]:
         """Yield the batches of a new iteration that this rank has not consumed.
@@ -178,7 +176,7 @@ class InPlaceTraining:
             record.target = None
             position = target["position"] if number == 0 else None
         received = self._received
-        if received is not None and self._loaders.index(record) == received["commit"].active_loader:
+        if received is not None and self._loaders.index(record) == received["step"].active_loader:
             self._load_state(received)
         return self._track(record, start(position))
 
@@ -186,7 +184,7 @@ class InPlaceTraining:
         number, record.is_running = record.num_iterations, True
         try:
             while True:
-                self._commit_if_complete(record)
+                self._capture_if_complete(record)
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -200,15 +198,15 @@ class InPlaceTraining:
             if hasattr(batches, "close"):
                 batches.close()
 
-    def _commit_if_complete(self, record: LoaderRecord) -> None:
-        """Commit if a loader is asked for a batch after a step.
+    def _capture_if_complete(self, record: LoaderRecord) -> None:
+        """Capture the state if a loader is asked for a batch after a step.
 
-        Code between epochs, such as an evaluation or a checkpoint, is not part of a commit: a new
+        Code between epochs, such as an evaluation or a checkpoint, is not part of it: a new
         process runs it again.
         """
-        if self._has_gradients or not (self._num_steps > 0 or self._commit is None):
+        if self._has_gradients or not (self._num_steps > 0 or self._last_step is None):
             return
-        self._commit = self._objects.commit(
+        self._last_step = self._objects.capture(
             has_stepped=self._num_steps > 0,
             num_reductions=self._num_reductions,
             counters=self._recovery.get_counters(),
@@ -224,15 +222,20 @@ class InPlaceTraining:
             raise RuntimeError("This rank is not connected to the others.")
         return self._group
 
-    def _finish_backward(self, buckets: GradientBuckets) -> None:
-        """Average the gradients, also if ranks die."""
+    def _finish_backward(
+        self, get_buffers: Callable[[], Iterable[torch.Tensor]], buckets: GradientBuckets
+    ) -> None:
+        """Average the gradients, also if ranks die, and copy the buffers of rank 0 to all ranks.
+
+        DDP copies the buffers before the next forward pass.
+        """
         self._has_gradients = True
         stopped_at: float | None = None
         while True:
             try:
                 if not self._has_averages:
                     buckets.reduce()
-                    self._copy_buffers()
+                    self._get_group().broadcast([buffer.data for buffer in get_buffers()], 0)
                     self._has_averages = True
                 self._vote()
                 break
@@ -251,12 +254,6 @@ class InPlaceTraining:
         self._num_reductions += 1
         if stopped_at is not None:
             self._recovery.finish(time.monotonic() - stopped_at)
-
-    def _copy_buffers(self) -> None:
-        """Copy the buffers of rank 0 to all ranks, as DDP does before the next forward pass."""
-        with torch.no_grad():
-            for buffer in self._shared_buffers:
-                self._get_group().broadcast(buffer.data, 0)
 
     def _vote(self) -> None:
         """Wait until all ranks have averaged, and check that their optimizers agree.
@@ -330,9 +327,12 @@ class InPlaceTraining:
         return f"{store.host}:{store.port}"
 
     def _connect(self, address: str, name: str) -> None:
-        group = ReplicaGroup(address, name, self._rank, self._size, COLLECTIVE_TIMEOUT)
+        group = ReplicaGroup(address, name, self._rank, self._size, self._timeout)
         if not group.is_complete:
-            raise CannotRecoverError("the connections of gloo were not found")
+            raise CannotRecoverError(
+                "FailureConfig(recovery='in_place') has not found the connections of gloo between "
+                "the ranks. Unset TORCH_GLOO_LAZY_INIT, or set recovery='restart'"
+            )
         self._group = group
         if self._recovery.has_lost_ranks:
             group.shut_down()
@@ -344,11 +344,11 @@ class InPlaceTraining:
 
     def _synchronize(self) -> bool:
         """Send the state to new processes. Return whether the backward pass is complete."""
-        group, commit = self._get_group(), self._commit
+        group, step = self._get_group(), self._last_step
         count = -1 if self._recovery.is_joining else self._num_reductions
         can_send = (
-            commit is not None
-            and commit.num_reductions == self._num_reductions
+            step is not None
+            and step.num_reductions == self._num_reductions
             and self._num_steps == 0
             and all(map(_has_exact_position, self._loaders))
             # A new process runs the code between two epochs, and would change the state again.
@@ -370,8 +370,8 @@ class InPlaceTraining:
                     "epoch, code between the epochs that changes no weights"
                 )
             if self._rank == sources[0]:
-                assert commit is not None  # can_send
-                data = self._objects.save(commit)
+                assert step is not None  # can_send
+                data = self._objects.save(step)
                 for rank in new_ranks:
                     group.send(data, rank)
             elif self._rank in new_ranks:
@@ -388,9 +388,9 @@ class InPlaceTraining:
         except CannotRecoverError as reason:
             self._recovery.decline(str(reason))
             raise
-        commit: Commit = state["commit"]
-        self._num_reductions, self._num_steps, self._has_gradients = commit.num_reductions, 0, False
-        self._recovery.join(commit.counters)
+        step: StepState = state["step"]
+        self._num_reductions, self._num_steps, self._has_gradients = step.num_reductions, 0, False
+        self._recovery.join(step.counters)
         self._received = None
 
 

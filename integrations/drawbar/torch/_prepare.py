@@ -14,7 +14,7 @@ from drawbar.torch._devices import get_device
 from drawbar.torch._in_place import InPlaceTraining, find_training
 from drawbar.torch._mixed_precision import add_autocast_hooks
 from drawbar.train import get_context
-from drawbar.train.backend import get_forward_callback
+from drawbar.train.backend import get_forward_callback, get_recovery
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +51,8 @@ def prepare_model(
 
     Raises:
         TypeError: `model` is not a `torch.nn.Module`.
-        ValueError: The strategy is unknown, or it is None and `parallel_strategy_kwargs` is set.
+        ValueError: The strategy is unknown, it is None and `parallel_strategy_kwargs` is set, or
+            the run recovers in place and the strategy is not "ddp".
         RuntimeError: Called outside a training function, or there are several workers but no
             process group.
 
@@ -74,6 +75,12 @@ def prepare_model(
         raise RuntimeError(
             f"prepare_model(parallel_strategy={strategy!r}) needs an initialized process group. "
             "Use drawbar.torch.TorchTrainer instead of DataParallelTrainer."
+        )
+    if strategy in ("fsdp", "fsdp2") and get_recovery() is not None:
+        raise ValueError(
+            f"prepare_model(parallel_strategy={strategy!r}) does not work with "
+            "FailureConfig(recovery='in_place'), because no other rank has the weights of a dead "
+            "one. Set parallel_strategy='ddp', or recovery='restart'."
         )
     if move_to_device is not False and strategy in (None, "ddp"):
         model = model.to(device)  # the sharding strategies move one shard at a time

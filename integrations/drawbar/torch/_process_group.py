@@ -27,7 +27,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import FunctionType
 
@@ -37,11 +37,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its __all__
 from torch.nn.parallel import DistributedDataParallel
 
-from drawbar.torch._attempt_cleanup import on_attempt_end, set_env
+from drawbar.torch._attempt_cleanup import on_attempt_end, restore_env, set_env
 from drawbar.torch._compat import abort_default_group
-from drawbar.torch._replica_group import open_store
+from drawbar.torch._replica_group import CollectiveTimeout, open_store
 from drawbar.train import TrainContext, collective, get_context
-from drawbar.train.backend import get_recovery, get_worker_address
+from drawbar.train.backend import attempt_local, get_recovery, get_worker_address
 
 _LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 
@@ -82,6 +82,7 @@ def process_group(
         on_attempt_end(gc.unfreeze)
         gc.freeze()
     on_attempt_end(_abort_group)
+    attempt_local(CollectiveTimeout).value = timeout
     try:
         store = _create_store(get_context(), timeout)
         _set_env(store, set_master_env=set_master_env)
@@ -112,22 +113,28 @@ def _init_process_group(
     backend: str, store: TCPStore, timeout: timedelta, device: torch.device
 ) -> None:
     global _owns_default_group
-    if _is_joining():
-        # The other ranks are training, and do not connect to this group.
-        os.environ[_LAZY_VARIABLE] = "1"
-        on_attempt_end(os.environ.pop, _LAZY_VARIABLE, None)
     # Set this first, so that a group that an interrupt left incomplete is also cleaned up.
     context, _owns_default_group = get_context(), True
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=context.get_world_rank(),
-        world_size=context.get_world_size(),
-        timeout=timeout,
-        device_id=nccl_device(backend, device),
-    )
-    if _is_joining():
-        del os.environ[_LAZY_VARIABLE]
+    with _lazy_connections() if _is_joining() else nullcontext():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=context.get_world_rank(),
+            world_size=context.get_world_size(),
+            timeout=timeout,
+            device_id=nccl_device(backend, device),
+        )
+
+
+@contextmanager
+def _lazy_connections() -> Iterator[None]:
+    """Let gloo connect when it is used: the other ranks train, and do not connect to this group."""
+    previous = os.environ.get(_LAZY_VARIABLE)
+    os.environ[_LAZY_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        restore_env(_LAZY_VARIABLE, previous)
 
 
 def _is_joining() -> bool:

@@ -12,7 +12,8 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,13 @@ CONNECT_TIMEOUT = timedelta(seconds=20)
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Size of one message. Each of them has the time limit `CONNECT_TIMEOUT`."""
+
+
+@dataclass
+class CollectiveTimeout:
+    """Time limit of the collectives of an attempt, which `process_group` sets."""
+
+    value: timedelta = timedelta(minutes=30)
 
 
 def open_store(host: str) -> TCPStore:
@@ -129,13 +137,24 @@ class ReplicaGroup:
         self._gloo.allgather([gathered], [own]).wait()
         return [tensor.tolist() for tensor in gathered]
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Copy a tensor of one rank to all."""
+    def broadcast(self, tensors: Iterable[torch.Tensor], source: int) -> None:
+        """Copy tensors of one rank to all."""
         self._check()
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         options.timeout = self._timeout
-        self._gloo.broadcast([tensor], options).wait()
+        works: list[Work] = []
+        try:
+            for tensor in tensors:
+                works.append(self._gloo.broadcast([tensor], options))
+            for work in works:
+                work.wait()
+        except RuntimeError:
+            self.shut_down()  # no collective may write to the tensors later
+            for work in works:
+                with contextlib.suppress(RuntimeError):
+                    work.wait()
+            raise
 
     def send(self, data: bytes, rank: int) -> None:
         """Send bytes to another rank."""

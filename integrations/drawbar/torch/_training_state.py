@@ -50,7 +50,7 @@ class LoaderRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Commit:
+class StepState:
     """State of a rank when a step was complete, without the weights.
 
     The weights and the state of the optimizers do not change before the next step.
@@ -124,15 +124,15 @@ class TrainedObjects:
             for optimizer in self.optimizers
         ]
 
-    def commit(self, *, has_stepped: bool, **progress: Any) -> Commit:
+    def capture(self, *, has_stepped: bool, **progress: Any) -> StepState:
         """Return the state after a complete step.
 
         Args:
             has_stepped: Whether an optimizer has made a step, so that all followers exist.
-            progress: Fields of `Commit` about the progress of the rank.
+            progress: Fields of `StepState` about the progress of the rank.
         """
         followers = self._find_followers() if has_stepped or self._followers else []
-        return Commit(
+        return StepState(
             **progress,
             settings=self.get_settings(),
             followers=[(name, each.state_dict()) for name, each in followers],
@@ -144,22 +144,22 @@ class TrainedObjects:
         )
 
     def compute_checksum(self) -> int:
-        """Return a checksum of all tensors that a commit does not copy."""
+        """Return a checksum of all tensors that `capture` does not copy."""
         followers = [each.state_dict() for _, each in self._find_followers()]
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         checksum = 0
-        for tensor in _iter_tensors(
+        for tensor in iter_tensors(
             [[dict(model.named_parameters()) for model in self.models], optimizers, followers]
         ):
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             checksum = zlib.crc32(data.numpy().data, checksum)
         return checksum
 
-    def save(self, commit: Commit) -> bytes:
-        """Return a commit with the weights. No step must have been made since."""
+    def save(self, step: StepState) -> bytes:
+        """Return a captured state with the weights. No step must have been made since."""
         file = io.BytesIO()
         state = {
-            "commit": commit,
+            "step": step,
             "models": [model.state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
@@ -175,41 +175,54 @@ class TrainedObjects:
         Raises:
             CannotRecoverError: It has other objects.
         """
-        commit: Commit = state["commit"]
-        followers = self._find_followers() if commit.followers else []
+        step: StepState = state["step"]
+        followers = self._find_followers() if step.followers else []
         names = [name for name, _ in followers]
         try:
-            if names != [name for name, _ in commit.followers] or len(set(names)) < len(names):
+            if names != [name for name, _ in step.followers] or len(set(names)) < len(names):
                 raise ValueError(f"it has {', '.join(names)}")
             for model, weights, buffers in zip(
-                self.models, state["models"], commit.buffers, strict=True
+                self.models, state["models"], step.buffers, strict=True
             ):
-                model.load_state_dict({**weights, **buffers})
+                model.load_state_dict(weights)
+                _copy_buffers(model, buffers)
             for optimizer, saved, settings in zip(
-                self.optimizers, state["optimizers"], commit.settings, strict=True
+                self.optimizers, state["optimizers"], step.settings, strict=True
             ):
                 for group, values in zip(saved["param_groups"], settings, strict=True):
                     group.update(values)
                 optimizer.load_state_dict(saved)
-            for (_, follower), (_, saved) in zip(followers, commit.followers, strict=True):
+            for (_, follower), (_, saved) in zip(followers, step.followers, strict=True):
                 follower.load_state_dict(saved)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CannotRecoverError(
                 f"the new process has other or ambiguous models or schedulers: {error}"
             ) from error
-        python_state, numpy_state, torch_state = commit.random_states
+        python_state, numpy_state, torch_state = step.random_states
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
 
 
-def _iter_tensors(value: object) -> Iterator[torch.Tensor]:
+def _copy_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Copy buffers into a model, also those that its state dict does not contain.
+
+    Raises:
+        KeyError: The model has a buffer that is not among them.
+        RuntimeError: A buffer has another shape.
+    """
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def iter_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _iter_tensors(each)
+            yield from iter_tensors(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _iter_tensors(each)
+            yield from iter_tensors(each)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ from drawbar.train import (
     ScalingConfig,
     TrainingFailedError,
     WorkerGroupError,
+    runs,
 )
 
 if TYPE_CHECKING:
@@ -232,8 +232,7 @@ def test_program_exit_stops_run(
     assert "] stopped" in err
     assert "] failed" not in err
     assert ("ArithmeticError" in err) == ("Traceback" in err) == bool(ending)
-    end = json.loads((tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1])
-    assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
+    assert runs.find_run(tmp_path / "run").status == "stopped"
 
 
 def test_handle_with_remote_filesystem_shows_run(

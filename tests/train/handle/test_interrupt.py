@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from drawbar.train import (
     Result,
     RunConfig,
     UserAbort,
+    runs,
 )
 from drawbar.train._controller import background, controller
 from tests.train.runs import fit
@@ -85,8 +85,7 @@ def assert_stopped(driver: subprocess.Popen[str], run: Path) -> None:
     assert f"the run is in {run}. To resume from the latest checkpoint, if there is one" in out
     assert "Traceback" not in err
     assert "never retrieved" not in err
-    end = json.loads((run / "journal.jsonl").read_text().splitlines()[-1])
-    assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
+    assert runs.find_run(run).status == "stopped"
 
 
 def assert_resumes(pipe: Pipe, config: RunConfig, num_workers: int) -> None:
@@ -148,8 +147,7 @@ def test_ctrl_c_or_sigterm_saves_if_function_can(
         _, err = driver.communicate(timeout=300)
     assert driver.returncode == code, err
     assert (tmp_path / "run" / "checkpoint_000000").is_dir()
-    end = json.loads((tmp_path / "run" / "journal.jsonl").read_text().splitlines()[-1])
-    assert (end["event"], end["outcome"]) == ("run_ended", "stopped")
+    assert runs.find_run(tmp_path / "run").status == "stopped"
 
 
 def test_ctrl_c_twice_kills_workers(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from drawbar.train import runs
 from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
 DriversFixture = Callable[..., Any]
@@ -98,6 +99,5 @@ def test_in_place_recovery_after_loss_of_node_continues_on_other_node(
         for sample in json.loads(line)
     ]
     assert Counter(samples) == dict.fromkeys(range(NUM_SAMPLES), 1)
-    lines = (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
-    kinds = Counter(json.loads(line)["event"] for line in lines)
+    kinds = Counter(event["event"] for event in runs.find_run(tmp_path / "run").list_events())
     assert (kinds["attempt_started"], kinds["recovered_in_place"]) == (1, 1), err

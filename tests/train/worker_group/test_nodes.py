@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from drawbar.train import runs
 from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
 DriversFixture = Callable[..., Any]
@@ -228,8 +229,7 @@ def test_drained_node_is_left_after_checkpoint(shown: dict[str, Any]) -> None:
 
 
 def read_journal(result: Any, event: str) -> list[dict[str, Any]]:
-    lines = Path(result.path, "journal.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if line["event"] == event]
+    return [each for each in runs.find_run(result.path).list_events() if each["event"] == event]
 
 
 def drain(node_id: str) -> None:

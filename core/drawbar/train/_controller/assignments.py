@@ -40,10 +40,7 @@ class RunAssignmentPlanner:
         """Return console lines about workers that the fork server could not fork, once each."""
         errors = {worker.fork_error for worker, _ in workers} - self._fork_errors - {""}
         self._fork_errors |= errors
-        return [
-            f"Workers started without the fork server (RunConfig.forkserver_preload): {error}"
-            for error in sorted(errors)
-        ]
+        return [f"Workers started without the fork server: {error}" for error in sorted(errors)]
 
     def make_assignments(
         self, start: AttemptStarted, workers: Sequence[tuple[WorkerInfo, Ranks]]

@@ -223,6 +223,6 @@ def _describe_node_local_storage(assignment: WorkerAssignment) -> str:
     return (
         f"Node {os.uname().nodename} of rank {assignment.ranks.world_rank} does not share "
         f"{assignment.run_directory.local_path} with the driver's node, so checkpoints are sent to "
-        "the driver (slow) and the log stays on the node. Set RunConfig(storage_path=...) to a "
-        "directory that all nodes share, or to an object store."
+        "the driver (slow) and the log stays on the node. Set a storage path that all nodes share, "
+        "or an object store."
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typer.core import TyperCommand
 
 from drawbar.cli._accelerate import OPTION as ACCELERATE_OPTION
 from drawbar.cli._accelerate import mark_accelerate_options, request_workers
-from drawbar.cli._arguments import parse_env
+from drawbar.cli._arguments import parse_env, parse_stop_before
 from drawbar.cli._exit_handling import StopSignals, wait_for_exit_code
 from drawbar.cli._option_names import launch_errors
 from drawbar.cli._output import CommandError
@@ -171,7 +170,7 @@ StoragePath = Annotated[
         " [default: DRAWBAR_STORAGE, or ~/drawbar_results]",
     ),
 ]
-MaxFailures = Annotated[int, typer.Option(metavar="N", help="Maximum restarts; -1 for any.")]
+MaxFailures = Annotated[int, typer.Option(metavar="N", help="Maximum restarts; -1: no limit.")]
 MaxRestarts = Annotated[
     int | None, typer.Option(metavar="N", help="torchrun's name for --max-failures.")
 ]
@@ -180,6 +179,18 @@ NoStopWhenDeterministic = Annotated[
     typer.Option(
         "--no-stop-when-deterministic",
         help="Restart also if a failure is repeated.",
+    ),
+]
+MaxTime = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="Stop the run with a checkpoint after this time."),
+]
+StopBefore = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SECONDS|TIME",
+        help="Stop the run with a checkpoint this long before the end of the Slurm job, or at this "
+        "time, such as 2030-01-01T08:00.",
     ),
 ]
 HangTimeout = Annotated[
@@ -232,6 +243,8 @@ def launch(
     max_failures: MaxFailures = 0,
     no_stop_when_deterministic: NoStopWhenDeterministic = False,
     hang_timeout: HangTimeout = None,
+    max_time: MaxTime = None,
+    stop_before: StopBefore = None,
     resume: Resume = "auto",
     detach: Detach = False,
     env: Env = None,
@@ -258,16 +271,23 @@ def launch(
         torchrun,
         [*(name for option in context.command.params for name in option.opts), *ONLY_TORCHRUN],
     )
-    max_failures = max_failures if max_restarts is None else max_restarts
+    failures = {
+        "max_failures": max_failures if max_restarts is None else max_restarts,
+        "hang_timeout": hang_timeout,
+        "stop_when_deterministic": not no_stop_when_deterministic,
+    }
     with launch_errors():
         run_config = _make_run_config(
-            name, storage_path, max_failures, hang_timeout, resume, progress, detach=detach
+            failures,
+            progress,
+            name=name,
+            storage_path=storage_path,
+            resume=resume,
+            detached=detach,
+            forkserver_preload=() if no_fork_server else None,
+            max_time=max_time,
+            stop_before=parse_stop_before(stop_before),
         )
-        if no_fork_server:
-            run_config = dataclasses.replace(run_config, forkserver_preload=())
-        if no_stop_when_deterministic:
-            failures = dataclasses.replace(run_config.failure_config, stop_when_deterministic=False)
-            run_config = dataclasses.replace(run_config, failure_config=failures)
         make_trainer = _bind_trainer(script, arguments or [], is_module, torchrun, run_config)
     rendezvous = _find_rendezvous(torchrun, requested, address, standalone, detach=detach)
     if rendezvous is None:
@@ -327,27 +347,22 @@ def _find_rendezvous(
     return rendezvous
 
 
-def _make_run_config(
-    name: str | None,
-    storage_path: str | None,
-    max_failures: int,
-    hang_timeout: float | None,
-    resume: str,
-    progress: bool | None,
-    *,
-    detach: bool,
-) -> RunConfig:
+def _make_run_config(failures: dict[str, Any], progress: bool | None, **settings: Any) -> RunConfig:
+    """Return the settings of the run.
+
+    Args:
+        failures: Arguments of `FailureConfig`.
+        progress: Whether to show the progress; None to show it on a terminal.
+        settings: Arguments of `RunConfig`.
+    """
     from drawbar import train
 
     show_progress = sys.stderr.isatty() if progress is None else progress
     return train.RunConfig(
-        name,
-        storage_path,
-        failure_config=train.FailureConfig(max_failures, hang_timeout=hang_timeout),
-        resume=resume,  # type: ignore[arg-type]  # RunConfig validates it
+        failure_config=train.FailureConfig(**failures),
         # Off a terminal, the command prints only the script's output, like torchrun.
         logging_config=train.LoggingConfig("INFO" if show_progress else "WARNING"),
-        detached=detach,
+        **settings,
     )
 
 
