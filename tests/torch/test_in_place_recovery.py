@@ -95,6 +95,7 @@ class Centering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ class GradientBuckets:
 
     def _add_bucket(self, params: list[nn.Parameter]) -> None:
         averages = torch.empty(sum(param.numel() for param in params), dtype=params[0].dtype)
-        parts = averages.split([param.numel() for param in params])
+        parts = torch.split(averages, [param.numel() for param in params])
         slots = [_Slot(part.view(param.shape)) for param, part in zip(params, parts, strict=True)]
         self._slots.update(zip(params, slots, strict=True))
         self._buckets.append(_Bucket(averages, slots))
