@@ -267,7 +267,7 @@ class CheckpointCommitter:
         """Return the seconds in which all ranks should have stored their files.
 
         Args:
-            ended: Ranks that cannot store files any more.
+            ended: Ranks that have ended and store no files.
 
         Returns:
             0 if no checkpoint can still be completed.
