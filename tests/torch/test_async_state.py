@@ -322,3 +322,9 @@ def test_load_state_of_other_checkpoint_raises(fit: Fit) -> None:
 
 def test_train_save_async_is_the_function_of_the_integration() -> None:
     assert train.save_async is save_async
+
+
+def test_save_async_with_metrics_that_are_no_dict_names_its_argument() -> None:
+    metrics: Any = 5
+    with pytest.raises(TypeError, match=r"save_async\(state, metrics\) takes a dict .*, found 5"):
+        save_async({"step": 1}, metrics)

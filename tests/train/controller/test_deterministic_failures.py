@@ -188,7 +188,7 @@ def test_script_with_deterministic_failure_exits_with_70_and_its_retry_stops_at_
     ]
     show = [sys.executable, "-m", "drawbar.cli", "show", str(tmp_path / "run")]
     shown = subprocess.check_output(show, text=True)
-    assert "restart (max_failures: 4 of 5 left), exception: the first exception" in shown
+    assert "restart (max_failures: 4 of 5 left), exception: an exception of the function" in shown
     assert "stop, deterministic: the same failure has happened twice" in shown
     as_json = json.loads(subprocess.check_output([*show, "--json"]))
     assert "fix the code or the data" in as_json["attempts"][1]["decision"]
