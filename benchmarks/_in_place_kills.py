@@ -221,7 +221,7 @@ class _Run:
         elif calls := self._progress.on_collective(rank, call):
             collected = collect_payloads(calls)
             lines = {other: called.location for other, called in calls.items()}
-            self._recovery.record_collective(call.sequence, lines, collected)
+            self._recovery.collectives.record(call.sequence, lines, collected)
             result = CollectiveResult(sequence=call.sequence, payloads=collected)
             self._broadcast(calls, result)
         return None

@@ -25,7 +25,7 @@ from drawbar._process.exit_status import ExitReport
 from drawbar._process.rank_assignment import rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
-from drawbar._recovery.no_replacement import NoReplacement
+from drawbar._recovery.fixed_processes import FixedProcesses
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import DataParallelTrainer, Result, RunConfig, ScalingConfig
 from drawbar.train._controller.run import RunSpec
@@ -138,7 +138,7 @@ class CallQueue:
                 self._calls.popleft()()
 
 
-class SimulatedWorkerGroup(NoReplacement, InProcessExecution):
+class SimulatedWorkerGroup(FixedProcesses, InProcessExecution):
     """Workers as coroutines of one thread.
 
     Args:

@@ -88,7 +88,8 @@ def main() -> None:
     storage = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
     if not os.listdir(storage):
         script = shutil.copy(TRAINING, Path(tempfile.mkdtemp()) / "train.py")
-        subprocess.run([sys.executable, str(script), storage], check=True)
+        environment = {**os.environ, "RAY_ADDRESS": "local"}
+        subprocess.run([sys.executable, str(script), storage], check=True, env=environment)
     runs = {run["name"]: run["id"] for run in ui.list_run_summaries([storage])}
     compared = "%2C".join(identity for name, identity in runs.items() if "-lr-" in name)
     browser = open_browser(1280)

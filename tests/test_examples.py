@@ -53,6 +53,7 @@ def test_example_quickstart_trains(run: Callable[..., str], tmp_path: Path) -> N
     assert str(tmp_path / "runs") in output
 
 
+@pytest.mark.nightly
 def test_example_pytorch_resumes_in_local_mode(run: Callable[..., str], tmp_path: Path) -> None:
     first = run("pytorch.py", "--epochs", "6")
     assert float(re.findall(r"'accuracy': ([\d.]+)", first)[0]) > 0.9

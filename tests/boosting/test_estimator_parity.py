@@ -76,6 +76,7 @@ def test_xgboost_a_value_that_means_missing(rows: Any, missing: float, kind: str
     assert close(ours.predict_proba(x), plain.predict_proba(x))
 
 
+@pytest.mark.nightly
 def test_xgboost_missing_values_of_a_ray_dataset_are_nulls() -> None:
     with pytest.raises(ValueError, match="missing=-999 is not supported with a Ray Dataset"):
         RayXGBClassifier(missing=-999).fit(ray.data.from_items([{"a": 1.0, "y": 0}]), "y")

@@ -62,9 +62,10 @@ def find_failed_checks(estimator: Any, names: set[str] | None = None) -> set[str
             xgboost.XGBClassifier(n_estimators=5),
             marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             RayXGBRegressor(n_estimators=5, scaling_config=HERE),
             xgboost.XGBRegressor(n_estimators=5),
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=lambda estimator: type(estimator).__name__,

@@ -69,6 +69,7 @@ def test_prepare_model_without_compile_or_build_raises(keras: Any) -> None:
         prepare_model(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
 
 
+@pytest.mark.nightly
 def test_tensorflow_with_other_backend_is_imported_lazily() -> None:
     """Keras must not import TensorFlow, but set its seed when other code imports it."""
     code = """if True:

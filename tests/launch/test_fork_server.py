@@ -376,6 +376,7 @@ while True:
     wait_until_gone([server])
 
 
+@pytest.mark.nightly
 def test_threads_of_openmp_and_openblas_in_forked_ranks(launch: Launch) -> None:
     source = f"""
 import os

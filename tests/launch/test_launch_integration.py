@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from drawbar.train import Result, runs
 from tests.launch.conftest import CORES, Launch, Pipe
 
@@ -177,6 +179,7 @@ def test_launch_after_sighup_or_ctrl_c_cleans_up_and_a_second_ctrl_c_kills(
         wait_until_gone(pids)
 
 
+@pytest.mark.nightly
 def test_launch_of_inactive_script_reports_a_hang(any_launch: Launch) -> None:
     done = any_launch(
         """

@@ -74,6 +74,7 @@ def booster_of(result: Result) -> lightgbm.Booster:
     return RayTrainReportCallback.get_model(result.checkpoint)
 
 
+@pytest.mark.nightly
 def test_17_rounds_a_kill_and_23_are_40(
     declare: Callable[..., Result], declare_on_ray: Callable[..., Result], tmp_path: Path
 ) -> None:

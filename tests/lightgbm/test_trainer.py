@@ -237,6 +237,7 @@ def test_many_classes_weights_missing_values_and_margins(declare: Callable[..., 
     )
 
 
+@pytest.mark.nightly
 def test_ranking_keeps_groups_whole(declare_on_ray: Callable[..., Result], ndcg_at_3: Any) -> None:
     """Groups in any order of rows; NDCG equals the value of one process on the same trees."""
     random = np.random.default_rng(0)

@@ -153,6 +153,7 @@ raise SystemExit("made")
 """
 
 
+@pytest.mark.nightly
 def test_set_lightning_package_resolves_ambiguity() -> None:
     assert python(BOTH_PACKAGES) == "made"
 

@@ -155,6 +155,7 @@ def test_several_loaders_continue_at_their_own_positions(
     assert steps[0][:2] == first
 
 
+@pytest.mark.nightly
 def test_several_loaders_of_several_ranks_continue_at_their_own_positions(tmp_path: Path) -> None:
     function = functools.partial(several_loaders, "max_size", 2, 0)
     steps = check_restart(tmp_path, function, (1, 5), num_workers=2)

@@ -61,6 +61,7 @@ def ray_directory() -> Iterator[str]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.mark.nightly
 def test_sbatch_script_saves_at_the_time_limit_and_resumes(
     tmp_path: Path, ray_directory: str
 ) -> None:

@@ -68,6 +68,7 @@ def test_get_model_without_model_raises(tmp_path: Path) -> None:
         TensorflowCheckpoint.from_saved_model("a")
 
 
+@pytest.mark.nightly
 def test_worker_startup_prints_nothing() -> None:
     code = (
         "from drawbar.tensorflow import TensorflowConfig; TensorflowConfig().process_setup_hook()"

@@ -131,6 +131,7 @@ def fit(path: Path, name: str, num_workers: int) -> Result:
     ).fit()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 def test_restart_after_sigkill_matches_single_process(tmp_path: Path) -> None:
     disturbed = fit(tmp_path, "disturbed", num_workers=2)

@@ -112,6 +112,7 @@ def test_save_async_of_ddp_model_resumes(ray_cluster: None, fit: Fit) -> None:
         assert torch.equal(value, expected)
 
 
+@pytest.mark.nightly
 def test_save_async_of_fsdp_model_resumes_with_other_number_of_workers(
     ray_cluster: None, fit: Fit
 ) -> None:
@@ -321,3 +322,9 @@ def test_load_state_of_other_checkpoint_raises(fit: Fit) -> None:
 
 def test_train_save_async_is_the_function_of_the_integration() -> None:
     assert train.save_async is save_async
+
+
+def test_save_async_with_metrics_that_are_no_dict_names_its_argument() -> None:
+    metrics: Any = 5
+    with pytest.raises(TypeError, match=r"save_async\(state, metrics\) takes a dict .*, found 5"):
+        save_async({"step": 1}, metrics)

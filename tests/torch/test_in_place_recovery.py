@@ -93,10 +93,9 @@ class Recorder:
 class Centering(nn.Module):
     """Subtract a moving average, in a buffer that is replaced and that no state dict contains."""
 
-    mean: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -201,10 +200,13 @@ def assert_equal_weights(result: Result, other: Result) -> None:
     [
         [Kill(1, 8, "backward")],
         [Kill(0, 8, "forward")],
-        [Kill(2, 3, "step")],
-        [Kill(1, 2 * STEPS, "epoch")],
+        pytest.param([Kill(2, 3, "step")], marks=pytest.mark.nightly),
+        pytest.param([Kill(1, 2 * STEPS, "epoch")], marks=pytest.mark.nightly),
         [Kill(0, 8, "backward"), Kill(1, 8, "backward")],
-        [Kill(2, 4, "backward"), Kill(2, 9, "step"), Kill(0, 14, "forward")],
+        pytest.param(
+            [Kill(2, 4, "backward"), Kill(2, 9, "step"), Kill(0, 14, "forward")],
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["backward", "rank_0", "between_steps", "end_of_epoch", "two_at_once", "one_by_one"],
 )
@@ -417,10 +419,25 @@ def test_in_place_recovery_applies_timeout_of_torch_config(
     ("function", "kills", "notice"),
     [
         (call_torch_distributed, [Kill(1, 4, "backward")], "calls torch.distributed itself"),
-        (train_without_prepared_optimizer, [Kill(1, 4, "forward")], "has not prepared a model"),
-        (use_variable_of_skipped_epoch, [Kill(1, STEPS + 2, "forward")], "UnboundLocalError"),
+        pytest.param(
+            train_without_prepared_optimizer,
+            [Kill(1, 4, "forward")],
+            "has not prepared a model",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            use_variable_of_skipped_epoch,
+            [Kill(1, STEPS + 2, "forward")],
+            "UnboundLocalError",
+            marks=pytest.mark.nightly,
+        ),
         (change_weights_between_epochs, [Kill(1, STEPS, "epoch")], "that changes no weights"),
-        (die_in_upload, [Kill(0, STEPS, "upload")], "a checkpoint that is not committed"),
+        pytest.param(
+            die_in_upload,
+            [Kill(0, STEPS, "upload")],
+            "a checkpoint that is not committed",
+            marks=pytest.mark.nightly,
+        ),
         (raise_on_one_rank, [], "a bug"),
     ],
 )
@@ -460,7 +477,7 @@ def test_in_place_recovery_with_impossible_settings_raises_before_start(
             ),
         ),
         (
-            "does not work with BackendConfig",
+            "does not work with this trainer",
             DataParallelTrainer(
                 print, run_config=run_config, scaling_config=ScalingConfig(num_workers=2)
             ),

@@ -173,6 +173,7 @@ def test_torchrun_restart_resumes_from_latest_checkpoint(tmp_path: Path) -> None
     assert read_results(tmp_path, "run") == [[[None, None], "checkpoint_000001", [0, 0, 1, 1]]] * 2
 
 
+@pytest.mark.nightly
 def test_torchrun_rank_that_only_prints_is_active(tmp_path: Path) -> None:
     torchrun(
         tmp_path,

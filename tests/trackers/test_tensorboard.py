@@ -85,6 +85,7 @@ def report_rank() -> None:
         report({"loss": float(index + 10 * get_context().get_world_rank())})
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.filterwarnings("ignore:RunConfig.detached=True has no effect")  # but it is used
 def test_tensorboard_of_detached_run_has_mean_of_all_ranks(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ UNSUPPORTED: list[tuple[Any, type[Exception], str]] = [
     (
         {"model": object()},
         TypeError,
-        "metric 'model' is a builtins.object; report\\(\\) accepts",
+        "metric 'model' is a builtins.object; metrics can be",
     ),
     ({"a": {"b": [0, {1}]}}, TypeError, "metric 'a/b/1' is a builtins.set"),
     ({"z": 1j}, TypeError, "metric 'z' is a builtins.complex"),

@@ -164,11 +164,12 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 STREAMS = ["stream", "epoch_stream", "random_stream", "shuffled_dataset", "unsized_sampler"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kinds", "num_workers"),
     [
         (["by_length", "custom", "not_seedable", *STREAMS], 0),
-        pytest.param(["custom", "epoch_stream"], 2, marks=pytest.mark.nightly),
+        (["custom", "epoch_stream"], 2),
     ],
     ids=["one_process", "two_workers"],
 )

@@ -218,6 +218,7 @@ class KillsTheTrial(tune.Callback):
             os.kill(trial.last_result["pid"], signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_killed_optuna_trial_resumes_its_run(
     tmp_path: Path, list_orphans: Callable[[], list[str]]
 ) -> None:
@@ -323,6 +324,7 @@ def test_sweep_after_driver_kill_resumes_from_tune_state(
     assert list_orphans() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_of_trials_are_forked(tmp_path: Path) -> None:
     def function(config: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def test_run_failed_has_root_cause_and_remedy(client: Client) -> None:
     assert [(mark["kind"], mark["rank"]) for mark in page["events"]] == [("failure", 0)]
     assert failure["repeats"] == 1
     decision, evidence, remedy = failure["decision"].splitlines()
-    assert decision == "stop, exception: the first exception of this kind at this place"
+    assert decision == "stop, exception: an exception of the function"
     assert evidence.startswith("  Attempt 0: rank 0 on node ")
     assert remedy == "  If it is repeated at the same place in another process, the run stops."
     assert page["attempts"][0]["decision"] == failure["decision"]

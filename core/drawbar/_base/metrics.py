@@ -53,7 +53,7 @@ def _normalize_top_level(value: object, key: str) -> object:
         return _normalize_value(value, key)
     except RecursionError:
         raise ValueError(
-            f"metric {key!r} is nested too deeply, or contains itself; report() accepts JSON "
+            f"metric {key!r} is nested too deeply, or contains itself; metrics are JSON "
             "values. Save larger objects in a checkpoint"
         ) from None
 
@@ -76,8 +76,8 @@ def _normalize_value(value: object, key: str) -> object:
     if isinstance(value, int | float):  # enums and other subclasses
         return int(value) if isinstance(value, int) else float(value)
     raise TypeError(
-        f"metric {key!r} is a {type(value).__module__}.{type(value).__qualname__}; report() "
-        "accepts numbers, strings, booleans, None, lists and dicts of them, and tensors with one "
+        f"metric {key!r} is a {type(value).__module__}.{type(value).__qualname__}; metrics "
+        "can be numbers, strings, booleans, None, lists and dicts of them, and tensors with one "
         "element. Save larger objects in a checkpoint"
     )
 
@@ -95,7 +95,7 @@ def _extract_scalar(value: _Array, key: str) -> object:
     shape = tuple(value.shape)
     if math.prod(shape) != 1:
         raise ValueError(
-            f"metric {key!r} is a {type(value).__name__} of shape {shape}; report() accepts "
+            f"metric {key!r} is a {type(value).__name__} of shape {shape}; metrics can be "
             "tensors with one element. Reduce it, for example with .mean(), or pass .tolist()"
         )
     # TensorFlow tensors and Keras variables have no item(), but numpy() returns an array that has.

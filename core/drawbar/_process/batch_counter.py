@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import re
 import threading
 from collections.abc import Callable
 
@@ -18,8 +17,6 @@ from drawbar._base.wording import format_count
 
 NBYTES = 8
 """Size of a counter: one native 64-bit integer."""
-
-_PLACE = re.compile(r"batch (\d+) after (\d+) reports?")
 
 _shared: mmap.mmap | None = None
 
@@ -64,12 +61,10 @@ def start_counter() -> memoryview:
 
 def format_place(num_batches: int, report_index: int) -> str:
     """Return the place of a rank in its data, such as "batch 3 after 7 reports"."""
-    return f"batch {num_batches} after {format_count(report_index, 'report')}"
-
-
-def parse_places(text: str) -> list[tuple[int, int]]:
-    """Return the number of reports and the number of batches of each place in a text."""
-    return [(int(reports), int(batches)) for batches, reports in _PLACE.findall(text)]
+    if not num_batches and not report_index:
+        return "at the start"
+    reports = f"after {format_count(report_index, 'report')}"
+    return f"batch {num_batches} {reports}" if num_batches else reports
 
 
 def get_num_batches() -> int | None:

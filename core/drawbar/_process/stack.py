@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from drawbar._base.frames import find_user_frames, is_internal_file
+from drawbar._process.batch_counter import format_place
 from drawbar._process.codec import Codec
 from drawbar._process.program_main import collect_stacks
 
@@ -33,8 +34,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
         text: Stacks of all threads as text, the training thread first, from the user's code on.
         stopped_reason: If the process is stopped by a signal, a description with the command that
             continues it; `frames` is empty then.
-        data_position: Position of the rank in the data, such as "batch 3 after 7 reports", "" if it
-            is unknown.
+        num_batches: Batches since the last report; None if the position in the data is unknown.
+        report_index: Number of the next report in the run.
         log_size: Size of the log of the rank in bytes; 0 if it is unknown.
         cpu_seconds: CPU time that the training thread has used; 0 if it is unknown.
     """
@@ -42,9 +43,15 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     frames: tuple[Frame, ...] = ()
     text: str
     stopped_reason: str = ""
-    data_position: str = ""
+    num_batches: int | None = None
+    report_index: int = 0
     log_size: int = 0
     cpu_seconds: float = 0.0
+
+    @property
+    def data_position(self) -> str:
+        """Position of the rank in the data, such as "batch 3 after 7 reports", "" if unknown."""
+        return "" if self.num_batches is None else format_place(self.num_batches, self.report_index)
 
     @property
     def location(self) -> str:
@@ -64,13 +71,19 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 STACK = Codec[Stack | None](Stack | None)
 
 
-def capture_stack(thread: threading.Thread | None, log_size: int, data_position: str = "") -> Stack:
+def capture_stack(
+    thread: threading.Thread | None,
+    log_size: int,
+    num_batches: int | None = None,
+    report_index: int = 0,
+) -> Stack:
     """Return the stacks of this process.
 
     Args:
         thread: Thread of the training function, which may have ended; None if it has not started.
         log_size: Size of the log of the rank in bytes.
-        data_position: Position of the rank in the data, "" if it is unknown.
+        num_batches: Batches since the last report; None if the position in the data is unknown.
+        report_index: Number of the next report in the run.
     """
     if thread is not None and not thread.is_alive():
         thread = None  # another thread may have its identifier now
@@ -78,7 +91,8 @@ def capture_stack(thread: threading.Thread | None, log_size: int, data_position:
     return Stack(
         frames=tuple(Frame(*line) for line in lines),
         text=text,
-        data_position=data_position,
+        num_batches=num_batches,
+        report_index=report_index,
         log_size=log_size,
         cpu_seconds=0.0 if thread is None else _read_cpu_seconds(thread),
     )

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from drawbar._process.stack import Stack, format_positions
 
 Stacks = Mapping[int, Stack | None]
 """Stack by rank; None for a rank that does not reply."""
+
+
+class WrittenStacks(NamedTuple):
+    """Stacks of all ranks in files, and their comparison.
+
+    Attributes:
+        directory: Directory of the files.
+        difference: Text with the location of each rank in the code.
+        report_index: Number of the next report of the rank that is furthest in the data.
+        num_batches: Its batches since the last report; None if the position of a rank is unknown.
+    """
+
+    directory: Path
+    difference: str
+    report_index: int
+    num_batches: int | None
 
 
 def format_difference(stacks: Stacks) -> str:
@@ -54,11 +71,21 @@ def format_ranks(ranks: Collection[int]) -> str:
     return f"ranks {shown}{last} ({len(ranks)})"
 
 
-def write_stacks(directory: Path, stacks: Stacks) -> str:
-    """Write each rank's stacks and their difference to a directory, and return the difference."""
+def write_stacks(directory: Path, stacks: Stacks) -> WrittenStacks:
+    """Write each rank's stacks and their difference to a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     summary = format_difference(stacks) + format_positions(stacks)
     for rank, stack in stacks.items():
         (directory / f"rank_{rank}.txt").write_text(stack.text if stack else "no reply\n")
     (directory / "difference.txt").write_text(summary + "\n")
-    return summary
+    return WrittenStacks(directory, summary, *_find_last_place(stacks))
+
+
+def _find_last_place(stacks: Stacks) -> tuple[int, int | None]:
+    """Return the number of reports and of batches of the rank that is furthest."""
+    places = [
+        (stack.report_index, stack.num_batches)
+        for stack in stacks.values()
+        if stack is not None and stack.num_batches is not None
+    ]
+    return max(places) if places and len(places) == len(stacks) else (0, None)

@@ -45,6 +45,10 @@ class RankActivity:
     last_location: str = ""
     lag: str = ""
 
+    def is_idle(self, threshold: float) -> bool:
+        """Return whether the rank has sent no message for `threshold` seconds."""
+        return self.idle_seconds >= threshold
+
 
 @dataclass(frozen=True)
 class StalledRank:
@@ -117,9 +121,7 @@ def find_stalled_ranks(
 
 def _find_blocking_ranks(activity: Mapping[int, RankActivity], threshold: float) -> list[int]:
     """Return the idle ranks that other idle ranks wait for in Drawbar calls."""
-    idle = {
-        rank for rank, rank_activity in activity.items() if rank_activity.idle_seconds >= threshold
-    }
+    idle = {rank for rank, rank_activity in activity.items() if rank_activity.is_idle(threshold)}
     return [
         rank
         for rank, rank_activity in activity.items()
@@ -134,15 +136,13 @@ def _find_ranks_behind(activity: Mapping[int, RankActivity], threshold: float) -
     return [
         rank
         for rank, rank_activity in activity.items()
-        if rank_activity.idle_seconds >= threshold
-        and not rank_activity.waiting_in
-        and rank_activity.lag
+        if rank_activity.is_idle(threshold) and not rank_activity.waiting_in and rank_activity.lag
     ]
 
 
 def _is_every_rank_idle(activity: Mapping[int, RankActivity], threshold: float) -> bool:
     return all(
-        rank_activity.idle_seconds >= threshold and not rank_activity.waiting_in
+        rank_activity.is_idle(threshold) and not rank_activity.waiting_in
         for rank_activity in activity.values()
     )
 

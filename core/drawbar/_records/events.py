@@ -282,7 +282,8 @@ class RanksRecovered(JournalEntry, frozen=True, kw_only=True, tag="recovered_in_
         time: Time of the event, in seconds since the epoch.
         attempt: Number of the attempt.
         ranks: The ranks that died.
-        failure_headlines: One line for each of them.
+        num_deaths: Number of deaths, also of new processes. Each of them uses the failure budget.
+        failure_headlines: One line for each of the ranks.
         failure_time: Time of the first death, in seconds since the epoch.
         stopped_seconds: Longest time in seconds in which a surviving rank waited.
         budget: Remaining part of the failure budget, in words.
@@ -292,6 +293,7 @@ class RanksRecovered(JournalEntry, frozen=True, kw_only=True, tag="recovered_in_
 
     attempt: int
     ranks: list[int]
+    num_deaths: int
     failure_headlines: list[str]
     failure_time: float
     stopped_seconds: float
@@ -299,13 +301,18 @@ class RanksRecovered(JournalEntry, frozen=True, kw_only=True, tag="recovered_in_
 
     @staticmethod
     def of(
-        attempt: int, failures: Sequence[WorkerFailure], stopped_seconds: float, budget: str
+        attempt: int,
+        failures: Sequence[WorkerFailure],
+        num_deaths: int,
+        stopped_seconds: float,
+        budget: str,
     ) -> RanksRecovered:
         """Return the event for the deaths that were recovered."""
         return RanksRecovered(
             time=time.time(),
             attempt=attempt,
             ranks=[failure.rank for failure in failures],
+            num_deaths=num_deaths,
             failure_headlines=[failure.headline() for failure in failures],
             failure_time=min(failure.time for failure in failures),
             stopped_seconds=stopped_seconds,

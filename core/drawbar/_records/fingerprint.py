@@ -9,13 +9,12 @@ from typing import Literal
 import msgspec
 
 from drawbar._base.frames import format_user_location
-from drawbar._base.wording import format_count
-from drawbar._process.batch_counter import format_place, parse_places
+from drawbar._process.batch_counter import format_place
 from drawbar._process.ranks import WorkerInfo
 from drawbar._process.worker_failure import CONNECTION_LOST, WorkerFailure
 
 FailureNature = Literal[
-    "exception", "exit", "crash", "out_of_memory", "full_disk",
+    "exception", "exit", "temporary", "crash", "out_of_memory", "full_disk",
     "network", "hardware", "killed", "preemption", "hang",
 ]  # fmt: skip
 """Kinds of a single failure, without knowledge of other failures."""
@@ -40,6 +39,17 @@ _CODE_TYPES = {
     *("UnboundLocalError", "AssertionError", "ZeroDivisionError", "SyntaxError"),
 }
 """Types of errors in the code, also if their messages mention a timeout."""
+
+_NEVER_TEMPORARY = {
+    *_CODE_TYPES,
+    *("ImportError", "ModuleNotFoundError", "NotImplementedError", "RecursionError", "SystemExit"),
+}
+"""Types of errors that no service can cause by being unavailable for a while."""
+
+EX_TEMPFAIL = 75
+"""Exit code with which a program requests another try (sysexits.h)."""
+
+_TEMPORARY_EXIT = re.compile(rf"(SystemExit: |[\w ]+: exited with code ){EX_TEMPFAIL}\b")
 
 _MEMORY_TYPES = re.compile(r"^MemoryError$|OutOfMemory")
 _MEMORY_TEXTS = re.compile(
@@ -87,6 +97,9 @@ class FailureFingerprint(msgspec.Struct, frozen=True, kw_only=True):
         pid: Process ID of the worker.
         data_position: As in `WorkerFailure`.
         is_missing_file: Whether the error is about a file that does not exist or cannot be opened.
+        is_code_error: Whether the type of the exception, such as TypeError, shows that the code is
+            wrong, and not a service that is unavailable for a while.
+        num_ranks: Number of ranks with the same error at the same line in the attempt.
 
     Example: `print(event.fingerprints[0].error, event.fingerprints[0].location)`
     """
@@ -106,6 +119,8 @@ class FailureFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     data_position: str = ""
     is_missing_file: bool = False
+    is_code_error: bool = False
+    num_ranks: int = 1
 
     @property
     def has_data_position(self) -> bool:
@@ -113,11 +128,8 @@ class FailureFingerprint(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.num_batches or self.num_reports)
 
     def describe_position(self) -> str:
-        """Return the position in the data, such as "report 4, batch 13"."""
-        if not self.num_batches:
-            where = format_count(self.report_index, "report")
-            return f"after {where}" if self.report_index else "at the start"
-        return format_place(self.num_batches, self.report_index)
+        """Return the position in the data, such as "batch 13 after 4 reports"."""
+        return format_place(self.num_batches or 0, self.report_index)
 
 
 def make_fingerprints(
@@ -125,7 +137,7 @@ def make_fingerprints(
     failures: Sequence[WorkerFailure],
     workers: Sequence[WorkerInfo],
     first_report_index: int,
-    place_times: Mapping[int, float],
+    last_report_times: Mapping[int, float],
 ) -> list[FailureFingerprint]:
     """Return the fingerprints of the failures of an attempt, in the same order.
 
@@ -134,7 +146,7 @@ def make_fingerprints(
         failures: Failures, the root cause first.
         workers: Process of each rank, in rank order.
         first_report_index: Number of the first report of the attempt.
-        place_times: Time of the last report, or of the start of the training function, by rank.
+        last_report_times: By rank, time of its last report, or of the start of its function.
 
     Returns:
         Fingerprints; empty if the failures are never retried, or are no failures of ranks.
@@ -144,31 +156,29 @@ def make_fingerprints(
     num_nodes = len({worker.node_id for worker in workers})
     fingerprints = []
     for failure in failures:
-        worker = workers[failure.rank] if failure.rank >= 0 else None
+        # After a failed recovery in place, the rank has another process, maybe on another node.
+        has_worker = failure.rank >= 0 and not failure.node_id
+        worker: WorkerInfo | WorkerFailure = workers[failure.rank] if has_worker else failure
         nature = "preemption" if cause == "preemption" else find_nature(failure)
-        since = place_times.get(failure.rank, failure.time)
-        num_reports, num_batches = failure.num_reports, failure.num_batches
-        report_index = first_report_index + num_reports
-        if nature == "hang" and (places := parse_places(failure.message)):
-            report_index, num_batches = max(places)
-            num_reports = report_index - first_report_index
+        since = last_report_times.get(failure.rank, failure.time)
         fingerprints.append(
             FailureFingerprint(
                 rank=failure.rank,
                 nature=nature,
                 error=_describe_error(failure, nature),
                 location=_find_location(failure, nature),
-                report_index=report_index,
-                num_batches=num_batches,
-                num_reports=num_reports,
+                report_index=first_report_index + failure.num_reports,
+                num_batches=failure.num_batches,
+                num_reports=failure.num_reports,
                 seconds=max(failure.time - since, 0.0),
                 world_size=len(workers),
                 num_nodes=num_nodes,
-                node_id=worker.node_id if worker else failure.node_id,
-                hostname=worker.hostname if worker else failure.hostname,
+                node_id=worker.node_id,
+                hostname=worker.hostname,
                 pid=failure.pid,
                 data_position=failure.data_position,
                 is_missing_file=failure.builtin_type in _MISSING_FILE_TYPES,
+                is_code_error=failure.builtin_type in _NEVER_TEMPORARY,
             )
         )
     return fingerprints
@@ -176,6 +186,8 @@ def make_fingerprints(
 
 def find_nature(failure: WorkerFailure) -> FailureNature:
     """Return the kind of a single failure."""
+    if _TEMPORARY_EXIT.match(f"{failure.type_name}: {failure.message}"):
+        return "temporary"
     match failure.kind:
         case "hang":
             return "hang"

@@ -25,6 +25,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         should_stop: Whether the run must not restart.
         should_retry: Whether a later start of a stopped run may succeed.
         excluded_node: Node that the run leaves, "" if there is none.
+        delay_seconds: Time to wait before the next attempt, because the cause may be temporary.
         fingerprints: Failures of the attempt, the root cause first.
 
     Example: `print(event.verdict.kind, event.verdict.reason)`
@@ -37,6 +38,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     should_stop: bool = False
     should_retry: bool = True
     excluded_node: str = ""
+    delay_seconds: float = 0.0
     fingerprints: list[FailureFingerprint] = []
 
     def describe(self) -> str:

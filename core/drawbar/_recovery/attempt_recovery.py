@@ -11,19 +11,19 @@ from drawbar._process.serialization import Serialized
 from drawbar._records.events import ReportsLost
 from drawbar._recovery.membership import Membership
 from drawbar._recovery.messages import (
+    JoinTimedOut,
     RanksLost,
+    RankStalled,
     RecoveryCommand,
     RecoveryDeclined,
     RecoveryFinished,
     RecoveryMessage,
+    RecoveryNotice,
     RecoveryReady,
 )
 from drawbar._recovery.recorded_collectives import RecordedCollectives
 
 DeathT = TypeVar("DeathT")
-
-STALLED = RecoveryDeclined(generation=-1, reason="other ranks wait for it")
-"""Message about a rank that stalls. A new process may have lost the count of its steps."""
 
 JOIN_TIMEOUT_S = 120.0
 """Maximum time that a new process needs until it can receive the state of the training."""
@@ -49,12 +49,6 @@ def make_reports_lost(rank: int, first: int, until: int) -> ReportsLost:
     Its process has died there, and the new one continues with the next step.
     """
     return ReportsLost(time=time.time(), first=first, until=until, ranks=[rank], checkpoint="")
-
-
-def make_late_message(lost: RanksLost) -> RecoveryDeclined:
-    """Return the message of a rank whose new process is not ready within `JOIN_TIMEOUT_S`."""
-    reason = f"its new process was not ready within {JOIN_TIMEOUT_S:g} s"
-    return RecoveryDeclined(generation=lost.generation, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -93,6 +87,7 @@ class AttemptRecovery(Generic[DeathT]):
     Attributes:
         deaths: First death by rank that is not recovered yet. The deaths of new processes are
             often consequences.
+        collectives: Results of collectives for new processes that call them again.
     """
 
     def __init__(
@@ -104,6 +99,7 @@ class AttemptRecovery(Generic[DeathT]):
         check_budget: Callable[[int], str] = lambda num_deaths: "",
     ) -> None:
         self.deaths: dict[int, DeathT] = {}
+        self.collectives = RecordedCollectives()
         self._num_deaths = 0
         self._world_size = world_size
         self._broadcast = broadcast
@@ -111,7 +107,6 @@ class AttemptRecovery(Generic[DeathT]):
         self._on_recovered = on_recovered
         self._check_budget = check_budget
         self._membership = Membership(world_size)
-        self._collectives = RecordedCollectives()
         self._had_replacement: set[int] = set()
         self._starting: set[int] = set()  # ranks whose new processes have not sent a message
 
@@ -142,7 +137,7 @@ class AttemptRecovery(Generic[DeathT]):
         self._replace(rank, lost, death)
         return None
 
-    def on_message(self, rank: int, message: RecoveryMessage) -> Declined | None:
+    def on_message(self, rank: int, message: RecoveryMessage | RecoveryNotice) -> Declined | None:
         """Handle a message of a rank about the recovery."""
         match message:
             case RecoveryReady():
@@ -152,11 +147,18 @@ class AttemptRecovery(Generic[DeathT]):
                     self._broadcast([rank], self._membership.make_command())
                 if formed := self._membership.on_ready(rank, message):
                     self._broadcast(range(self._world_size), formed)
-            case RecoveryDeclined() if message is STALLED:
+            case RankStalled():
+                # A new process may have lost the count of its steps.
                 if rank in self._had_replacement and not self.is_replaced(rank):
                     return Declined(
                         f"other ranks wait for a call of rank {rank}, whose process was replaced. "
                         "It may count its steps itself, for example with enumerate()"
+                    )
+            case JoinTimedOut():
+                if late := self._membership.list_late(message.generation):
+                    return Declined(
+                        f"the new process of rank {late[0]} was not ready within "
+                        f"{JOIN_TIMEOUT_S:g} s"
                     )
             case RecoveryDeclined():
                 if self._membership.is_waiting_for(rank, message.generation):
@@ -180,23 +182,11 @@ class AttemptRecovery(Generic[DeathT]):
         """Return whether a rank has a new process that does not have the state yet."""
         return rank in self._membership.replaced
 
-    def record_collective(
-        self, sequence: int, calls: Mapping[int, str], payloads: tuple[Serialized | None, ...]
-    ) -> None:
-        """Record the result of a collective for new processes that call it again.
-
-        Args:
-            sequence: Number of the collective in the attempt.
-            calls: Function and line of the call, by rank.
-            payloads: The result.
-        """
-        self._collectives.record(sequence, calls, payloads)
-
     def repeat_collective(
         self, sequence: int, rank: int, call: str
     ) -> tuple[Serialized | None, ...] | Declined:
         """Return the recorded result of a collective that a rank calls again."""
-        payloads = self._collectives.find(sequence, rank, call)
+        payloads = self.collectives.find(sequence, rank, call)
         if payloads is None:
             return Declined(
                 f"rank {rank} calls {call} again, whose result is not recorded. Only collectives "

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from drawbar._records.events import AttemptEndCause
 from drawbar._records.verdict import Verdict
+from drawbar._storage.contents import FileEntry
+
+STORING_S = 5.0
+MIN_BYTES_PER_SECOND = 20_000_000
+"""Speed at which a rank at least stores files. Slower storage does not delay a restart."""
 
 STARTUP_DELAY_SECONDS = 2.0
 MAX_STARTUP_DELAY_SECONDS = 60.0
@@ -99,11 +105,17 @@ def decide_after_failure(
     # -1 is no limit.
     if limit < 0 or count < limit:
         remaining = "no limit" if limit < 0 else f"{limit - count - 1} of {limit} left"
-        return Restart(failure_counts + Counter([cause]), f"{name}: {remaining}")
+        delay = verdict.delay_seconds if verdict is not None else 0.0
+        return Restart(failure_counts + Counter([cause]), f"{name}: {remaining}", delay)
     reason = f"FailureConfig.{name}={limit} is used up"
     if limit == 0:
         reason = f"restarts are off. FailureConfig({name}=3) allows 3"
     return GiveUp(reason if verdict is None else verdict.explain_end(reason))
+
+
+def get_storing_limit(files: Iterable[FileEntry]) -> float:
+    """Return the seconds to wait after a failure until a rank has stored these files."""
+    return STORING_S + sum(file.size for file in files) / MIN_BYTES_PER_SECOND
 
 
 def startup_delay(failed_starts: int) -> float:

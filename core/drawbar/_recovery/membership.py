@@ -72,6 +72,11 @@ class Membership:
         is_current = generation == self.generation and self.is_recovering
         return is_current and rank not in self._ready
 
+    def list_late(self, generation: int) -> list[int]:
+        """Return the ranks whose new processes are not ready for the group of a generation."""
+        is_current = generation == self.generation and self.is_recovering
+        return sorted(self.replaced - self._ready) if is_current else []
+
     def on_finished(self, rank: int, message: RecoveryFinished) -> bool:
         """Record that a rank has finished the recovery. Return whether it was the last one."""
         self.replaced.discard(rank)  # it has the state, also if another rank has died since

@@ -6,6 +6,8 @@ an earlier generation are ignored.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 
@@ -35,8 +37,25 @@ class RecoveryFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stopped_seconds: float
 
 
+class RankStalled(msgspec.Struct, frozen=True):
+    """Other ranks wait for a call of the rank."""
+
+    is_activity: ClassVar[bool] = False
+
+
+class JoinTimedOut(msgspec.Struct, frozen=True):
+    """The time in which new processes must become ready has passed since a death."""
+
+    is_activity: ClassVar[bool] = False
+
+    generation: int
+
+
 RecoveryMessage = RecoveryReady | RecoveryDeclined | RecoveryFinished
 """Messages of a rank to the controller."""
+
+RecoveryNotice = RankStalled | JoinTimedOut
+"""Messages about a rank that the controller puts on its own queue."""
 
 
 class RanksLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):

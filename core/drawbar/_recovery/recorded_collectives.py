@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from drawbar._process.serialization import Serialized
+
+Payloads = tuple[Serialized | None, ...]
+"""Result of a collective."""
 
 NUM_FIRST = 500
 NUM_LATEST = 500
 MAX_BYTES = 64 * 1024 * 1024
+
+
+class _Record(NamedTuple):
+    """A collective, as `RecordedCollectives.record` receives it."""
+
+    sequence: int
+    calls: Mapping[int, str]
+    payloads: Payloads
 
 
 class RecordedCollectives:
@@ -19,14 +31,11 @@ class RecordedCollectives:
     """
 
     def __init__(self) -> None:
-        self._first: list[tuple[Serialized | None, ...]] = []
-        self._latest = deque[tuple[int, tuple[Serialized | None, ...]]](maxlen=NUM_LATEST)
+        self._first: list[_Record] = []
+        self._latest = deque[_Record](maxlen=NUM_LATEST)
         self._num_bytes = 0
-        self._calls: list[Mapping[int, str]] = []
 
-    def record(
-        self, sequence: int, calls: Mapping[int, str], payloads: tuple[Serialized | None, ...]
-    ) -> None:
+    def record(self, sequence: int, calls: Mapping[int, str], payloads: Payloads) -> None:
         """Record the result of a collective.
 
         Args:
@@ -34,16 +43,19 @@ class RecordedCollectives:
             calls: Function and line of the call, by rank.
             payloads: The result.
         """
+        record = _Record(sequence, calls, payloads)
         size = sum(payload.size for payload in payloads if payload)
         if sequence == len(self._first) < NUM_FIRST and self._num_bytes + size <= MAX_BYTES:
-            self._first.append(payloads)
-            self._calls.append(calls)
+            self._first.append(record)
             self._num_bytes += size
         elif size <= MAX_BYTES // NUM_LATEST:
-            self._latest.append((sequence, payloads))
+            self._latest.append(record)
 
-    def find(self, sequence: int, rank: int, call: str) -> tuple[Serialized | None, ...] | None:
+    def find(self, sequence: int, rank: int, call: str) -> Payloads | None:
         """Return the result of a collective; None if it is unknown, or another line called it."""
-        if sequence < len(self._first):
-            return self._first[sequence] if self._calls[sequence][rank] == call else None
-        return next((found for number, found in self._latest if number == sequence), None)
+        is_first = sequence < len(self._first)
+        records = self._first[sequence : sequence + 1] if is_first else self._latest
+        for record in records:
+            if record.sequence == sequence and record.calls[rank] == call:
+                return record.payloads
+        return None

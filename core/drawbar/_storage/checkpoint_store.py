@@ -37,7 +37,12 @@ from drawbar._storage.manifest import (
 )
 from drawbar._storage.staging import AssignedFiles, StagedFiles
 from drawbar._storage.storage_path import LocalPath, StoragePath
-from drawbar._storage.unfinished_uploads import add_upload, list_uploads, remove_upload
+from drawbar._storage.unfinished_uploads import (
+    add_upload,
+    list_uploads,
+    remove_upload,
+    remove_uploads_directory,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +155,7 @@ class CheckpointStore(UploadTarget, ABC):
             add_upload(self.root, name)
 
     def delete_uncommitted_uploads(self) -> None:
-        """Delete the files of upload functions that were not committed.
+        """Delete the files of upload functions that were not committed, while no upload runs.
 
         Raises:
             DamagedRunError: The index of the other checkpoints cannot be read.
@@ -164,6 +169,7 @@ class CheckpointStore(UploadTarget, ABC):
             ):
                 self.delete(name)
             remove_upload(self.root, name)
+        remove_uploads_directory(self.root)
 
     @abstractmethod
     def commit(self, draft: CheckpointDraft) -> Manifest:

@@ -40,12 +40,18 @@ def remove_upload(run_path: StoragePath, name: str) -> None:
         OSError: The storage failed.
     """
     uploads = run_path / _UPLOADS_DIRECTORY
-    if not isinstance(uploads, LocalPath):
+    if isinstance(uploads, LocalPath):
+        remove_tree(uploads / name)
+    else:
         uploads.delete_file(name)
-        return
-    remove_tree(uploads / name)
-    with contextlib.suppress(OSError):  # another upload is recorded
-        uploads.rmdir()
+
+
+def remove_uploads_directory(run_path: StoragePath) -> None:
+    """Remove the empty directory of the records. Call it only while no upload begins."""
+    uploads = run_path / _UPLOADS_DIRECTORY
+    if isinstance(uploads, LocalPath):
+        with contextlib.suppress(OSError):  # it does not exist, or an upload is recorded
+            uploads.rmdir()
 
 
 def list_uploads(run_path: StoragePath) -> list[str]:

@@ -33,7 +33,7 @@ from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import Serialized, serialize
 from drawbar._process.stack import Stack, detect_stopped_process
 from drawbar._process.threads import run_in_daemon_thread
-from drawbar._recovery.no_replacement import NoReplacement
+from drawbar._recovery.fixed_processes import FixedProcesses
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, WorkerDied
@@ -52,7 +52,7 @@ STACK_SECONDS = 2.0
 STOP_SECONDS = 1.0
 
 
-class TorchrunWorkerGroup(NoReplacement):
+class TorchrunWorkerGroup(FixedProcesses):
     """One worker in each process of a torchrun group.
 
     Args:
@@ -162,10 +162,6 @@ class TorchrunWorkerGroup(NoReplacement):
         peer_ends = [asyncio.wait_for(ended.wait(), end.grace) for ended in running.values()]
         # A function that does not stop in time must not shorten the time of the others.
         await asyncio.gather(local_end, *peer_ends, return_exceptions=True)
-
-    def exclude_node(self, node_id: str) -> bool:
-        """Return False: torchrun places the processes."""
-        return False
 
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack of every rank, or None for a rank that does not reply."""

@@ -47,7 +47,8 @@ def save_async(
 
     Raises:
         RuntimeError: Called outside a training function.
-        TypeError: `state` is not a mapping, or contains a module or an optimizer.
+        TypeError: `state` or `metrics` is not a mapping, or `state` contains a module or an
+            optimizer.
         CheckpointError: The process that wrote the previous checkpoint was killed.
         StorageError: The previous checkpoint could not be written, for example to a full disk.
         OSError: There is not enough memory for the copy.
@@ -65,6 +66,8 @@ def save_async(
     """
     _check_state(state)
     metrics = {} if metrics is None else metrics
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"save_async(state, metrics) takes a dict of metrics, found {metrics!r}")
     if _has_dtensor(state):
         return report_async(metrics, partial(_save_shards, state), validation)
     if get_context().get_world_rank() == 0:

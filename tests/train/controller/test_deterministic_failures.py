@@ -79,7 +79,9 @@ def test_exception_at_same_batch_ends_run_and_names_the_batch(run_config: RunCon
     assert list_kinds(run_config) == ["exception", "deterministic"]
 
 
-@pytest.mark.parametrize("signal_name", ["SIGSEGV", "SIGABRT"])
+@pytest.mark.parametrize(
+    "signal_name", ["SIGSEGV", pytest.param("SIGABRT", marks=pytest.mark.nightly)]
+)
 def test_crash_at_same_batch_ends_run(run_config: RunConfig, signal_name: str) -> None:
     def function() -> None:
         for row in measure_data_wait(range(8)):
@@ -147,6 +149,7 @@ def test_stop_when_deterministic_false_uses_all_restarts(run_config: RunConfig) 
     assert list_kinds(run_config) == ["exception"] * 3
 
 
+@pytest.mark.nightly
 def test_hang_at_same_batch_ends_run(run_config: RunConfig) -> None:
     def function() -> None:
         for row in measure_data_wait(range(8)):
@@ -169,7 +172,7 @@ def run_script(tmp_path: Path, mode: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("mode", ["attached", "detached"])
+@pytest.mark.parametrize("mode", ["attached", pytest.param("detached", marks=pytest.mark.nightly)])
 def test_script_with_deterministic_failure_exits_with_70_and_its_retry_stops_at_once(
     tmp_path: Path, mode: str
 ) -> None:
@@ -185,7 +188,7 @@ def test_script_with_deterministic_failure_exits_with_70_and_its_retry_stops_at_
     ]
     show = [sys.executable, "-m", "drawbar.cli", "show", str(tmp_path / "run")]
     shown = subprocess.check_output(show, text=True)
-    assert "restart (max_failures: 4 of 5 left), exception: the first exception" in shown
+    assert "restart (max_failures: 4 of 5 left), exception: an exception of the function" in shown
     assert "stop, deterministic: the same failure has happened twice" in shown
     as_json = json.loads(subprocess.check_output([*show, "--json"]))
     assert "fix the code or the data" in as_json["attempts"][1]["decision"]

@@ -66,6 +66,7 @@ def test_hang_report_names_outlier_rank(run_config: RunConfig, tmp_path: Path) -
     assert stacks == ["difference.txt", "rank_0.txt", "rank_1.txt"]
 
 
+@pytest.mark.nightly
 @on_ray
 def test_stall_warning_does_not_delay_hang_timeout(run_config: RunConfig, tmp_path: Path) -> None:
     def function() -> None:
@@ -161,6 +162,7 @@ def test_rank_that_only_prints_is_active(run_config: RunConfig, tmp_path: Path) 
     assert "ranks_quiet" not in [event["event"] for event in events]
 
 
+@pytest.mark.nightly
 def test_local_function_that_only_prints_is_active(run_config: RunConfig) -> None:
     fit(lambda: print_for(2 * TIMEOUT_S), run_config, hang_timeout=TIMEOUT_S)
 

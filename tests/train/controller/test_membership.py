@@ -8,6 +8,7 @@ from drawbar._process.serialization import serialize
 from drawbar._recovery.attempt_recovery import AttemptRecovery, Declined, Recovered
 from drawbar._recovery.messages import (
     GroupFormed,
+    JoinTimedOut,
     RanksLost,
     RecoveryCommand,
     RecoveryDeclined,
@@ -96,10 +97,30 @@ def test_recovery_declined_by_rank_that_is_ready_has_no_effect() -> None:
     assert attempt.recovery.on_message(2, late) == Declined("rank 2: too late")
 
 
+def test_time_limit_of_latest_death_concerns_all_new_processes() -> None:
+    attempt = Attempt()
+    attempt.recovery.on_death(1, "first", "")
+    attempt.recovery.on_death(2, "second", "")
+    attempt.get_ready(2, 0, 2)
+    assert attempt.recovery.on_message(1, JoinTimedOut(1)) is None
+    late = attempt.recovery.on_message(2, JoinTimedOut(2))
+    assert late == Declined("the new process of rank 1 was not ready within 120 s")
+    attempt.get_ready(2, 1)
+    assert attempt.recovery.on_message(2, JoinTimedOut(2)) is None
+
+
+def test_collective_of_the_current_step_is_repeated_for_the_same_call_only() -> None:
+    recovery = Attempt().recovery
+    payloads = (serialize("batch"),)
+    recovery.collectives.record(1000, {0: "line 5", 1: "line 6"}, payloads)  # without the setup
+    assert recovery.repeat_collective(1000, 1, "line 6") == payloads
+    assert isinstance(recovery.repeat_collective(1000, 1, "line 7"), Declined)
+
+
 def test_recorded_collective_is_repeated_for_the_same_call_only() -> None:
     recovery = Attempt().recovery
     payloads = (serialize("seed"),)
-    recovery.record_collective(0, {0: "line 1", 1: "line 2"}, payloads)
+    recovery.collectives.record(0, {0: "line 1", 1: "line 2"}, payloads)
     assert recovery.repeat_collective(0, 1, "line 2") == payloads
     assert isinstance(recovery.repeat_collective(0, 1, "line 1"), Declined)
     assert isinstance(recovery.repeat_collective(1, 1, "line 2"), Declined)

@@ -114,6 +114,24 @@ def test_request_takes_effect_at_next_call_of_most_advanced_rank() -> None:
     assert agreement.first_report == 3
 
 
+def test_new_process_of_a_rank_receives_the_request_that_was_agreed() -> None:
+    sent: list[tuple[list[int], Command]] = []
+    agreement = RequestAgreement(2, lambda ranks, command: sent.append((list(ranks), command)))
+    for rank in range(2):
+        agreement.on_started(rank)
+    agreement.request()
+    for rank in range(2):
+        agreement.on_seen(rank, RequestSeen(request_id=1, call=4), next_report=2)
+    agreed = sent[-1][1]
+    sent.clear()
+    agreement.on_started(1)
+    assert sent == [([1], RequestAnnounced(request_id=1)), ([1], agreed)]
+    agreement.on_seen(1, RequestSeen(request_id=1, call=1), next_report=0)
+    assert len(sent) == 2
+    assert not agreement.is_pending
+    assert agreement.first_report == 2
+
+
 def save(step: int, *, is_rank_zero: bool) -> None:
     with train.checkpoint_dir() as path:
         if is_rank_zero:

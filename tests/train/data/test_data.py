@@ -300,6 +300,7 @@ def test_workers_without_cpu_left_for_streamed_data_raise(run_config: RunConfig)
             fit(ids, run_config, {"train": dataset}, 2, config, cpus_per_worker=4)  # of 8 CPUs
 
 
+@pytest.mark.nightly
 def test_restarts_without_cpu_left_split_dataset_in_memory_again(run_config: RunConfig) -> None:
     failures = FailureConfig(max_failures=2)
     values = fit(
@@ -324,6 +325,7 @@ def hold_cpus(count: int) -> Iterator[None]:
         ray.util.remove_placement_group(group)
 
 
+@pytest.mark.nightly
 def test_streamed_data_without_cpu_left_by_other_runs_raises(run_config: RunConfig) -> None:
     message = "hold CPU=8 of the cluster's CPU=8"
     with hold_cpus(7), pytest.raises(InsufficientResourcesError, match=message):

@@ -55,7 +55,11 @@ def read(paths: Any, run_config: RunConfig) -> tuple[dict[str, str], dict[str, l
     return found
 
 
-@pytest.mark.parametrize("nbytes", [1, STREAMED_BYTES], ids=["table", "streamed"])
+@pytest.mark.parametrize(
+    "nbytes",
+    [1, pytest.param(STREAMED_BYTES, marks=pytest.mark.nightly)],
+    ids=["table", "streamed"],
+)
 def test_columns_of_all_files_are_read_with_common_types(
     run_config: RunConfig, tmp_path: Path, nbytes: int
 ) -> None:

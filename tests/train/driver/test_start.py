@@ -271,6 +271,7 @@ def run_trial_on_far_node(folder: Path) -> dict[str, Any]:
     return dict(tune.Tuner(trainable, run_config=run_config).fit()[0].metrics or {})
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_ranks_on_two_nodes_are_contiguous_and_trials_get_env(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, short_directory: str

@@ -370,7 +370,7 @@ def test_get_events_after_returns_events_in_order_once() -> None:
         LinePrinted(1, OutputLine(text="bad batch", stream="stderr")),
         WorkersFailed("worker", [FAILURE], is_final=False),
         PreemptionAnnounced(time=0, attempt=0, info=PreemptionInfo(None, {"n": [0]})),
-        RanksRecovered.of(0, [FAILURE], 0.4, "max_failures: 2 of 3 left"),
+        RanksRecovered.of(0, [FAILURE], 1, 0.4, "max_failures: 2 of 3 left"),
         ValidationsPending("checkpoint_000003"),
         ControllerFailed(),
         RunEnded(time=0, outcome="finished"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ WORKERS = [
 def fail(type_name: str = "ValueError", message: str = "bad", **fields: Any) -> WorkerFailure:
     kind = fields.pop("kind", "exception")
     values = {"rank": 1, "location": "train.py:7 in f", "time": 100.0, "num_batches": 3, **fields}
+    values.setdefault("builtin_type", type_name if hasattr(builtins, type_name) else "")
     return WorkerFailure(kind=kind, type_name=type_name, message=message, **values)
 
 
@@ -235,18 +237,18 @@ def test_attempt_that_got_further_refutes_the_repetition() -> None:
 
 
 def test_hang_is_deterministic_at_the_same_lines_and_data() -> None:
-    def hang(position: str) -> WorkerFailure:
-        message = f"no rank made progress for 3 s\n  rank 1: a.py:3{position}\nstacks: /run/stacks"
-        return fail("no progress", message, kind="hang", rank=-1, location="", num_batches=None)
+    def hang(num_batches: int | None, num_reports: int = 7) -> WorkerFailure:
+        message = "no rank made progress for 3 s\n  rank 1: a.py:3\nstacks: /run/stacks"
+        place: dict[str, Any] = {"num_batches": num_batches, "num_reports": num_reports}
+        return fail("no progress", message, kind="hang", rank=-1, location="", **place)
 
-    place = "\n  data: batch 3 after 7 reports on all ranks"
-    for position, is_deterministic in ((place, True), ("", False)):
+    for num_batches, is_deterministic in ((3, True), (0, False), (None, False)):
         run = Run()
-        assert run.fail(hang(position), cause="hang").kind == "hang"
-        assert run.fail(hang(position), cause="hang").should_stop == is_deterministic
+        assert run.fail(hang(num_batches), cause="hang").kind == "hang"
+        assert run.fail(hang(num_batches), cause="hang").should_stop == is_deterministic
     run = Run()
-    run.fail(hang(place), cause="hang")
-    assert not run.fail(hang(place.replace("7", "8")), cause="hang").should_stop
+    run.fail(hang(3), cause="hang")
+    assert not run.fail(hang(3, num_reports=8), cause="hang").should_stop
 
 
 def test_stop_when_deterministic_false_never_stops() -> None:
@@ -290,6 +292,91 @@ def test_repeated_error_at_the_start_of_one_node_is_tried_elsewhere(has_room: bo
     run.fail(error)
     verdict = run.fail(error)
     assert verdict.kind == ("bad_node" if has_room else "deterministic")
+
+
+def test_repeated_error_of_one_node_ends_the_run_only_when_the_node_cannot_be_left() -> None:
+    error = fail(
+        "ImportError", "libcuda.so.1: cannot open", num_batches=0, builtin_type="ImportError"
+    )
+    run = Run(exclude=3)
+    run.fail(error)
+    second = run.fail(error)
+    assert (second.kind, second.should_stop, second.delay_seconds) == ("exception", False, 0)
+    assert "The node may be the cause: the run restarts until it has happened 3 times" in (
+        second.describe()
+    )
+    third = run.fail(error)
+    assert (third.kind, third.excluded_node) == ("bad_node", "b" * 8)
+    assert len(third.evidence) == 3
+    crowded = Run(exclude=3, room=False)
+    assert [crowded.fail(error).should_stop for _ in range(3)] == [False, False, True]
+
+
+def test_evidence_of_bad_node_does_not_contain_a_preemption() -> None:
+    run = Run(exclude=2)
+    run.fail(die("killed by SIGSEGV", num_batches=3))
+    run.fail(die("killed by SIGTERM", rank=0), cause="preemption")
+    verdict = run.fail(die("killed by SIGSEGV", num_batches=4))
+    assert verdict.kind == "bad_node"
+    assert [line.partition(":")[0] for line in verdict.evidence] == ["Attempt 0", "Attempt 2"]
+
+
+def test_quick_exceptions_at_the_start_are_deterministic_at_the_fourth_time() -> None:
+    down = fail("StoreError", "no answer", builtin_type="Exception", num_batches=0, time=90.5)
+    run = Run()
+    verdicts = [run.fail(down) for _ in range(4)]
+    assert [verdict.should_stop for verdict in verdicts] == [False, False, False, True]
+    assert [verdict.delay_seconds for verdict in verdicts] == [0, 5, 10, 0]
+    assert "has happened 4 times at the same place, in different processes" in verdicts[3].reason
+    for changes in ({"builtin_type": "TypeError"}, {"num_batches": 3}, {"time": 400.0}):
+        run = Run()
+        run.fail(msgspec.structs.replace(down, **changes))
+        assert run.fail(msgspec.structs.replace(down, **changes)).should_stop
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        fail("SystemExit", "75", kind="exit", num_batches=0),
+        fail("program ended", "exited with code 75", kind="exit", num_batches=0),
+        die("exited with code 75 by os._exit or sys.exit", num_batches=0),
+        fail("SystemExit", "75", builtin_type="SystemExit", num_batches=0),
+    ],
+)
+def test_exit_code_75_is_temporary(failure: WorkerFailure) -> None:
+    run = Run()
+    verdicts = [run.fail(failure) for _ in range(6)]
+    assert {(verdict.kind, verdict.should_stop) for verdict in verdicts} == {("temporary", False)}
+
+
+def test_failure_of_thousands_of_ranks_is_compared_and_stored_for_some() -> None:
+    run = Run()
+    run.workers = WORKERS * 2000
+    errors = [fail(rank=rank, num_batches=3) for rank in range(4000)]
+    lost = [fail("RuntimeError", "Connection closed by peer", rank=rank) for rank in range(4000)]
+    first = run.fail(errors[17], *lost)
+    assert [each.rank for each in first.fingerprints] == [17]
+    run = Run()
+    run.workers = WORKERS * 2000
+    first = run.fail(errors[99], *errors[:99], *errors[100:])
+    assert len(first.fingerprints) == 33
+    assert first.fingerprints[0].num_ranks == 4000
+    assert run.fail(*errors[::-1]).should_stop
+
+
+def test_node_of_a_dead_process_is_not_that_of_its_replacement() -> None:
+    death = die("killed by SIGSEGV", node_id="c" * 8, hostname="three")
+    (fingerprint,) = make_fingerprints("worker", [death], WORKERS, 0, {})
+    assert (fingerprint.node_id, fingerprint.hostname) == ("c" * 8, "three")
+
+
+def test_full_disk_on_two_nodes_in_a_row_ends_the_run() -> None:
+    run = Run(exclude=2)
+    full = fail("OSError", "[Errno 28] No space left on device")
+    assert run.fail(full).excluded_node == "b" * 8
+    verdict = run.fail(msgspec.structs.replace(full, rank=0))
+    assert (verdict.should_stop, verdict.excluded_node) == (True, "")
+    assert "the nodes probably share it" in verdict.reason
 
 
 def test_full_disk_leaves_the_node_or_stops_and_may_be_retried_later() -> None:

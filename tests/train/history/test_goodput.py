@@ -284,6 +284,7 @@ def recovered(time: float, seconds: float) -> events.RanksRecovered:
         time=time,
         attempt=0,
         ranks=[1],
+        num_deaths=1,
         failure_headlines=["rank 1: killed"],
         failure_time=time - seconds,
         stopped_seconds=seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,56 @@ def test_async_report_allows_rewriting_directory(tmp_path: Path, delete: bool | 
 def test_async_checkpoints_are_committed_when_fit_returns(tmp_path: Path) -> None:
     result = fit(lambda: save_asynchronously("abcde"), tmp_path)
     assert [content(checkpoint) for checkpoint, _ in result.best_checkpoints] == list("abcde")
+
+
+def test_async_checkpoint_committed_after_newer_one_is_not_kept(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+
+    def function() -> str:
+        is_newer_committed = threading.Event()
+
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            is_newer_committed.wait(60)
+            return checkpoint
+
+        own.mkdir()
+        (own / "model").write_text("old")
+        train.report({}, own, checkpoint_upload_mode=ASYNC, checkpoint_upload_fn=upload)
+        save("new")
+        is_newer_committed.set()
+        train.get_all_reported_checkpoints()  # waits for both commits
+        return content(train.get_checkpoint())
+
+    keep_one = CheckpointConfig(num_to_keep=1)
+    result = fit(function, tmp_path, checkpoint_config=keep_one)
+    assert result.return_value == "new"
+    assert [content(checkpoint) for checkpoint, _ in result.best_checkpoints] == ["new"]
+    assert content(result.checkpoint) == "new"
+
+
+def test_checkpoint_that_other_rank_stores_during_failure_is_committed(tmp_path: Path) -> None:
+    threads: dict[int, threading.Thread] = {}
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "model").write_text("text")
+
+    def function() -> None:
+        rank = train.get_context().get_world_rank()
+        threads[rank] = threading.current_thread()
+        collective.barrier()
+
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            if rank == 0:
+                threads[1].join(60)  # the failure has been sent
+            return checkpoint
+
+        train.report({}, own, checkpoint_upload_mode=ASYNC, checkpoint_upload_fn=upload)
+        if rank == 1:
+            raise ValueError("rank 1")
+        collective.barrier()
+
+    with pytest.raises(WorkerGroupError, match=r"Latest committed checkpoint: .*000000"):
+        fit(function, tmp_path, num_workers=2, in_threads=True)
 
 
 def test_failure_with_async_checkpoint_in_flight_ends_process(

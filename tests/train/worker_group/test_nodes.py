@@ -196,6 +196,7 @@ def shown(drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_on_cluster(drivers, main)
 
 
+@pytest.mark.nightly
 def test_lost_node_is_replaced_by_joining_node(shown: dict[str, Any]) -> None:
     values, sizes, outcomes = shown["lost"]
     # Until Ray marks the node as dead, a replacement may be scheduled there and fail to start.
@@ -205,6 +206,7 @@ def test_lost_node_is_replaced_by_joining_node(shown: dict[str, Any]) -> None:
     assert outcomes == ["failed"] * (len(sizes) - 1) + ["finished"]
 
 
+@pytest.mark.nightly
 def test_elastic_group_shrinks_and_grows(shown: dict[str, Any]) -> None:
     values, sizes, outcomes = shown["elastic"]
     assert [size for _, size, _ in values] == [3, 3, 3]
@@ -214,6 +216,7 @@ def test_elastic_group_shrinks_and_grows(shown: dict[str, Any]) -> None:
     assert outcomes[-1] == "finished"
 
 
+@pytest.mark.nightly
 def test_drained_node_is_left_after_checkpoint(shown: dict[str, Any]) -> None:
     values, sizes, outcomes, drained, metrics, (announced,) = shown["drained"]
     assert [attempt for attempt, _ in values] == [1, 1]

@@ -50,6 +50,7 @@ def endless() -> None:
     threading.Event().wait()
 
 
+@pytest.mark.nightly
 def test_placement_group_of_killed_task_is_removed(tmp_path: Path, pipe: Pipe) -> None:
     def sweep() -> None:
         Trial().start(tmp_path)

@@ -280,6 +280,7 @@ def test_torchrun_server_return_value_is_not_unpickled(run: Run, tmp_path: Path)
     assert not marker.exists()
 
 
+@pytest.mark.nightly
 def test_torchrun_server_random_frames_do_not_affect_peers() -> None:
     assert check_frames(2000, seed=7) == []
 

@@ -245,7 +245,7 @@ class BackendConfig(CheckedConfig):
             ValueError: It does not, which is the default.
         """
         raise ValueError(
-            f"FailureConfig(recovery='in_place') does not work with {type(self).__name__}. Use "
+            "FailureConfig(recovery='in_place') does not work with this trainer. Use "
             "drawbar.torch.TorchTrainer, or recovery='restart'."
         )
 

@@ -18,37 +18,18 @@ from drawbar._process.ranks import WorkerInfo
 from drawbar._process.stalled_ranks import RankActivity
 from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.event_stream import Emit
-from drawbar._records.events import (
-    AttemptStarted,
-    DatasetEpochEnded,
-    PreemptionAnnounced,
-    ProgramStarted,
-    ShardEpochEnded,
-    UserFunctionStarted,
-)
-from drawbar._records.live_events import (
-    BytesWritten,
-    LinePrinted,
-    Notice,
-    RankImported,
-    RoundCompleted,
-)
+from drawbar._records.events import AttemptStarted, PreemptionAnnounced, ShardEpochEnded
+from drawbar._records.live_events import Notice, RoundCompleted
 from drawbar._recovery.attempt_recovery import (
-    STALLED,
     AttemptRecovery,
     Declined,
     find_obstacle,
     make_reports_lost,
 )
-from drawbar._recovery.messages import (
-    RecoveryDeclined,
-    RecoveryFinished,
-    RecoveryMessage,
-    RecoveryReady,
-)
+from drawbar._recovery.messages import RecoveryMessage, RecoveryNotice, RecoveryReady
 from drawbar._recovery.node_watcher import find_preemption
 from drawbar._storage.manifest import Manifest
-from drawbar.train._controller.attempt_events import ReportEmitter, make_observation_event
+from drawbar.train._controller.attempt_events import ReportEmitter, make_event
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
 from drawbar.train._controller.commits import CommitContext
 from drawbar.train._controller.failures import (
@@ -67,7 +48,7 @@ from drawbar.train._worker_group.worker_group import WorkerGroup
 
 T = TypeVar("T")
 
-_NOT_IN_PLACE = "The run cannot recover in place, so it restarts"
+_NOT_IN_PLACE = "The attempt ends, because it cannot be recovered in place"
 
 
 class Attempt:
@@ -132,7 +113,7 @@ class Attempt:
         self.failure: AttemptFailure | None = None
         self.error: Exception | None = None
         self._failure_times: dict[int, float] = {}  # by rank: when its function raised
-        self.place_times: dict[int, float] = {}  # by rank: its last report, or its start
+        self.last_report_times: dict[int, float] = {}  # by rank: its last report, or its start
 
     def on_messages(self, rank: int, batch: Sequence[messages.GroupMessage]) -> None:
         """Handle messages from a rank in order. An exception ends the attempt with an `error`."""
@@ -210,21 +191,30 @@ class Attempt:
             # Printed before the attempt ended, or while the function cleans up. Lines on stderr are
             # omitted: most are libraries' messages about lost peers, and the log contains them. The
             # output of a script is shown completely instead, as under torchrun.
-            case OutputLine(stream="stdout") | messages.OutputBytes():
-                self._emit(_make_output_event(rank, message))
-            case messages.Observation(kind="progress"):
-                self._emit(make_observation_event(self.number, rank, message))
+            case (
+                OutputLine(stream="stdout")
+                | messages.OutputBytes()
+                | messages.Observation(kind="progress")
+            ):
+                self._emit(make_event(self.number, rank, message))
             case _ if self.failure is not None:
+                if isinstance(message, messages.FilesPersisted | messages.FileChunk):
+                    self._checkpoints.on_message(rank, message)
                 self.failure.on_message(rank, message)
 
     def _handle_message(self, rank: int, message: messages.GroupMessage) -> None:
-        if message is not STALLED and getattr(message, "is_activity", True):  # of observations
+        if getattr(message, "is_activity", True):
             self.activity_clock.record(rank)  # all that a `Heartbeat` does
         match message:
             case messages.Report():
                 self._on_report(rank, message)
-            case OutputLine() | messages.OutputBytes():
-                self._emit(_make_output_event(rank, message))
+            case (
+                OutputLine()
+                | messages.OutputBytes()
+                | messages.Observation()
+                | messages.FunctionImported()
+            ):
+                self._emit(make_event(self.number, rank, message))
             case messages.CheckpointWaitStarted():
                 self.progress.on_waiting_for_checkpoint(rank, message.report_index)
                 self._check_divergence()
@@ -238,8 +228,6 @@ class Attempt:
             case messages.CheckpointListRequest():
                 self._checkpoints.on_message(rank, message)
                 self._check_divergence()
-            case messages.Observation():
-                self._emit(make_observation_event(self.number, rank, message))
             case messages.RequestSeen():
                 self.requests.on_seen(rank, message, self.progress.ranks[rank].reports)
             case messages.CollectiveCalled():
@@ -250,28 +238,24 @@ class Attempt:
                 self._on_diagnosis_request(rank, message)
             case messages.FunctionFailed():
                 self._failure_times[rank] = message.time
-            case messages.FunctionImported():
-                self._emit(RankImported(rank))
             case messages.FunctionStarted():
                 self.requests.on_started(rank)
-                self.place_times[rank] = message.time
-                if self._in_place is not None and self._in_place.is_replaced(rank):
-                    return
-                self._emit(UserFunctionStarted(time=message.time, attempt=self.number, rank=rank))
-            case messages.ProgramStarted(pid=pid):
-                self._program_pids[rank] = pid
-                now = time.time()
-                self._emit(ProgramStarted(time=now, attempt=self.number, rank=rank, pid=pid))
+                self.last_report_times[rank] = message.time
+                if self._in_place is None or not self._in_place.is_replaced(rank):
+                    self._emit(make_event(self.number, rank, message))
+            case messages.ProgramStarted():
+                self._program_pids[rank] = message.pid
+                self._emit(make_event(self.number, rank, message))
             case messages.RankFinished():
                 self._on_finished(rank, message)
             case messages.RankFailed():
                 self.fail(AttemptFailure(get_end_cause(message.failure), [message.failure]))
             case messages.WorkerDied():
                 self._on_death(rank, message)
-            case RecoveryReady() | RecoveryDeclined() | RecoveryFinished():
-                self._on_recovery_message(rank, message)
             case messages.RankInterrupted():
                 self.fail(AttemptFailure("worker", [describe_interruption(rank)]))
+            case _ if isinstance(message, RecoveryMessage | RecoveryNotice):
+                self._on_recovery_message(rank, message)
 
     @property
     def is_finished(self) -> bool:
@@ -321,9 +305,9 @@ class Attempt:
 
     def _on_report(self, rank: int, report: messages.Report) -> None:
         if report.observation is not None:
-            self._emit(make_observation_event(self.number, rank, report.observation))
+            self._emit(make_event(self.number, rank, report.observation))
         self._last_locations[rank] = report.location
-        self.place_times[rank] = report.time
+        self.last_report_times[rank] = report.time
         self._checkpoints.record_moved_files(rank, self.workers[rank], report)
         for complete in self.progress.on_report(rank, report):
             if conflict := complete.find_conflict():
@@ -342,11 +326,7 @@ class Attempt:
             self._check_divergence()
 
     def _on_epoch_ended(self, rank: int, shard_epoch: ShardEpochEnded) -> None:
-        self._emit(
-            DatasetEpochEnded(
-                time=time.time(), attempt=self.number, rank=rank, shard_epoch=shard_epoch
-            )
-        )
+        self._emit(make_event(self.number, rank, shard_epoch))
         try:
             if text := self.batch_counts.add(rank, shard_epoch):
                 self._emit(Notice(text))
@@ -371,7 +351,7 @@ class Attempt:
             payloads = collect_payloads(calls)
             if self._in_place is not None:
                 lines = {other: called.location for other, called in calls.items()}
-                self._in_place.record_collective(call.sequence, lines, payloads)
+                self._in_place.collectives.record(call.sequence, lines, payloads)
         except ValueError as error:
             self.fail(AttemptFailure("configuration", exception=error))
             return
@@ -390,12 +370,12 @@ class Attempt:
         obstacle = find_obstacle(bool(self.finished), is_in_checkpoint)
         self._conclude(self._in_place.on_death(rank, death, obstacle))
 
-    def _on_recovery_message(self, rank: int, message: RecoveryMessage) -> None:
+    def _on_recovery_message(self, rank: int, message: RecoveryMessage | RecoveryNotice) -> None:
         if self._in_place is None:
             return
         latest = self._checkpoints.registry.latest
         if latest and isinstance(message, RecoveryReady) and self._in_place.is_replaced(rank):
-            name = CommitCompleted(report_index=-1, checkpoint_name=latest.name)
+            name = CommitCompleted(report_index=latest.index, checkpoint_name=latest.name)
             self._broadcast_command([rank], name)
         self._conclude(self._in_place.on_message(rank, message))
 
@@ -438,14 +418,6 @@ class Attempt:
         reason = self.progress.find_divergence()
         if reason is not None:
             self.fail(AttemptFailure("divergence", [describe_divergence(reason)]))
-
-
-def _make_output_event(
-    rank: int, message: OutputLine | messages.OutputBytes
-) -> LinePrinted | BytesWritten:
-    if isinstance(message, OutputLine):
-        return LinePrinted(rank, message)
-    return BytesWritten(message.data, message.stream)
 
 
 class MessagesReceived(msgspec.Struct, frozen=True):

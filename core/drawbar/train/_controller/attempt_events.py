@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from drawbar._base.wording import escape_surrogates
+from drawbar._process.output_lines import OutputLine
 from drawbar._records.event_stream import Emit
-from drawbar._records.events import FirstReportReceived, ReportLocationFound
-from drawbar._records.live_events import Event, Notice, ObservationReceived, ReportsReceived
-from drawbar.train._protocol.messages import Observation, Report
+from drawbar._records.events import (
+    DatasetEpochEnded,
+    FirstReportReceived,
+    ProgramStarted,
+    ReportLocationFound,
+    ShardEpochEnded,
+    UserFunctionStarted,
+)
+from drawbar._records.live_events import (
+    BytesWritten,
+    Event,
+    LinePrinted,
+    Notice,
+    ObservationReceived,
+    RankImported,
+    ReportsReceived,
+)
+from drawbar.train._protocol import messages
+from drawbar.train._protocol.messages import Observation, OutputBytes, Report
 
 _MAX_LOCATIONS = 32
 
@@ -69,6 +87,33 @@ class ReportEmitter:
                 )
 
 
-def make_observation_event(attempt: int, rank: int, observation: Observation) -> Event:
-    """Return the event for something that a rank has observed."""
-    return ObservationReceived(attempt, rank, observation.kind, observation.payload)
+EmittedMessage = (
+    OutputLine
+    | OutputBytes
+    | Observation
+    | ShardEpochEnded
+    | messages.FunctionImported
+    | messages.FunctionStarted
+    | messages.ProgramStarted
+)
+
+
+def make_event(attempt: int, rank: int, message: EmittedMessage) -> Event:
+    """Return the event for a message that watchers receive."""
+    match message:
+        case OutputLine():
+            return LinePrinted(rank, message)
+        case OutputBytes():
+            return BytesWritten(message.data, message.stream)
+        case Observation():
+            return ObservationReceived(attempt, rank, message.kind, message.payload)
+        case ShardEpochEnded():
+            return DatasetEpochEnded(
+                time=time.time(), attempt=attempt, rank=rank, shard_epoch=message
+            )
+        case messages.FunctionImported():
+            return RankImported(rank)
+        case messages.FunctionStarted():
+            return UserFunctionStarted(time=message.time, attempt=attempt, rank=rank)
+        case messages.ProgramStarted():
+            return ProgramStarted(time=time.time(), attempt=attempt, rank=rank, pid=message.pid)

@@ -8,7 +8,7 @@ controller's queue, and the controller calls the method for this event.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from drawbar._base.indexed_heap import IndexedHeap
@@ -19,6 +19,7 @@ from drawbar._records.event_stream import Emit
 from drawbar._storage import fault_points
 from drawbar._storage.files import remove_tree
 from drawbar._storage.manifest import Manifest, make_already_committed_error
+from drawbar._storage.moved_files import MovedFiles
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
 from drawbar.train._controller.background import BackgroundTasks, FileTransfers, run_and_log_errors
@@ -27,7 +28,6 @@ from drawbar.train._controller.commits import (
     CheckpointCommitter,
     CommitContext,
     CommitFinished,
-    MovedFiles,
     StorageFailed,
 )
 from drawbar.train._controller.progress import AttemptProgress, ReportRound
@@ -119,7 +119,8 @@ class CheckpointCoordinator:
         await run_in_daemon_thread(self._moved_files.warn_of_remaining)
         # Preserve moved files before the staging directories are removed: there is no other copy.
         await run_in_daemon_thread(self._directory.preserve_uncommitted)
-        await run_in_daemon_thread(self._directory.checkpoints.delete_uncommitted_uploads)
+        if self._commits.has_uploads:
+            await run_in_daemon_thread(self._directory.checkpoints.delete_uncommitted_uploads)
         for directory in self._directory.staging.list_directories():
             self._background.submit(remove_tree, directory)
 
@@ -167,6 +168,10 @@ class CheckpointCoordinator:
     def is_waiting_for(self, rank: int) -> bool:
         """Return whether a rank has not persisted its files of a checkpoint yet."""
         return self._commits.is_waiting_for(rank)
+
+    def get_storing_limit(self, ended: Collection[int]) -> float:
+        """See `CheckpointCommitter.get_storing_limit`."""
+        return self._commits.get_storing_limit(ended)
 
     def on_message(self, rank: int, message: CheckpointMessage) -> None:
         """Handle a message of a rank in the current attempt."""

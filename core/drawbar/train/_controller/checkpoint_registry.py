@@ -65,8 +65,12 @@ class CheckpointRegistry:
         return list(self._manifests.values())
 
     def add(self, manifest: Manifest) -> None:
-        """Add a checkpoint that was committed."""
+        """Add a checkpoint that was committed, or update its validation."""
+        is_late = manifest.name not in self and self.latest and manifest.index < self.latest.index
         self._manifests[manifest.name] = manifest
+        if is_late:  # an asynchronous checkpoint may be committed after a newer one
+            oldest_first = sorted(self._manifests.values(), key=lambda each: each.index)
+            self._manifests = {each.name: each for each in oldest_first}
         self._surplus.add(manifest)
 
     @property

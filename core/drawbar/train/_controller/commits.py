@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +21,7 @@ import msgspec
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.checkpoint_config import CheckpointConfig
 from drawbar._records.events import CheckpointCommitted
+from drawbar._recovery.decisions import get_storing_limit
 from drawbar._storage.checkpoint_store import CheckpointDraft
 from drawbar._storage.contents import FileEntry
 from drawbar._storage.manifest import Manifest
@@ -36,8 +35,6 @@ from drawbar.train._protocol.messages import (
     StagedOffer,
     UploadFnOffer,
 )
-
-_logger = logging.getLogger("drawbar.train")
 
 
 @dataclass(frozen=True)
@@ -115,42 +112,6 @@ class PendingCheckpoint:
         return next(iter(self.uploaded_names.values()), self.name)
 
 
-class MovedFiles:
-    """Directories of moved files that are not committed, by report and rank.
-
-    Attributes:
-        remaining: One line for each directory on another node whose files were not committed.
-            Emptied by a commit.
-    """
-
-    def __init__(self) -> None:
-        self._sources: dict[tuple[int, int], tuple[str, str]] = {}
-        self.remaining: list[str] = []
-
-    def add(self, index: int, rank: int, *, node: str, directory: str) -> None:
-        """Record the directory of the files that a rank moved for report `index`."""
-        self._sources[index, rank] = node, directory
-
-    def on_committed(self, index: int) -> None:
-        """Remove the entries of a report whose checkpoint is committed."""
-        self._sources = {key: source for key, source in self._sources.items() if key[0] != index}
-        self.remaining.clear()
-
-    def warn_of_remaining(self) -> None:
-        """Log the directories on other nodes whose files were not committed.
-
-        Files on this node are preserved and logged by `_storage/staging.py`.
-        """
-        for (index, rank), (node, directory) in sorted(self._sources.items()):
-            if not os.path.isdir(directory):
-                self.remaining.append(
-                    f"Rank {rank} on node {node} moved files for report {index}, which were not "
-                    f"committed. They are in {directory} on that node."
-                )
-                _logger.warning("%s", self.remaining[-1])
-        self._sources.clear()
-
-
 @dataclass(frozen=True)
 class CommitContext:
     """Attempt whose checkpoints are committed.
@@ -176,6 +137,9 @@ class CheckpointCommitter:
         config: Durability of the checkpoints.
         metadata: The trainer's metadata, which is saved in each checkpoint.
         put_event: Puts an event on the controller's queue.
+
+    Attributes:
+        has_uploads: Whether ranks have written to the final directories of checkpoints.
     """
 
     def __init__(
@@ -185,6 +149,7 @@ class CheckpointCommitter:
         metadata: dict[str, object],
         put_event: Callable[[CommitFinished | StorageFailed], None],
     ) -> None:
+        self.has_uploads = False
         self._directory = directory
         self._checkpoints = directory.checkpoints
         self._config = config
@@ -268,6 +233,7 @@ class CheckpointCommitter:
     ) -> None:
         """Reserve the final directory, and let the ranks write to it."""
         store = self._checkpoints
+        self.has_uploads |= pending.in_place
         reserve = store.begin_upload if pending.in_place else store.reserve
         try:
             await run_in_daemon_thread(reserve, pending.name)
@@ -296,6 +262,23 @@ class CheckpointCommitter:
     def is_waiting_for(self, rank: int) -> bool:
         """Return whether a rank has not persisted its files of a checkpoint yet."""
         return any(rank in pending.awaited_files for pending in self._pending.values())
+
+    def get_storing_limit(self, ended: Collection[int]) -> float:
+        """Return the seconds in which all ranks should have stored their files.
+
+        Args:
+            ended: Ranks that have ended and store no files.
+
+        Returns:
+            0 if no checkpoint can still be completed.
+        """
+        limits = [
+            get_storing_limit(files)
+            for pending in self._pending.values()
+            if pending.awaited_files.keys().isdisjoint(ended)
+            for files in pending.awaited_files.values()
+        ]
+        return max(limits, default=0.0)
 
     def find_pending(self, name: str) -> PendingCheckpoint | None:
         """Return the checkpoint whose files are being persisted; None if it was dropped."""

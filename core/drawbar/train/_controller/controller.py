@@ -22,16 +22,11 @@ from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records import events
 from drawbar._records.event_stream import Emit
 from drawbar._records.live_events import AttemptEnding, Event, Notice
-from drawbar._recovery.attempt_recovery import (
-    JOIN_TIMEOUT_S,
-    STALLED,
-    AttemptRecovery,
-    Recovered,
-    make_late_message,
-)
+from drawbar._recovery.attempt_recovery import JOIN_TIMEOUT_S, AttemptRecovery, Recovered
 from drawbar._recovery.decisions import GiveUp
-from drawbar._recovery.messages import RanksLost
+from drawbar._recovery.messages import JoinTimedOut, RanksLost, RankStalled
 from drawbar._recovery.node_watcher import NodesDraining, NodeWatcher
+from drawbar._recovery.startup_errors import classify_startup_error
 from drawbar.train._controller import failures
 from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.attempt import Attempt, HangDetected, MessagesReceived
@@ -107,7 +102,7 @@ class Controller:
         self._should_stop_at_commit = False
         self._should_stop_if_unused = False
         self._is_stopping = False
-        self._recording: asyncio.Task[None] | None = None  # of a recovery in place
+        self._recordings: list[asyncio.Task[None]] = []  # of recoveries in place
         self._has_ended = False  # training has ended, and only background tasks are left
         self._diagnosis = DiagnosisWriter(group, run.directory, emit)
         self._backend = BackendHooks(run.spec.backend_config, group, emit)
@@ -266,7 +261,7 @@ class Controller:
             # the exit of the program.
             assignments = await run_in_daemon_thread(self._planner.make_assignments, start, workers)
         except Exception as error:
-            cause = failures.classify_startup_error(error)
+            cause = classify_startup_error(error)
             return AttemptFailure(cause, exception=error, started=start.time)
         for text in [*self._planner.describe_fork_errors(workers), *self._planner.notices]:
             self._emit(Notice(text))
@@ -320,21 +315,20 @@ class Controller:
         put = self._make_receiver(attempt)
         attempt.dead_workers.setdefault(rank, attempt.workers[rank])
         new = Replacement(make_assignment, put)
-        self._group.replace_worker(rank, new, is_node_lost=death.is_preempted)
-        self._loop.call_later(JOIN_TIMEOUT_S, put, rank, [make_late_message(lost)])
+        self._group.replace_worker(rank, new, shares_node=death.is_preempted)
+        self._loop.call_later(JOIN_TIMEOUT_S, put, rank, [JoinTimedOut(lost.generation)])
 
     def _emit_stall(self, event: Event) -> None:
         self._emit(event)
         if isinstance(event, events.RanksStalled) and self._attempt is not None:
             for rank in event.descriptions:
-                self._queue.put(MessagesReceived(self._attempt, rank, [STALLED]))
+                self._queue.put(MessagesReceived(self._attempt, rank, [RankStalled()]))
 
     def _on_recovered(self, recovered: Recovered[WorkerDied]) -> None:
         assert self._attempt is not None
         workers = {rank: self._attempt.dead_workers.pop(rank) for rank in recovered.deaths}
-        self._recording = self._loop.create_task(
-            self._recovery.record_recovered(self._attempt, recovered, workers)
-        )
+        record = self._recovery.record_recovered(self._attempt, recovered, workers)
+        self._recordings.append(self._loop.create_task(record))
 
     def _make_attempt_started(self) -> events.AttemptStarted:
         registry = self._checkpoints.registry
@@ -354,16 +348,15 @@ class Controller:
         await self._queue.handle_until(
             lambda: attempt.has_ended or self._hang is not None or self._is_stopping
         )
-        if self._recording is not None:
-            await self._recording
+        await asyncio.gather(*self._recordings)
         if (hang := self._hang) is not None:
-            written = await self._call(self._diagnosis.write(f"hang_{attempt.number}"))
+            stacks = await self._call(self._diagnosis.write(f"hang_{attempt.number}"))
             # Collecting the stacks took seconds, in which the attempt may have ended. Then `fail`
             # has no effect.
-            if written is not None:
-                directory, difference = written
-                difference += attempt.batch_counts.describe_ranks_ahead()
-                failure = failures.describe_hang(hang.hang_timeout, difference, directory)
+            if stacks is not None:
+                ahead = attempt.batch_counts.describe_ranks_ahead()
+                first_index = attempt.progress.first_index
+                failure = failures.describe_hang(hang.hang_timeout, stacks, ahead, first_index)
                 attempt.fail(AttemptFailure("hang", [failure]))
         if attempt.error is not None:
             raise attempt.error

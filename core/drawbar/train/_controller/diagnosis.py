@@ -11,9 +11,8 @@ import shlex
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
-from drawbar._process.stack_comparison import Stacks, write_stacks
+from drawbar._process.stack_comparison import Stacks, WrittenStacks, write_stacks
 from drawbar._process.stalled_ranks import StalledRank, find_stalled_ranks, find_suspects
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.event_stream import Emit
@@ -41,25 +40,19 @@ class DiagnosisWriter:
         self._emit = emit
         self._reply_tasks: set[asyncio.Task[None]] = set()
 
-    async def write(self, name: str) -> tuple[Path, str]:
-        """Collect the stacks of all ranks and write them to a directory.
-
-        Args:
-            name: Name of the directory.
-
-        Returns:
-            The directory, and a text with the location of each rank in the code.
-        """
+    async def write(self, name: str) -> WrittenStacks:
+        """Collect the stacks of all ranks and write them to the directory `name`."""
         directory = self._directory.local_path / "stacks" / name
         stacks = await self._group.collect_stacks()
         # Use a thread: the ranks may hang because the storage does not respond.
-        return directory, await run_in_daemon_thread(write_stacks, directory, stacks)
+        return await run_in_daemon_thread(write_stacks, directory, stacks)
 
     async def emit(self) -> str:
         """Write the stacks, and emit and return a text with the location of each rank."""
-        directory, difference = await self.write(f"diagnosis_{int(time.time() * 1000)}")
-        self._emit(Notice(f"Location of each rank (stacks in {directory}):\n{difference}"))
-        return difference
+        stacks = await self.write(f"diagnosis_{int(time.time() * 1000)}")
+        text = f"Location of each rank (stacks in {stacks.directory}):\n{stacks.difference}"
+        self._emit(Notice(text))
+        return stacks.difference
 
     def reply(self, rank: int, request: DiagnosisRequest) -> None:
         """Start a task that collects the stacks and sends a reply to a rank."""

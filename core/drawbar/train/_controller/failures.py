@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,9 +26,11 @@ from drawbar._process.exit_status import (
     wait_for_report_of_pid,
 )
 from drawbar._process.ranks import WorkerInfo
+from drawbar._process.stack_comparison import WrittenStacks
 from drawbar._process.worker_failure import CONNECTION_LOST, WorkerFailure
 from drawbar._records.events import AttemptEndCause
 from drawbar._recovery.decisions import Restart
+from drawbar._recovery.startup_errors import is_worker_death
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._protocol.messages import (
     FunctionFailed,
@@ -102,6 +103,21 @@ class AttemptFailure:
         await self._wait_while(self.has_only_lost_connections, min(timeout, PEER_DEATH_WAIT_S))
         # A rank that hangs in its clean-up may never send its failure.
         await self._wait_while(self._has_earlier_failure, timeout)
+
+    async def wait_for_files(self, get_limit: Callable[[Collection[int]], float]) -> None:
+        """Wait while the other ranks store files of checkpoints, so that these are committed.
+
+        Args:
+            get_limit: Returns the maximum time in seconds, 0 if no file is awaited. It is called
+                with the ranks that have failed.
+        """
+
+        def get_remaining_limit() -> float:
+            return get_limit(self.deaths.keys() | {failure.rank for failure in self.failures})
+
+        # A hang or an error of the storage may concern these files.
+        if self.cause not in ("hang", "storage"):
+            await self._wait_while(lambda: get_remaining_limit() > 0, get_remaining_limit())
 
     async def wait_for_rank_zero_exit(self) -> None:
         """Wait until rank 0 has ended by itself, if so far only other ranks have exited.
@@ -217,6 +233,8 @@ async def describe_startup_death(
 
 def describe_delay(failure: AttemptFailure, restart: Restart) -> str:
     """Return the console line about the wait before the workers are started again."""
+    if failure.cause != "startup":
+        return f"The failure may be temporary. Starting again in {restart.delay:g} s."
     error = failure.exception
     cause = "" if failure.failures else f" ({type(error).__name__}: {error})"
     return (
@@ -232,20 +250,28 @@ def describe_divergence(reason: str) -> WorkerFailure:
     )
 
 
-def describe_hang(seconds: float, difference: str, directory: Path) -> WorkerFailure:
+def describe_hang(
+    seconds: float, stacks: WrittenStacks, ahead: str, first_index: int
+) -> WorkerFailure:
     """Describe an attempt in which no rank has made progress for some time.
 
     Args:
         seconds: `FailureConfig.hang_timeout` in seconds.
-        difference: Location of each rank in the code.
-        directory: Directory with the stacks of all ranks.
+        stacks: Stacks of all ranks.
+        ahead: Text about ranks that are ahead in the data, "" if there are none.
+        first_index: Number of the first report of the attempt.
     """
     return WorkerFailure(
         rank=-1,
         kind="hang",
         type_name="no progress",
-        message=f"no rank made progress for {seconds:g} s\n{difference}\nstacks: {directory}",
+        message=(
+            f"no rank made progress for {seconds:g} s\n{stacks.difference}{ahead}\n"
+            f"stacks: {stacks.directory}"
+        ),
         time=time.time(),
+        num_reports=max(stacks.report_index - first_index, 0),
+        num_batches=stacks.num_batches,
     )
 
 
@@ -258,19 +284,6 @@ def describe_interruption(rank: int) -> WorkerFailure:
         message="the training function raised AttemptInterrupted, but Drawbar did not interrupt it",
         time=time.time(),
     )
-
-
-def classify_startup_error(error: Exception) -> AttemptEndCause:
-    """Return whether a failed start counts as preemption, configuration error, or startup failure.
-
-    Configuration errors are not retried.
-    """
-    if is_node_loss(error):
-        return "preemption"
-    # The next start would fail with these errors too.
-    permanent_errors = (ValueError, TypeError, ImportError, InsufficientResourcesError)
-    is_permanent = isinstance(error, permanent_errors) or is_runtime_env_error(error)
-    return "configuration" if is_permanent else "startup"
 
 
 def make_training_failed_error(
@@ -335,34 +348,6 @@ def _read_tail(path: Path, nbytes: int = 20_000) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-# The controller also supervises workers without Ray, so these functions do not import it. In a
-# process that has not imported Ray, no exception is one of Ray's.
-
-
-def is_worker_death(error: Exception | None) -> bool:
-    """Return whether Ray raised this error because the process of an actor died."""
-    if "ray" not in sys.modules:
-        return False
-    from ray.exceptions import OutOfMemoryError, RayActorError
-
-    return isinstance(error, RayActorError | OutOfMemoryError)
-
-
-def is_node_loss(error: Exception) -> bool:
-    """Return whether Ray raised this error because an actor died with its node."""
-    # Ray reports the loss of a node only in the text of the error.
-    return is_worker_death(error) and "its node has died" in str(error)
-
-
-def is_runtime_env_error(error: Exception) -> bool:
-    """Return whether Ray raised this error because it could not set up a runtime environment."""
-    if "ray" not in sys.modules:
-        return False
-    from ray.exceptions import RuntimeEnvSetupError
-
-    return isinstance(error, RuntimeEnvSetupError)
 
 
 def get_end_cause(failure: WorkerFailure) -> AttemptEndCause:

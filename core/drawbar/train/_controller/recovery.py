@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from drawbar._process.errors import TrainingFailedError
 from drawbar._process.ranks import WorkerInfo
@@ -97,6 +99,7 @@ class Recovery:
         """
         # Wait before the workers are stopped. A rank sends its exception only after the function
         # has cleaned up (`finally` blocks), so a rank that is killed earlier sends none.
+        await failure.wait_for_files(self._checkpoints.get_storing_limit)
         await failure.wait_for_root_cause(ROOT_CAUSE_WAIT_S)
         if isinstance(self._decide(failure.cause), GiveUp):
             # The console shows the output of rank 0, so let rank 0 print its error message.
@@ -108,7 +111,7 @@ class Recovery:
             # Ranks send failures until their process has stopped, so close the attempt only now.
             await self._wait_for_events()
             attempt.close()
-            await self._describe_deaths(attempt, failure)
+            await self._add_deaths(attempt, failure)
         elif startup_failure := await describe_startup_death(failure, self._run.directory):
             failure.failures.append(startup_failure)
         # All failures are known now. Sort them by time: they arrive in any order.
@@ -127,7 +130,8 @@ class Recovery:
         decision = self._decide(failure.cause, verdict)
         self._failed_starts = self._failed_starts + 1 if failure.cause == "startup" else 0
         if isinstance(decision, Restart):
-            decision = replace(decision, delay=startup_delay(self._failed_starts))
+            delay = max(decision.delay, startup_delay(self._failed_starts))
+            decision = replace(decision, delay=delay)
         self._emit_failure(number, attempt, failure, decision, verdict)
         if isinstance(decision, Restart):
             self._failure_counts = decision.failure_counts
@@ -157,13 +161,9 @@ class Recovery:
             decision = self._decide("worker")
             if isinstance(decision, Restart):
                 self._failure_counts, budget = decision.failure_counts, decision.budget
-        described = [
-            await describe_death(
-                rank, death, workers[rank], self._run.directory, attempt.count_reports(rank)
-            )
-            for rank, death in sorted(recovered.deaths.items())
-        ]
-        self._emit(RanksRecovered.of(attempt.number, described, recovered.stopped_seconds, budget))
+        described = await self._describe_deaths(attempt, recovered.deaths, workers)
+        num_deaths, seconds = recovered.num_deaths, recovered.stopped_seconds
+        self._emit(RanksRecovered.of(attempt.number, described, num_deaths, seconds, budget))
 
     def _warn_if_work_is_lost(self) -> None:
         """Warn once if the run restarts without a checkpoint."""
@@ -189,7 +189,7 @@ class Recovery:
             failure.failures,
             attempt.workers,
             attempt.progress.first_index,
-            attempt.place_times,
+            attempt.last_report_times,
         )
         return await run_in_daemon_thread(
             self._history.judge, attempt.number, fingerprints, self._group.exclude_node
@@ -225,18 +225,25 @@ class Recovery:
             )
         )
 
-    async def _describe_deaths(self, attempt: Attempt, failure: AttemptFailure) -> None:
+    async def _describe_deaths(
+        self, attempt: Attempt, deaths: Mapping[int, WorkerDied], workers: Mapping[int, WorkerInfo]
+    ) -> list[WorkerFailure]:
+        describe = partial(describe_death, directory=self._run.directory)
+        return await asyncio.gather(
+            *(
+                describe(rank, death, workers[rank], num_reports=attempt.count_reports(rank))
+                for rank, death in sorted(deaths.items())
+            )
+        )
+
+    async def _add_deaths(self, attempt: Attempt, failure: AttemptFailure) -> None:
         """Add a failure for each dead process. Set the cause if a preemption killed one of them."""
         if failure.cause == "worker" and any(
             death.is_preempted for death in failure.deaths.values()
         ):
             failure.cause = "preemption"
-        for rank, death in failure.deaths.items():
-            worker = attempt.dead_workers.get(rank, attempt.workers[rank])
-            reports = attempt.count_reports(rank)
-            failure.failures.append(
-                await describe_death(rank, death, worker, self._run.directory, reports)
-            )
+        workers = {**dict(enumerate(attempt.workers)), **attempt.dead_workers}
+        failure.failures += await self._describe_deaths(attempt, failure.deaths, workers)
 
     def _emit_failure(
         self,

@@ -44,7 +44,7 @@ class RequestAgreement:
         self._started: set[int] = set()
         self._request_id = 0
         self._announced: ControllerRequests | None = None
-        self._agreed = ControllerRequests()
+        self._agreed = RequestAgreed(request_id=0, call=0, requests=self.latest)
         self._calls: dict[int, int] = {}  # by rank: call at which it waits for the agreement
         self._next_reports: dict[int, int] = {}
 
@@ -81,8 +81,11 @@ class RequestAgreement:
         )
 
     def on_started(self, rank: int) -> None:
-        """Record that the training function of a rank starts."""
+        """Record that the training function of a rank starts, also in a new process."""
         self._started.add(rank)
+        if self._agreed.request_id:  # a process that has died had received it
+            self._broadcast([rank], RequestAnnounced(request_id=self._agreed.request_id))
+            self._broadcast([rank], self._agreed)
         if self._announced is not None:
             self._broadcast([rank], RequestAnnounced(request_id=self._request_id))
 
@@ -107,13 +110,11 @@ class RequestAgreement:
         call = max(self._calls.values())
         self.is_unused = call == 1
         # After a repeated request, the checkpoint of the first one serves, too.
-        is_new, self._agreed = requests != self._agreed, requests
+        is_new = requests != self._agreed.requests
+        self._agreed = RequestAgreed(request_id=self._request_id, call=call, requests=requests)
         if is_new and not self.is_unused:
             self.first_report = max(self._next_reports.values())
-        self._broadcast(
-            sorted(self._running),
-            RequestAgreed(request_id=self._request_id, call=call, requests=requests),
-        )
+        self._broadcast(sorted(self._running), self._agreed)
         if self.latest != requests:
             self._announce()
 

@@ -300,7 +300,7 @@ def _list_failures_since_last_end(events: list[JournaledEvent]) -> list[AttemptE
         elif isinstance(event, AttemptEnded):
             ends.append(event.cause)
         elif isinstance(event, RanksRecovered):
-            ends += ["worker"] * len(event.ranks)
+            ends += ["worker"] * event.num_deaths
     return ends
 
 

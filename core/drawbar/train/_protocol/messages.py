@@ -17,7 +17,7 @@ from drawbar._process.output_lines import OutputLine
 from drawbar._process.serialization import Serialized
 from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.events import ShardEpochEnded
-from drawbar._recovery.messages import RecoveryMessage
+from drawbar._recovery.messages import RecoveryMessage, RecoveryNotice
 from drawbar._storage.contents import FileEntry, check_relative_path
 from drawbar._storage.manifest import Validation
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode
@@ -320,8 +320,8 @@ Message = (
 MESSAGES = Codec[Message](Message)
 MESSAGE_BATCHES = Codec[list[Message]](list[Message])
 
-GroupMessage = Message | WorkerDied
-"""Messages that the controller receives from a worker group."""
+GroupMessage = Message | WorkerDied | RecoveryNotice
+"""Messages that the controller receives from a worker group, or about a rank."""
 
 FINAL_MESSAGE_TYPES = (RankFinished, RankFailed, RankInterrupted)
 """Types of the last message of a rank in an attempt."""

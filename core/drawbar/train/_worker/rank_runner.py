@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from drawbar._process.batch_counter import format_place
 from drawbar._process.failure import describe_exception
 from drawbar._process.output import capture_output, tee_output
 from drawbar._process.output_lines import OutputLine
@@ -137,8 +136,8 @@ class RankRunner:
         if session is None:
             return capture_stack(self._thread, 0)
         report_index = session.assignment.first_report_index + session.report_count
-        place = format_place(session.timer.batches[0], report_index)
-        return capture_stack(self._thread, session.get_log_size(), place)
+        batches = session.timer.batches[0]
+        return capture_stack(self._thread, session.get_log_size(), batches, report_index)
 
 
 def execute(call: Serialized) -> object:

@@ -61,7 +61,7 @@ from drawbar.train._worker.report_checks import UploadOptions
 from drawbar.train._worker.uploads import Uploads
 
 FAILURE_FLUSH_S = 2.0
-"""Time limit for completing checkpoints in flight before a failure is reported."""
+"""Time limit for commits in flight before a failure is reported, unless files are being stored."""
 
 T = TypeVar("T")
 
@@ -101,6 +101,7 @@ class Session:
         self.cache = cache
         self.directory = assignment.run_directory
         self.checkpoint = assignment.resume_checkpoint
+        self._latest_commit = assignment.first_report_index - 1
         self._unread_checkpoint = assignment.resume_checkpoint
         self.should_clean_up_node = False
         self._node_local_storage: NodeLocalStorage | None = None
@@ -370,7 +371,10 @@ class Session:
                 self._command_queue.interrupt(command.reason)
                 self.interrupt_scope.interrupt()
             case CommitCompleted():
-                self.checkpoint = self.directory.checkpoints.get_checkpoint(command.checkpoint_name)
+                # An asynchronous checkpoint may be committed after a newer one.
+                if command.report_index >= self._latest_commit:
+                    name, self._latest_commit = command.checkpoint_name, command.report_index
+                    self.checkpoint = self.directory.checkpoints.get_checkpoint(name)
                 # Only a rank that offered files waits for the commit; otherwise the command would
                 # stay in the queue.
                 if self._offers.pop(command.report_index, None) is not None:

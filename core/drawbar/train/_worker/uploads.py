@@ -18,6 +18,12 @@ import msgspec
 from drawbar._process.errors import StorageError
 from drawbar._storage.background_writer import BackgroundWrite
 from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.checkpoint_checks import (
+    can_move,
+    check_directory,
+    check_files,
+    check_remote_directory,
+)
 from drawbar._storage.checkpoint_store import UploadTarget, make_default_name
 from drawbar._storage.contents import FileEntry, is_external, list_files, scan_directory
 from drawbar._storage.files import FileIdentities, copy_files, remove_tree
@@ -36,14 +42,7 @@ from drawbar.train._protocol.messages import (
 )
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.command_queue import CommandQueue
-from drawbar.train._worker.report_checks import (
-    CheckpointUploadFn,
-    UploadOptions,
-    can_move,
-    check_directory,
-    check_files,
-    check_remote_directory,
-)
+from drawbar.train._worker.report_checks import CheckpointUploadFn, UploadOptions
 
 
 @contextmanager
@@ -284,7 +283,8 @@ class Uploads:
             (PersistFiles, report_index), (CommitCompleted, report_index)
         )
         if isinstance(command, PersistFiles):
-            self._command_queue.send(self._persist(report_index, offer, command))
+            with self.async_commits.storing(command.files):
+                self._command_queue.send(self._persist(report_index, offer, command))
             self._command_queue.wait((CommitCompleted, report_index))
         # Only after the commit: until then there may be no other copy of these files.
         if self._is_in_staging(offer):

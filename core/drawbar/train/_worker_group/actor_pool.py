@@ -96,9 +96,15 @@ class ActorSlot:
     is_retired: bool = False
 
     @property
+    def worker(self) -> WorkerInfo | None:
+        """Node and process; None if it is not ready, has failed to start, or was replaced."""
+        has_failed = self.info.cancelled() or (self.info.done() and self.info.exception())
+        return self.info.result() if self.info.done() and not has_failed else None
+
+    @property
     def is_dead(self) -> bool:
         """True if the process is known to be dead or failed to start."""
-        return self.is_marked_dead or (self.info.done() and self.info.exception() is not None)
+        return self.is_marked_dead or (self.info.done() and self.worker is None)
 
     @property
     def is_running(self) -> bool:
@@ -189,7 +195,7 @@ class ActorPool:
         if spec is None or spec.key is None or set(modules.names) <= set(spec.modules):
             return
         self._fork_server = spec.learn(modules)
-        nodes = {slot.info.result().node_id for slot in self.list_ready()}
+        nodes = {slot.worker.node_id for slot in self.list_ready() if slot.worker}
         self._fork_server_starts = [
             asyncio.ensure_future(self._start_fork_server(node)) for node in nodes
         ]

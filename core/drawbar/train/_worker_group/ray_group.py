@@ -114,9 +114,9 @@ class RayWorkerGroup:
             assignment = dataclasses.replace(assignment, open_shards=shards)
         return run.remote(assignment, self._train_loop)
 
-    def replace_worker(self, rank: int, new: Replacement, *, is_node_lost: bool) -> None:
+    def replace_worker(self, rank: int, new: Replacement, *, shares_node: bool) -> None:
         """Start a new process for a rank in the slot of the dead one, or on another node."""
-        node = self._find_shared_node(rank) if is_node_lost else ""
+        node = self._find_shared_node(rank) if shares_node else ""
         slot = self._ranks[rank] = self._pool.replace(self._ranks[rank], node)
         slot.on_messages = new.on_messages
         slot.run_task = asyncio.ensure_future(self._run_replacement(rank, slot, new))
@@ -127,13 +127,13 @@ class RayWorkerGroup:
     def _find_shared_node(self, rank: int) -> str:
         """Return the node with the fewest other ranks."""
         slots = [slot for other, slot in self._ranks.items() if other != rank and not slot.is_dead]
-        nodes = Counter(slot.info.result().node_id for slot in slots if slot.info.done())
+        nodes = Counter(slot.worker.node_id for slot in slots if slot.worker)
         return min(nodes, key=lambda node: nodes[node], default="")
 
     def _replace_if_not_started(self, rank: int, slot: ActorSlot, new: Replacement) -> None:
         """Use a node of another rank if the resources of a rank are missing."""
         if self._ranks.get(rank) is slot and slot.is_running and not slot.info.done():
-            self.replace_worker(rank, new, is_node_lost=True)
+            self.replace_worker(rank, new, shares_node=True)
 
     async def _run_replacement(self, rank: int, slot: ActorSlot, new: Replacement) -> None:
         try:
@@ -240,8 +240,9 @@ class RayWorkerGroup:
 
     def exclude_node(self, node_id: str) -> bool:
         """Exclude a node from the next start after `kill`, if the other nodes have room."""
-        nodes = [slot.info.result().node_id for slot in self._ranks.values()]
-        return self._pool.exclude_node(node_id, Counter(nodes))
+        workers = [slot.worker for slot in self._ranks.values()]
+        nodes = Counter(worker.node_id for worker in workers if worker)
+        return self._pool.exclude_node(node_id, nodes)
 
     # -- the end
 
@@ -308,7 +309,7 @@ async def _request_stack(slot: ActorSlot) -> Stack | None:
     except RayError:
         return None
     except TimeoutError:
-        return await _detect_stopped_worker(slot.info.result()) if slot.info.done() else None
+        return await _detect_stopped_worker(slot.worker) if slot.worker else None
 
 
 async def _detect_stopped_worker(worker: WorkerInfo) -> Stack | None:

@@ -19,7 +19,7 @@ from drawbar._process.rank_assignment import rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
 from drawbar._process.threads import run_in_daemon_thread
-from drawbar._recovery.no_replacement import NoReplacement
+from drawbar._recovery.fixed_processes import FixedProcesses
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message
@@ -39,7 +39,7 @@ KILL_SECONDS = 5.0
 SubmitCall = Callable[[Callable[[], None]], None]
 
 
-class ThreadWorkerGroup(NoReplacement, InProcessExecution):
+class ThreadWorkerGroup(FixedProcesses, InProcessExecution):
     """Workers as threads of this process.
 
     Args:

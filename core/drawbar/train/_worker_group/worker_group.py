@@ -86,7 +86,7 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         """
         ...
 
-    def replace_worker(self, rank: int, new: Replacement, *, is_node_lost: bool) -> None:
+    def replace_worker(self, rank: int, new: Replacement, *, shares_node: bool) -> None:
         """Start a new process for a rank whose process has died, in the same attempt.
 
         If that fails, a `WorkerDied` of the rank follows.
@@ -94,8 +94,8 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
         Args:
             rank: Rank of the dead process.
             new: The new process.
-            is_node_lost: Whether the resources of the rank are lost, so that the process starts on
-                the node of another rank without reserved resources.
+            shares_node: Whether the process starts on the node of another rank, without reserved
+                resources, because the resources of the rank are lost.
         """
         ...
 
@@ -137,10 +137,6 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
 
 class InProcessExecution(Sized):
     """Methods of a group whose ranks are all in this process, and its methods for backends."""
-
-    def exclude_node(self, node_id: str) -> bool:
-        """Return False: there is no other node."""
-        return False
 
     def execute_single_async(
         self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs

@@ -272,24 +272,23 @@ def launch(
         [*(name for option in context.command.params for name in option.opts), *ONLY_TORCHRUN],
     )
     with launch_errors():
-        storage = {"name": name, "storage_path": storage_path, "resume": resume}
-        time_limits = {"max_time": max_time, "stop_before": parse_stop_before(stop_before)}
         run_config = _make_run_config(
-            max_failures if max_restarts is None else max_restarts,
-            hang_timeout,
             progress,
+            max_failures=max_failures if max_restarts is None else max_restarts,
+            hang_timeout=hang_timeout,
             stop_when_deterministic=not no_stop_when_deterministic,
-            **storage,
+            name=name,
+            storage_path=storage_path,
+            resume=resume,
             detached=detach,
             forkserver_preload=() if no_fork_server else None,
-            **time_limits,
+            max_time=max_time,
+            stop_before=stop_before,
         )
         make_trainer = _bind_trainer(script, arguments or [], is_module, torchrun, run_config)
-    rendezvous = _find_rendezvous(torchrun, requested, address, standalone, detach=detach)
-    if rendezvous is None:
-        _run(make_trainer, make_env, requested, address, standalone=standalone, detach=detach)
-    else:
+    if rendezvous := _find_rendezvous(torchrun, requested, address, standalone, detach=detach):
         _run_on_nodes(make_trainer, make_env, requested.for_this_node(), rendezvous)
+    _run(make_trainer, make_env, requested, address, standalone=standalone, detach=detach)
 
 
 def _bind_trainer(
@@ -344,33 +343,36 @@ def _find_rendezvous(
 
 
 def _make_run_config(
-    max_failures: int,
-    hang_timeout: float | None,
     progress: bool | None,
     *,
+    max_failures: int,
+    hang_timeout: float | None,
     stop_when_deterministic: bool,
+    stop_before: str | None,
     **settings: Any,
 ) -> RunConfig:
     """Return the settings of the run.
 
     Args:
-        max_failures: As in `FailureConfig`.
-        hang_timeout: As in `FailureConfig`.
         progress: Whether to show the progress; None to show it on a terminal.
-        stop_when_deterministic: As in `FailureConfig`.
-        settings: Arguments of `RunConfig`.
+        max_failures: See `FailureConfig`.
+        hang_timeout: See `FailureConfig`.
+        stop_when_deterministic: See `FailureConfig`.
+        stop_before: Time as text.
+        settings: Other arguments of `RunConfig`.
     """
     from drawbar import train
 
     show_progress = sys.stderr.isatty() if progress is None else progress
     return train.RunConfig(
         failure_config=train.FailureConfig(
-            max_failures,
+            max_failures=max_failures,
             hang_timeout=hang_timeout,
             stop_when_deterministic=stop_when_deterministic,
         ),
         # Off a terminal, the command prints only the script's output, like torchrun.
         logging_config=train.LoggingConfig("INFO" if show_progress else "WARNING"),
+        stop_before=parse_stop_before(stop_before),
         **settings,
     )
 
@@ -413,7 +415,7 @@ def _run_on_nodes(
     make_env: Callable[..., dict[str, str | None]],
     requested: RequestedWorkers,
     rendezvous: Rendezvous,
-) -> None:
+) -> NoReturn:
     """Run the script on the nodes on which this command was started, and exit like `_run`."""
     with launch_errors():
         make_trainer(scaling_config=requested.to_scaling_config(MINIMAL_CLUSTER))
