@@ -34,7 +34,7 @@ POLLING = {
 
 NOT_POLLING = {
     "_controller/controller.py",  # the delay before a start
-    "_controller/time_limit.py",  # the time until the limit
+    "_recovery/time_limit.py",  # the time until the limit
     "_worker_group/actor_pool.py",  # the delay before a fork server
     "_process/training_thread.py",  # yields to another thread once
 }

@@ -8,21 +8,35 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drawbar import train
 from drawbar._base.time_limits import resolve_stop_before
+from drawbar._process.ranks import Ranks
+from drawbar._process.training_thread import InterruptScope, ThreadGuard
+from drawbar._recovery import time_limit
 from drawbar.train import DataParallelTrainer, RunConfig, RunHandle, ScalingConfig, runs
+from drawbar.train._controller import controller
 from drawbar.train._controller.request_agreement import RequestAgreement
 from drawbar.train._protocol.commands import Command, RequestAgreed, RequestAnnounced
 from drawbar.train._protocol.messages import RequestSeen
+from drawbar.train._worker.active_session import current_session
+from drawbar.train._worker.command_queue import CommandQueue
+from drawbar.train._worker.rank_requests import RankRequests
+from drawbar.train._worker.rank_timer import RankTimer
 from drawbar.train.testing import run_in_threads
+
+ALONE = Ranks(
+    world_rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1
+)
 
 
 class ModelRank:
@@ -207,6 +221,60 @@ def save_until_stopped() -> None:
     save(1, is_rank_zero=train.get_context().get_world_rank() == 0)
     while True:
         train.collective.barrier()
+
+
+def pause() -> None:
+    threading.Event().wait(0.01)
+
+
+def test_stop_without_further_calls_is_bounded(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time_limit, "MIN_SAVE_WAIT_S", 0.1)
+    monkeypatch.setattr(controller, "STOP_GRACE_SECONDS", 0.1)
+
+    def evaluate_forever() -> None:
+        train.should_checkpoint()
+        train.attach(train.get_context().get_storage()).stop()
+        while True:
+            pause()
+
+    run_in_threads(evaluate_forever, run_config=run_config)
+    assert "no rank has called report() or should_checkpoint()" in capfd.readouterr().err
+
+
+def test_stop_waits_for_rank_that_saves_without_further_calls(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time_limit, "MIN_SAVE_WAIT_S", 0.01)
+    monkeypatch.setattr(controller, "STOP_GRACE_SECONDS", 0.01)
+
+    def save_slowly() -> None:
+        train.should_checkpoint()
+        with train.checkpoint_dir() as path:
+            train.attach(train.get_context().get_storage()).stop()
+            while len(current_session("test").requests.get_commands()) < 10:
+                pause()
+            (path / "step").write_text("1")
+            train.report({}, checkpoint=path)
+        while True:
+            pause()
+
+    assert run_in_threads(save_slowly, num_workers=1, run_config=run_config).checkpoint is not None
+
+
+def test_request_reports_longest_time_between_calls() -> None:
+    sent: list[Any] = []
+    queue = CommandQueue(sent.append, InterruptScope())
+    requests = RankRequests(ThreadGuard(ALONE), queue, RankTimer())
+    requests.get()
+    begin = time.monotonic()
+    while time.monotonic() < begin + 0.2:
+        pause()
+    requests.get()
+    requests.get()
+    requests.handle_command(RequestAnnounced(request_id=1))
+    assert sent[0].longest_interval >= 0.2
 
 
 def test_max_time_ends_run_with_checkpoint(run_config: RunConfig) -> None:

@@ -16,6 +16,7 @@ import cloudpickle
 import pytest
 
 from drawbar import train
+from drawbar._recovery import time_limit
 from drawbar.train import (
     Backend,
     BackendConfig,
@@ -118,7 +119,8 @@ def test_ctrl_c_once_stops_gracefully_and_resumes(
 
 
 @pytest.mark.parametrize(
-    ("number", "num_workers", "code"), [(signal.SIGINT, 2, ABORTED), (signal.SIGTERM, 2, 143)]
+    ("number", "num_workers", "code"),
+    [(signal.SIGINT, 2, ABORTED), (signal.SIGINT, 0, ABORTED), (signal.SIGTERM, 2, 143)],
 )
 def test_ctrl_c_or_sigterm_saves_if_function_can(
     run_config: RunConfig,
@@ -148,6 +150,24 @@ def test_ctrl_c_or_sigterm_saves_if_function_can(
     assert driver.returncode == code, err
     assert (tmp_path / "run" / "checkpoint_000000").is_dir()
     assert runs.find_run(tmp_path / "run").status == "stopped"
+
+
+def test_ctrl_c_stops_function_that_calls_should_checkpoint_no_more(
+    run_config: RunConfig, tmp_path: Path, drivers: Drivers, pipe: Pipe
+) -> None:
+    def function() -> None:
+        train.should_checkpoint()
+        run_forever(pipe)
+
+    def program() -> None:
+        time_limit.MIN_SAVE_WAIT_S = 0.1
+        main(function, run_config, 2)()
+
+    with drivers(program) as driver:
+        for _ in range(2):
+            assert pipe.receive()[0] == "trains"
+        driver.send_signal(signal.SIGINT)
+        assert_stopped(driver, tmp_path / "run")
 
 
 def test_ctrl_c_twice_kills_workers(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -14,6 +16,7 @@ from types import FrameType
 import pytest
 
 from drawbar import train
+from drawbar._process.driver_signals import stop_on_signals
 from drawbar.train import Result, UserAbort
 from drawbar.train._controller import controller
 from drawbar.train._worker.active_session import current_session
@@ -63,19 +66,66 @@ def test_ctrl_c_waits_for_clean_up_that_sends_messages(
     assert Result.from_path(tmp_path / "run").timeline.attempts[0].outcome == "stopped"
 
 
-def test_ctrl_c_in_calling_thread_ends_run_that_can_save(
+def test_ctrl_c_in_calling_thread_saves_if_function_can(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def function() -> None:
         train.should_checkpoint()
         os.kill(os.getpid(), signal.SIGINT)
+        while not train.should_checkpoint():
+            pause()
+        with train.checkpoint_dir() as path:
+            (path / "file").write_text("saved")
+            train.report({}, checkpoint=path)
         while True:
-            train.should_checkpoint()
+            pause()
 
     with pytest.raises(UserAbort):
         fit(function, tmp_path)
+    assert (tmp_path / "run" / "checkpoint_000000" / "file").read_text() == "saved"
+    assert Result.from_path(tmp_path / "run").timeline.attempts[0].outcome == "stopped"
+    assert "Drawbar saves a checkpoint if" in capfd.readouterr().err
+
+
+def test_ctrl_c_twice_in_calling_thread_interrupts_function_that_can_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupts: list[type[BaseException]] = []
+
+    def function() -> None:
+        train.should_checkpoint()
+        os.kill(os.getpid(), signal.SIGINT)
+        while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            pause()  # until the first signal is handled
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                pause()
+        except BaseException as interrupt:
+            interrupts.append(type(interrupt))
+            raise
+
+    with pytest.raises(UserAbort):
+        fit(function, tmp_path)
+    assert interrupts == [KeyboardInterrupt]
     assert Result.from_path(tmp_path / "run").timeline.attempts[0].outcome == "stopped"
     assert "It has interrupted the training function" in capfd.readouterr().err
+
+
+def test_ctrl_c_in_debugger_interrupts_function_that_can_save(tmp_path: Path) -> None:
+    def function() -> None:
+        train.should_checkpoint()
+        sys.settrace(lambda frame, event, argument: None)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                pause()
+        finally:
+            sys.settrace(previous)
+
+    previous = sys.gettrace()
+    with pytest.raises(UserAbort):
+        fit(function, tmp_path)
 
 
 SAVES_AFTER_TIMEOUT = """
@@ -158,3 +208,112 @@ def test_ctrl_c_while_requested_checkpoint_is_written_keeps_it(tmp_path: Path) -
     with pytest.raises(UserAbort):
         fit(function, tmp_path, num_workers=1, in_threads=True)
     assert (tmp_path / "run" / "checkpoint_000000" / "file").read_text() == "saved"
+
+
+BLOCKS_IN_C_CODE = """
+import ctypes, os, signal, sys, threading
+from drawbar import train
+from drawbar.train._worker.active_session import current_session
+
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(64)  # zeros: a mutex that is not locked
+
+def block():
+    libc.pthread_mutex_lock(mutex)  # signals do not interrupt it
+
+def function():
+    train.should_checkpoint()
+    libc.pthread_mutex_lock(mutex)
+    requests = current_session("function").requests
+    threading.Thread(target=send_signal, args=[requests], daemon=True).start()
+    block()
+    while not train.should_checkpoint():
+        threading.Event().wait(0.01)
+    with train.checkpoint_dir() as path:
+        (path / "file").write_text("saved")
+        train.report({}, checkpoint=path)
+    while True:
+        threading.Event().wait(0.01)
+
+def send_signal(requests):
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code.co_name != "block":
+        threading.Event().wait(0.01)
+    threading.Event().wait(0.5)  # the frame exists before the call
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not requests.get_commands():
+        threading.Event().wait(0.01)
+    libc.pthread_mutex_unlock(mutex)
+
+train.DataParallelTrainer(
+    function,
+    scaling_config=train.ScalingConfig(num_workers=0),
+    run_config=train.RunConfig(name="run", storage_path="."),
+).fit()
+"""
+
+
+def test_sigterm_while_main_thread_is_in_c_code_saves(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BLOCKS_IN_C_CODE]
+    script = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert script.returncode == 128 + signal.SIGTERM, script.stderr
+    assert (tmp_path / "run" / "checkpoint_000000" / "file").read_text() == "saved"
+
+
+@pytest.fixture
+def wakeup_fd() -> Iterator[socket.socket]:
+    """The reading end of a socket that the user has set as the wakeup descriptor."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno())
+    with reader, writer:
+        yield reader
+        assert signal.set_wakeup_fd(previous) == writer.fileno()
+
+
+def test_stop_on_signals_forwards_numbers_to_wakeup_fd_of_user(wakeup_fd: socket.socket) -> None:
+    with stop_on_signals(pytest.fail, pytest.fail, lambda: False, is_detached=False):
+        previous = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert wakeup_fd.recv(1) == bytes([signal.SIGUSR2])
+        signal.signal(signal.SIGUSR2, previous)
+
+
+def test_stop_on_signals_keeps_wakeup_fd_that_is_set_meanwhile() -> None:
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    with reader, writer:
+        with stop_on_signals(pytest.fail, pytest.fail, lambda: False, is_detached=False):
+            signal.set_wakeup_fd(writer.fileno())
+        assert signal.set_wakeup_fd(-1) == writer.fileno()
+
+
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """The default effect of SIGTERM; Ray may have changed it."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_stop_on_signals_in_forked_child_has_no_effect() -> None:
+    with stop_on_signals(pytest.fail, pytest.fail, lambda: True, is_detached=False) as has_signal:
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)  # not reached
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        assert not has_signal()
+
+
+def test_stop_on_signals_keeps_handlers_of_user() -> None:
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    received: list[int] = []
+    try:
+        with stop_on_signals(pytest.fail, pytest.fail, lambda: True, is_detached=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, handler)

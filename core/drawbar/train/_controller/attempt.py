@@ -274,10 +274,6 @@ class Attempt:
             self._emit(PreemptionAnnounced(time=time.time(), attempt=self.number, info=info))
             self.requests.request(preemption=info)
 
-    def request_checkpoint(self, *, is_repeated: bool) -> None:
-        """Make `should_checkpoint()` return True on all ranks. See `RequestAgreement.request`."""
-        self.requests.request(is_repeated=is_repeated)
-
     def get_activity(self) -> dict[int, RankActivity]:
         """Return the last activity of each rank that has not finished."""
         idle_seconds = self.activity_clock.get_idle_seconds_by_rank()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,7 +22,12 @@ from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records import events
 from drawbar._records.event_stream import Emit
 from drawbar._records.live_events import AttemptEnding, Event, Notice
-from drawbar._recovery.attempt_recovery import JOIN_TIMEOUT_S, AttemptRecovery, Recovered
+from drawbar._recovery import time_limit
+from drawbar._recovery.attempt_recovery import (
+    JOIN_TIMEOUT_S,
+    AttemptRecovery,
+    Recovered,
+)
 from drawbar._recovery.decisions import GiveUp
 from drawbar._recovery.messages import JoinTimedOut, RanksLost, RankStalled
 from drawbar._recovery.node_watcher import NodesDraining, NodeWatcher
@@ -43,7 +48,6 @@ from drawbar.train._controller.failures import AttemptFailure
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.request_agreement import RepliesDue, StopRequested
 from drawbar.train._controller.run import ControllerOutcome, OpenRun
-from drawbar.train._controller.time_limit import TimeLimit
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.messages import WorkerDied
@@ -126,7 +130,9 @@ class Controller:
                 run.directory.uri,
             ),
             NodeWatcher(planner.get_draining_nodes, put_event, emit),
-            TimeLimit(config, put_event, emit),
+            time_limit.TimeLimit(
+                config.max_time, config.stop_before, lambda: self.stop(save=True), emit
+            ),
         )
         self._recovery = Recovery(
             run, group, self._backend, self._checkpoints, emit, self._queue.join
@@ -394,8 +400,7 @@ class Controller:
             case StopRequested():
                 self._on_stop_requested(event.save)
             case RepliesDue():
-                if event.requests.is_pending and not self._has_ended:
-                    self._stop()  # a rank does not reply, or its function has not started
+                self._on_replies_due(event)
             case HangDetected():
                 # An earlier event on the queue may have been a message of a rank.
                 if not event.attempt.get_remaining_seconds(event.hang_timeout):
@@ -408,25 +413,37 @@ class Controller:
         if self._has_ended:
             self._checkpoints.stop_waiting()
             return
+        if save is None and self._should_stop_if_unused:
+            return  # under torchrun, each rank receives the signal
         should_save = save is not False
         self._emit(events.RunStopRequested(time=time.time(), save=should_save))
         self._should_stop_at_commit |= should_save
         attempt = self._attempt
-        is_only_validating = (
-            attempt is not None
-            and attempt.is_finished
-            and self._checkpoints.validations.has_running()
-        )
+        has_validations = self._checkpoints.validations.has_running()
         # In these cases no function is running that could report a checkpoint.
-        if not should_save or attempt is None or is_only_validating:
+        if not should_save or attempt is None or (attempt.is_finished and has_validations):
             self._stop()
             return
-        attempt.request_checkpoint(is_repeated=save is None)
+        _request_checkpoint(RepliesDue(attempt.requests), self._queue.put)
         if save is None:
             self._should_stop_if_unused = True
             if attempt.requests.is_unused:
                 self._stop()
-            self._loop.call_later(STOP_GRACE_SECONDS, self._queue.put, RepliesDue(attempt.requests))
+
+    def _on_replies_due(self, event: RepliesDue) -> None:
+        """Stop the run if no rank will save a checkpoint. Otherwise, request it again later."""
+        requests = event.requests
+        is_uploading = any(map(self._checkpoints.is_waiting_for, requests.positions))
+        has_advanced = requests.is_saving or requests.positions != event.previous
+        if requests.is_pending and self._should_stop_if_unused:
+            self._stop()  # a rank does not reply, or its function has not started
+        elif requests.is_pending or has_advanced or is_uploading:
+            seconds = time_limit.MIN_SAVE_WAIT_S + requests.longest_interval
+            following = RepliesDue(requests, dict(requests.positions))
+            self._loop.call_later(seconds, _request_checkpoint, following, self._queue.put)
+        elif not (requests.is_unused or self._has_ended):
+            self._emit(Notice(time_limit.NO_RANK_SAVES))
+            self._stop()
 
     def _stop(self) -> None:
         """Cancel the current operation, and end the run. Do not cancel the end of the run."""
@@ -462,3 +479,9 @@ class Controller:
         # Emit a notice if there is no running attempt that could fail with this error.
         if self._attempt is None or not self._attempt.fail(failure):
             self._emit(Notice(f"A checkpoint was not committed: {error}"))
+
+
+def _request_checkpoint(event: RepliesDue, put: Callable[[RepliesDue], object]) -> None:
+    """Request a checkpoint, and check soon whether all ranks have replied."""
+    event.requests.request(is_repeated=True)
+    asyncio.get_running_loop().call_later(STOP_GRACE_SECONDS, put, event)

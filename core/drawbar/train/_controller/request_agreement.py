@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from drawbar._process.errors import PreemptionInfo
@@ -31,6 +31,10 @@ class RequestAgreement:
             has called `should_checkpoint()`: then any checkpoint serves.
         is_unused: True after an agreement if no rank has called `should_checkpoint()`, so that
             nothing may be saved on request.
+        positions: By rank that has replied to the latest request: number of the next call of
+            `should_checkpoint()`, and index of the next report.
+        is_saving: Whether a rank that has replied is saving.
+        longest_interval: Longest time in seconds between two calls of a rank.
     """
 
     def __init__(
@@ -45,8 +49,9 @@ class RequestAgreement:
         self._request_id = 0
         self._announced: ControllerRequests | None = None
         self._agreed = RequestAgreed(request_id=0, call=0, requests=self.latest)
-        self._calls: dict[int, int] = {}  # by rank: call at which it waits for the agreement
-        self._next_reports: dict[int, int] = {}
+        self.positions: dict[int, tuple[int, int]] = {}
+        self.is_saving = False
+        self.longest_interval = 0.0
 
     def request(
         self, *, preemption: PreemptionInfo | None = None, is_repeated: bool = False
@@ -75,7 +80,7 @@ class RequestAgreement:
         self._request_id += 1
         self._announced = self.latest
         self.is_unused = False
-        self._calls = {}
+        self.positions, self.is_saving = {}, False
         self._broadcast(
             sorted(self._started & self._running), RequestAnnounced(request_id=self._request_id)
         )
@@ -92,28 +97,29 @@ class RequestAgreement:
     def on_seen(self, rank: int, message: RequestSeen, next_report: int) -> None:
         """Record the reply of a rank, and the index of its next report."""
         if rank in self._running and message.request_id == self._request_id:
-            self._calls.setdefault(rank, message.call)
-            self._next_reports[rank] = next_report
+            self.positions.setdefault(rank, (message.call, next_report))
+            self.is_saving |= message.is_saving
+            self.longest_interval = max(self.longest_interval, message.longest_interval)
             self._agree_if_complete()
 
     def on_finished(self, rank: int) -> None:
         """Record that the training function of a rank has returned."""
         self._running.discard(rank)
-        self._calls.pop(rank, None)
+        self.positions.pop(rank, None)
         self._agree_if_complete()
 
     def _agree_if_complete(self) -> None:
         requests = self._announced
-        if requests is None or not self._running or self._calls.keys() != self._running:
+        if requests is None or not self._running or self.positions.keys() != self._running:
             return
         self._announced = None
-        call = max(self._calls.values())
+        call = max(call for call, _ in self.positions.values())
         self.is_unused = call == 1
         # After a repeated request, the checkpoint of the first one serves, too.
         is_new = requests != self._agreed.requests
         self._agreed = RequestAgreed(request_id=self._request_id, call=call, requests=requests)
         if is_new and not self.is_unused:
-            self.first_report = max(self._next_reports.values())
+            self.first_report = max(report for _, report in self.positions.values())
         self._broadcast(sorted(self._running), self._agreed)
         if self.latest != requests:
             self._announce()
@@ -126,6 +132,11 @@ class StopRequested(NamedTuple):
 
 
 class RepliesDue(NamedTuple):
-    """Event: all ranks should have replied to a request."""
+    """Event: all ranks should have replied to a request.
+
+    Attributes:
+        previous: `RequestAgreement.positions` of the previous request, if there is one.
+    """
 
     requests: RequestAgreement
+    previous: Mapping[int, tuple[int, int]] | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from drawbar._base.fields import parse_duration
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.metrics import Metrics
-from drawbar._process.driver_signals import diagnose_on_signal, stop_on_sigterm
+from drawbar._process.driver_signals import diagnose_on_signal, stop_on_signals
 from drawbar._process.errors import UserAbort
 from drawbar._process.exit_codes import use_exit_code
 from drawbar._process.user_abort import make_user_abort
@@ -25,6 +25,7 @@ from drawbar._records.timeline import Timeline
 from drawbar._storage.run_directory import describe_resume
 from drawbar.train._driver.controller_thread import FunctionInterrupted
 from drawbar.train._driver.run_view import RunView
+from drawbar.train._worker.active_session import can_save_on_request
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
 JOIN_INTERVAL_S = 1.0
@@ -169,7 +170,8 @@ class RunHandle:
 
         Args:
             save: If True, `should_checkpoint()` returns True in the training functions, and the run
-                ends after its next commit, or at once if no function is running. If False, the
+                ends after its next commit, or at once if no function is running. It also ends if
+                ranks that have called `should_checkpoint()` do nothing for a minute. If False, the
                 functions are interrupted now, and progress since the last checkpoint is lost.
 
         Example:
@@ -183,7 +185,9 @@ class RunHandle:
     def wait(self, timeout: float | timedelta | None = None) -> Result:
         """Wait until the run has ended. A run that was stopped has a result too.
 
-        Ctrl-C stops the run, a second Ctrl-C kills it. A detached run continues after Ctrl-C.
+        Ctrl-C stops the run, a second Ctrl-C kills it. A detached run continues after Ctrl-C. With
+        `num_workers=0`, the first Ctrl-C interrupts the function, unless it calls
+        `should_checkpoint()`.
 
         Args:
             timeout: Seconds, or a timedelta. None waits without limit.
@@ -221,7 +225,9 @@ class RunHandle:
         stop = partial(run.stop, save=None)
         with (
             diagnose_on_signal(run.diagnose),
-            stop_on_sigterm(stop, is_detached=run.is_detached) as has_sigterm,
+            stop_on_signals(
+                stop, self._stop_after_ctrl_c, can_save_on_request, is_detached=run.is_detached
+            ) as has_signal,
         ):
             while True:
                 try:
@@ -233,27 +239,27 @@ class RunHandle:
                         else:
                             run.kill()
                     remaining = max(0.0, deadline - time.monotonic())
-                    if has_sigterm():
+                    if has_signal():
                         remaining = JOIN_INTERVAL_S
                     # Wait in short intervals: a Ctrl-C just before a wait does not interrupt it.
                     if self._run.join(min(remaining, JOIN_INTERVAL_S)):
                         break
                     # The timeout does not apply while the run is being stopped.
-                    if time.monotonic() >= deadline and not has_sigterm():
+                    if time.monotonic() >= deadline and not has_signal():
                         raise TimeoutError(self._describe_timeout(seconds))
                 except KeyboardInterrupt as error:
                     if self._run.is_detached:
                         raise make_user_abort(self._describe_detach()) from None
                     deadline, interrupts = math.inf, interrupts + 1
                     has_ended_function |= isinstance(error, FunctionInterrupted)
-        if interrupts:
+        if interrupts or has_signal():
             raise make_user_abort(
                 f"stopped by Ctrl-C; the run is in {self.path}. "
                 + describe_resume(self._run.directory)
             )
         return self._run.get_outcome().get_result()
 
-    def _stop_after_ctrl_c(self, *, has_ended_function: bool) -> None:
+    def _stop_after_ctrl_c(self, *, has_ended_function: bool = False) -> None:
         # A function that Ctrl-C has ended cannot save, and other ranks cannot save without it.
         self._run.stop(save=False if has_ended_function else None)
         plan = (

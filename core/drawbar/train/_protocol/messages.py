@@ -199,10 +199,18 @@ class CheckpointListRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True)
 
 
 class RequestSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reply to `RequestAnnounced`. Call number `call` of the rank waits for `RequestAgreed`."""
+    """Reply to `RequestAnnounced`. Call number `call` of the rank waits for `RequestAgreed`.
+
+    Attributes:
+        longest_interval: Longest time in seconds between two calls of the rank so far.
+        is_saving: Whether the rank is in `checkpoint_dir()` or `report()`, or a call has returned
+            True.
+    """
 
     request_id: int
     call: int
+    longest_interval: float = 0.0
+    is_saving: bool = False
 
 
 class CheckpointDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -61,6 +61,11 @@ def use_session(session: Session, *, is_process_wide: bool) -> Iterator[None]:
             _process_sessions.remove(session)
 
 
+def can_save_on_request() -> bool:
+    """Return whether a function of this process has called `should_checkpoint()`."""
+    return any(session.requests.call_count for session in _process_sessions)
+
+
 def current_session(function_name: str) -> Session:
     """Return the session of this thread or process, for a call that may send messages.
 

@@ -12,6 +12,7 @@ controller has a request, all ranks agree on a call that none of them has made y
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -28,7 +29,7 @@ class RankRequests:
     Args:
         thread_guard: Checks which thread may call `get`.
         command_queue: Sends replies to the controller and receives the agreed calls.
-        timer: Measures the time in which a call waits.
+        timer: Measures the time in which a call waits, and knows when the rank saves.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class RankRequests:
         self._timer = timer
         self._lock = threading.Lock()
         self.call_count = 0
+        self._last_call = self._longest_interval = 0.0  # in seconds
         self._commands: list[RequestAnnounced | RequestAgreed] = []
         self._announced: list[int] = []  # ids of requests that the next call waits for
         self._agreed = deque[RequestAgreed]()  # requests that take effect at a later call
@@ -53,6 +55,9 @@ class RankRequests:
         with self._lock:
             self._thread_guard.check_reporting_thread("should_checkpoint()")
             self.call_count += 1
+            previous, self._last_call = self._last_call, time.monotonic()
+            interval = self._last_call - (previous or self._last_call)
+            self._longest_interval = max(self._longest_interval, interval)
             if not self._announced and not self._agreed:
                 return self._current
             call, announced = self.call_count, self._announced
@@ -73,9 +78,14 @@ class RankRequests:
             self._commands.append(command)
             if isinstance(command, RequestAnnounced):
                 self._announced.append(command.request_id)
-            call = self.call_count + 1
+            reply = RequestSeen(
+                request_id=command.request_id,
+                call=self.call_count + 1,
+                longest_interval=self._longest_interval,
+                is_saving=self._timer.is_saving or self._current.should_checkpoint,
+            )
         if isinstance(command, RequestAnnounced):
-            self._command_queue.send(RequestSeen(request_id=command.request_id, call=call))
+            self._command_queue.send(reply)
         else:
             self._command_queue.put(command)
 

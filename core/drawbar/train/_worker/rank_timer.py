@@ -87,6 +87,11 @@ class RankTimer:
 
     # -- measurements
 
+    @property
+    def is_saving(self) -> bool:
+        """True while the function saves or reports a checkpoint. Can be read in any thread."""
+        return "checkpoint_save" in self._open or "checkpoint_blocked" in self._open
+
     @contextmanager
     def measure(self, key: str) -> Iterator[None]:
         """Measure the `with` block under this key."""

@@ -1,4 +1,4 @@
-"""Stop a run with a checkpoint before a time limit."""
+"""Time limit of a run, and of the wait for the checkpoint that is requested before it stops."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from datetime import datetime, timedelta
 
 from drawbar._records.event_stream import Emit
 from drawbar._records.live_events import Notice
-from drawbar.train._config.run_config import RunConfig
-from drawbar.train._controller.request_agreement import StopRequested
+
+MIN_SAVE_WAIT_S = 60.0
+"""Minimum time that ranks have to report or to call `should_checkpoint()` after a request.
+
+If a rank has needed longer between two calls, for example in an evaluation, this time is added.
+"""
+
+NO_RANK_SAVES = (
+    "The run stops without another checkpoint: since the request, no rank has called report() or "
+    "should_checkpoint(). To save sooner, call should_checkpoint() also in long evaluations"
+)
 
 MAX_SLEEP_S = 3600.0
 """The clock may be set while a run waits for a time of day."""
@@ -21,17 +30,18 @@ class TimeLimit:
     """Request the end of the run at its time limit. Its time starts when this object is created.
 
     Args:
-        config: Settings with `max_time` and the absolute time `stop_before`.
-        put_event: Puts an event on the controller's queue.
+        max_time: `RunConfig.max_time`.
+        stop_before: `RunConfig.stop_before`, as an absolute time.
+        request_stop: Requests the end of the run, after its next checkpoint.
         emit: Callback that publishes events.
     """
 
     def __init__(
-        self, config: RunConfig, put_event: Callable[[StopRequested], None], emit: Emit
+        self, max_time: object, stop_before: object, request_stop: Callable[[], None], emit: Emit
     ) -> None:
-        self._max_time = config.max_time
-        self._stop_before = config.stop_before
-        self._put_event = put_event
+        self._max_time = max_time
+        self._stop_before = stop_before
+        self._request_stop = request_stop
         self._emit = emit
         self._start = time.monotonic()
 
@@ -40,7 +50,7 @@ class TimeLimit:
         while (remaining := self._get_remaining_seconds()) > 0:
             await asyncio.sleep(min(remaining, MAX_SLEEP_S))
         self._emit(Notice("time limit: stopping after the next checkpoint"))
-        self._put_event(StopRequested(save=True))
+        self._request_stop()
 
     def _get_remaining_seconds(self) -> float:
         seconds = math.inf
