@@ -104,7 +104,8 @@ class SigtermReader:
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)  # required by `set_wakeup_fd`
         self._users_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        threading.Thread(target=self._read, name="drawbar-sigterm", daemon=True).start()
+        self._thread = threading.Thread(target=self._read, name="drawbar-sigterm", daemon=True)
+        self._thread.start()
         _active.append(self)
 
     def _read(self) -> None:
@@ -130,6 +131,7 @@ class SigtermReader:
         """Restore the file descriptor of the user, and end the thread."""
         self.restore()
         os.write(self._write_fd, _END)
+        self._thread.join()
         os.close(self._write_fd)
         _active.remove(self)
 

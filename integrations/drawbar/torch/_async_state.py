@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drawbar.torch._training_state import iter_tensors
+from drawbar.torch._tensors import iter_tensors
 from drawbar.train import ValidationTaskConfig, get_context, report
 from drawbar.train.backend import MemoryFiles, get_agreed_checkpoint, report_async
 

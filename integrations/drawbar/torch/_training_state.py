@@ -7,7 +7,7 @@ import io
 import random
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from drawbar.torch._loader_registry import TrackedLoader
+from drawbar.torch._tensors import iter_tensors
 
 
 class CannotRecoverError(RuntimeError):
@@ -214,15 +215,3 @@ def _copy_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-
-
-def iter_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts and lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from iter_tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from iter_tensors(each)
