@@ -196,7 +196,7 @@ class FailureHistory:
                     latest = latest or _Repetition(number, first, second, tries)
                     break
             reached = max(reached, *map(_get_place, earlier))
-        return latest and _Repetition(latest.number, latest.first, latest.second, tries)
+        return latest and latest._replace(tries=tries)
 
     def _judge_repetition(self, attempt: int, repeated: _Repetition, min_tries: int = 0) -> Verdict:
         """Return the verdict on a failure that is repeated.

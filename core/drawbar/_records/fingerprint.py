@@ -34,16 +34,18 @@ _NETWORK_TEXTS = re.compile(
     r"|NCCL error|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-_CODE_TYPES = {
-    *("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "NameError"),
-    *("UnboundLocalError", "AssertionError", "ZeroDivisionError", "SyntaxError"),
-}
+_CODE_ERRORS: tuple[type[BaseException], ...] = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, NameError, UnboundLocalError,
+    AssertionError, ZeroDivisionError, SyntaxError,
+)  # fmt: skip
+_OTHER_PERMANENT_ERRORS: tuple[type[BaseException], ...] = (
+    ImportError, ModuleNotFoundError, NotImplementedError, RecursionError, SystemExit,
+)  # fmt: skip
+
+_CODE_TYPES = {error.__name__ for error in _CODE_ERRORS}
 """Types of errors in the code, also if their messages mention a timeout."""
 
-_NEVER_TEMPORARY = {
-    *_CODE_TYPES,
-    *("ImportError", "ModuleNotFoundError", "NotImplementedError", "RecursionError", "SystemExit"),
-}
+_NEVER_TEMPORARY = _CODE_TYPES | {error.__name__ for error in _OTHER_PERMANENT_ERRORS}
 """Types of errors that no service can cause by being unavailable for a while."""
 
 EX_TEMPFAIL = 75

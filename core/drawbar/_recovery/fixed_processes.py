@@ -8,7 +8,7 @@ class FixedProcesses:
 
     def replace_worker(self, *arguments: object, shares_node: bool) -> None:
         """Raise an error. Runs of these groups reject `FailureConfig(recovery="in_place")`."""
-        raise NotImplementedError
+        raise NotImplementedError("only workers on Ray can recover in place")
 
     def exclude_node(self, node_id: str) -> bool:
         """Return False: the workers cannot move to another node."""

@@ -37,7 +37,11 @@ class TimeLimit:
     """
 
     def __init__(
-        self, max_time: object, stop_before: object, request_stop: Callable[[], None], emit: Emit
+        self,
+        max_time: float | timedelta | None,
+        stop_before: datetime | float | timedelta | None,
+        request_stop: Callable[[], None],
+        emit: Emit,
     ) -> None:
         self._max_time = max_time
         self._stop_before = stop_before

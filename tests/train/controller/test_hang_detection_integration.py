@@ -49,19 +49,20 @@ def trainer(
     )
 
 
+def block_rank_1() -> None:
+    if train.get_context().get_world_rank() == 1:
+        threading.Event().wait()
+    collective.barrier()
+
+
 @on_ray
 def test_hang_report_names_outlier_rank(run_config: RunConfig, tmp_path: Path) -> None:
-    def function() -> None:
-        if train.get_context().get_world_rank() == 1:
-            threading.Event().wait()
-        collective.barrier()
-
     with pytest.raises(HangError) as raised:
-        trainer(function, run_config, hang_timeout=TIMEOUT_S).fit()
-    first = function.__code__.co_firstlineno
+        trainer(block_rank_1, run_config, hang_timeout=TIMEOUT_S).fit()
+    first = block_rank_1.__code__.co_firstlineno
     assert f"no rank made progress for {TIMEOUT_S} s" in str(raised.value)
-    assert f"rank 0: {__file__}:{first + 3} in function" in str(raised.value)
-    assert f"rank 1: {__file__}:{first + 2} in function" in str(raised.value)
+    assert f"rank 0: {__file__}:{first + 3} in block_rank_1" in str(raised.value)
+    assert f"rank 1: {__file__}:{first + 2} in block_rank_1" in str(raised.value)
     stacks = sorted(path.name for path in (tmp_path / "run" / "stacks" / "hang_0").iterdir())
     assert stacks == ["difference.txt", "rank_0.txt", "rank_1.txt"]
 
@@ -69,13 +70,8 @@ def test_hang_report_names_outlier_rank(run_config: RunConfig, tmp_path: Path) -
 @pytest.mark.nightly
 @on_ray
 def test_stall_warning_does_not_delay_hang_timeout(run_config: RunConfig, tmp_path: Path) -> None:
-    def function() -> None:
-        if train.get_context().get_world_rank() == 1:
-            threading.Event().wait()
-        collective.barrier()
-
     with pytest.raises(HangError):
-        trainer(function, run_config, hang_timeout=TIMEOUT_S, stall_warning_after=1).fit()
+        trainer(block_rank_1, run_config, hang_timeout=TIMEOUT_S, stall_warning_after=1).fit()
     found = runs.find_run(tmp_path / "run").list_events()
     assert [event["event"] for event in found].count("ranks_quiet") == 1
 

@@ -208,12 +208,9 @@ class Attempt:
         match message:
             case messages.Report():
                 self._on_report(rank, message)
-            case (
-                OutputLine()
-                | messages.OutputBytes()
-                | messages.Observation()
-                | messages.FunctionImported()
-            ):
+            case OutputLine() | messages.OutputBytes() | messages.Observation():
+                self._emit(make_event(self.number, rank, message))
+            case messages.FunctionImported():
                 self._emit(make_event(self.number, rank, message))
             case messages.CheckpointWaitStarted():
                 self.progress.on_waiting_for_checkpoint(rank, message.report_index)

@@ -26,7 +26,6 @@ from drawbar._records.live_events import (
     ReportsReceived,
 )
 from drawbar.train._protocol import messages
-from drawbar.train._protocol.messages import Observation, OutputBytes, Report
 
 _MAX_LOCATIONS = 32
 
@@ -54,7 +53,7 @@ class ReportEmitter:
         self._emit = emit
         self._locations = set[str]()
 
-    def emit(self, rank: int, reports: Sequence[Report]) -> None:
+    def emit(self, rank: int, reports: Sequence[messages.Report]) -> None:
         """Emit consecutive reports of a rank.
 
         Raises:
@@ -89,8 +88,8 @@ class ReportEmitter:
 
 EmittedMessage = (
     OutputLine
-    | OutputBytes
-    | Observation
+    | messages.OutputBytes
+    | messages.Observation
     | ShardEpochEnded
     | messages.FunctionImported
     | messages.FunctionStarted
@@ -103,9 +102,9 @@ def make_event(attempt: int, rank: int, message: EmittedMessage) -> Event:
     match message:
         case OutputLine():
             return LinePrinted(rank, message)
-        case OutputBytes():
+        case messages.OutputBytes():
             return BytesWritten(message.data, message.stream)
-        case Observation():
+        case messages.Observation():
             return ObservationReceived(attempt, rank, message.kind, message.payload)
         case ShardEpochEnded():
             return DatasetEpochEnded(

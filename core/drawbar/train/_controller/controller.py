@@ -23,11 +23,7 @@ from drawbar._records import events
 from drawbar._records.event_stream import Emit
 from drawbar._records.live_events import AttemptEnding, Event, Notice
 from drawbar._recovery import time_limit
-from drawbar._recovery.attempt_recovery import (
-    JOIN_TIMEOUT_S,
-    AttemptRecovery,
-    Recovered,
-)
+from drawbar._recovery.attempt_recovery import JOIN_TIMEOUT_S, AttemptRecovery, Recovered
 from drawbar._recovery.decisions import GiveUp
 from drawbar._recovery.messages import JoinTimedOut, RanksLost, RankStalled
 from drawbar._recovery.node_watcher import NodesDraining, NodeWatcher

@@ -271,7 +271,7 @@ class RunHandle:
         with contextlib.suppress(OSError):  # the terminal is closed
             print(
                 f"Ctrl-C: stopping run {self.name!r}. {plan} completes commits. "
-                "Press Ctrl-C again to kill the run.",
+                "Press Ctrl-C again to stop at once.",
                 file=sys.stderr,
                 flush=True,
             )
