@@ -120,12 +120,15 @@ def test_request_takes_effect_at_next_call_of_most_advanced_rank() -> None:
     agreement.request()  # the same request again
     assert sent == [([0, 1], RequestAnnounced(request_id=1))]
     agreement.on_seen(0, RequestSeen(request_id=1, call=7), next_report=2)
+    assert not agreement.is_served_by(2)  # it may be one of an earlier step
     agreement.on_seen(1, RequestSeen(request_id=1, call=5), next_report=3)
     assert len(sent) == 2
     assert sent[1][0] == [0, 1]
     assert isinstance(sent[1][1], RequestAgreed)
     assert sent[1][1].call == 7
-    assert agreement.first_report == 3
+    assert [agreement.is_served_by(index) for index in (2, 3)] == [False, True]
+    agreement.request(is_repeated=True)
+    assert [agreement.is_served_by(index) for index in (2, 3)] == [False, True]
 
 
 def test_new_process_of_a_rank_receives_the_request_that_was_agreed() -> None:
@@ -143,7 +146,7 @@ def test_new_process_of_a_rank_receives_the_request_that_was_agreed() -> None:
     agreement.on_seen(1, RequestSeen(request_id=1, call=1), next_report=0)
     assert len(sent) == 2
     assert not agreement.is_pending
-    assert agreement.first_report == 2
+    assert [agreement.is_served_by(index) for index in (1, 2)] == [False, True]
 
 
 def save(step: int, *, is_rank_zero: bool) -> None:

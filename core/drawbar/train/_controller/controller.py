@@ -462,7 +462,7 @@ class Controller:
 
     def _end_attempt_after_commit(self, attempt: Attempt, index: int) -> None:
         """End an attempt if that was planned for its next commit: a restart loses no progress."""
-        is_requested = index >= attempt.requests.first_report  # not one of an earlier step
+        is_requested = attempt.requests.is_served_by(index)
         if self._should_stop_at_commit and is_requested and not self._has_ended:
             self._stop()
         elif attempt.requests.latest.preemption is not None and is_requested:

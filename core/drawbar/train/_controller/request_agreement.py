@@ -27,8 +27,6 @@ class RequestAgreement:
 
     Attributes:
         latest: Latest requests, which ranks may not have received yet.
-        first_report: Index of the first report that can have the requested checkpoint. 0 if no rank
-            has called `should_checkpoint()`: then any checkpoint serves.
         is_unused: True after an agreement if no rank has called `should_checkpoint()`, so that
             nothing may be saved on request.
         positions: By rank that has replied to the latest request: number of the next call of
@@ -41,7 +39,7 @@ class RequestAgreement:
         self, world_size: int, broadcast: Callable[[Collection[int], Command], None]
     ) -> None:
         self.latest = ControllerRequests()
-        self.first_report = 0
+        self._first_report = 0  # that can have the checkpoint; 0: any, because no rank asks
         self.is_unused = False
         self._broadcast = broadcast
         self._running = set(range(world_size))
@@ -75,6 +73,13 @@ class RequestAgreement:
     def is_pending(self) -> bool:
         """True if not all ranks have replied to the latest request."""
         return self._announced is not None
+
+    def is_served_by(self, report_index: int) -> bool:
+        """Return whether the checkpoint of a report is the requested one, not of an earlier step.
+
+        If no rank has called `should_checkpoint()`, any checkpoint after the agreement serves.
+        """
+        return self.latest == self._agreed.requests and report_index >= self._first_report
 
     def _announce(self) -> None:
         self._request_id += 1
@@ -119,7 +124,7 @@ class RequestAgreement:
         is_new = requests != self._agreed.requests
         self._agreed = RequestAgreed(request_id=self._request_id, call=call, requests=requests)
         if is_new and not self.is_unused:
-            self.first_report = max(report for _, report in self.positions.values())
+            self._first_report = max(report for _, report in self.positions.values())
         self._broadcast(sorted(self._running), self._agreed)
         if self.latest != requests:
             self._announce()
