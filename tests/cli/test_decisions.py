@@ -21,13 +21,14 @@ import ray
 import torch
 
 from drawbar._base import ray_probe
+from drawbar._base.ray_probe import find_local_address
 from drawbar.cli._doctor import checks
 from drawbar.cli._doctor.cluster import NodeProbe, check_node_pairs
 from drawbar.cli._doctor.machine import MachineInfo
 from drawbar.cli._exit_handling import StopSignals
 from drawbar.cli._option_names import name_options
 from drawbar.cli._output import CommandError
-from drawbar.cli._ray_connection import find_local_address, num_local_cpus
+from drawbar.cli._ray_connection import num_local_cpus
 from drawbar.cli._torchrun import (
     ONLY_TORCHRUN,
     SHARED,

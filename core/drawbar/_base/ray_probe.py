@@ -5,7 +5,9 @@ The check is one request of gRPC, which is based on HTTP/2 (RFC 9113).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 from pathlib import Path
 from typing import BinaryIO
@@ -72,6 +74,44 @@ def check_reachable(address: str, *, sends_token: bool | None = None) -> None:
             else f"Set RAY_AUTH_MODE=token, and provide the token in {_TOKEN_SOURCES}."
         )
         raise PermissionError(f"The Ray cluster at {address} requires a token. {advice}")
+
+
+def find_local_address() -> str | None:
+    """Return the address that `ray start` recorded on this machine, as used by `ray.init()`.
+
+    Reads Ray's address file as `ray._common.utils.get_ray_address_file` does, without importing
+    Ray, which takes a second. The cluster may have ended.
+    """
+    directory = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    try:
+        address = Path(directory, "ray", "ray_current_cluster").read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return address if re.fullmatch(r"\S+:\d+", address) else None
+
+
+def find_running_cluster() -> str:
+    """Find the cluster that `ray start` has started on this machine.
+
+    Ray keeps the address of a cluster that was killed, and `ray.init()` then waits for minutes.
+
+    Returns:
+        Address of the cluster, "" if there is none or it has ended.
+
+    Raises:
+        PermissionError: The cluster requires another token.
+
+    Example:
+        ```python
+        ray.init("auto" if find_running_cluster() else "local")
+        ```
+    """
+    if address := find_local_address():
+        with contextlib.suppress(ConnectionError):  # the cluster has ended
+            # Ray sends the token without RAY_AUTH_MODE only if it finds the cluster by itself.
+            check_reachable(address, sends_token=True)
+            return address
+    return ""
 
 
 def _uses_tls() -> bool:

@@ -185,18 +185,15 @@ class FailureHistory:
         """Return the failure of this attempt that earlier attempts have had, too."""
         if not self._should_stop or failures[0].nature not in _ELIGIBLE:
             return None
-        latest: _Repetition | None = None
-        tries = 1
+        found = list[tuple[int, FailureFingerprint, FailureFingerprint]]()  # the latest first
         reached = (-1, -1)  # by the attempts since then
         for number, earlier in reversed(self._attempts):
             candidates = [failure for failure in earlier if reached <= _get_place(failure)]
-            for first, second in product(candidates, failures):
-                if is_repetition(first, second):
-                    tries += 1
-                    latest = latest or _Repetition(number, first, second, tries)
-                    break
+            pairs = product(candidates, failures)
+            if same := next((pair for pair in pairs if is_repetition(*pair)), None):
+                found.append((number, *same))
             reached = max(reached, *map(_get_place, earlier))
-        return latest and latest._replace(tries=tries)
+        return _Repetition(*found[0], tries=len(found) + 1) if found else None
 
     def _judge_repetition(self, attempt: int, repeated: _Repetition, min_tries: int = 0) -> Verdict:
         """Return the verdict on a failure that is repeated.

@@ -8,7 +8,7 @@ threads (`ProgramMode`), or start one process per rank (`LauncherMode`).
 """
 
 from drawbar._base.api import set_public_module
-from drawbar._base.ray_probe import check_reachable
+from drawbar._base.ray_probe import check_reachable, find_running_cluster
 from drawbar._modes.run_modes import ProgramMode
 from drawbar._modes.torchrun_run import LauncherMode
 from drawbar._records.timeline import RunState
@@ -26,6 +26,7 @@ __all__ = [
     "RunView",
     "TrainLoop",
     "check_reachable",
+    "find_running_cluster",
 ]
 
 set_public_module(globals())

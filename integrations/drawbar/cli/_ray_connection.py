@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -44,7 +43,7 @@ def connect_ray(
         ConnectionError: There is no cluster at the address.
         PermissionError: The cluster requires another token.
     """
-    from drawbar.train.run_modes import check_reachable
+    from drawbar.train.run_modes import check_reachable, find_running_cluster
 
     if address and standalone:
         raise CommandError(f"--standalone cannot be combined with --address {address}.")
@@ -53,12 +52,9 @@ def connect_ray(
         check_reachable(named)
         _init_ray(named, **_QUIET)
         return True
-    if not standalone and (started := find_local_address()):
-        with contextlib.suppress(ConnectionError):  # the cluster may have ended
-            # Ray sends the token without RAY_AUTH_MODE only if it finds the cluster by itself.
-            check_reachable(started, sends_token=True)
-            _init_ray("auto", **_QUIET)
-            return True
+    if not standalone and find_running_cluster():
+        _init_ray("auto", **_QUIET)
+        return True
     if must_outlive_process:
         raise CommandError(
             "--detach needs a running Ray cluster. Run 'ray start --head', or pass --address."
@@ -126,20 +122,6 @@ def num_local_cpus(num_processes: int) -> int:
             "(kernel.pid_max). Reduce --nproc-per-node."
         )
     return max(num_processes, cores)
-
-
-def find_local_address() -> str | None:
-    """Return the address that `ray start` recorded on this machine, as used by `ray.init()`.
-
-    Reads Ray's address file as `ray._common.utils.get_ray_address_file` does, without importing
-    Ray, which takes a second. The cluster may have ended.
-    """
-    directory = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
-    try:
-        address = Path(directory, "ray", "ray_current_cluster").read_text(errors="replace").strip()
-    except OSError:
-        return None
-    return address if re.fullmatch(r"\S+:\d+", address) else None
 
 
 def is_connected_to_ray() -> bool:

@@ -224,6 +224,40 @@ def test_worker_address_outside_training_function_raises() -> None:
         get_worker_address()
 
 
+ENDED_CLUSTER_SCRIPT = """
+from drawbar import train
+
+try:
+    train.attach("run")
+except LookupError as error:
+    print(error)
+
+train.DataParallelTrainer(
+    lambda: print("trained"),
+    scaling_config=train.ScalingConfig(num_workers=1),
+    run_config=train.RunConfig(name="run", storage_path="."),
+).fit()
+"""
+
+
+def test_address_of_ended_cluster_is_ignored(short_directory: str) -> None:
+    # `ray start` leaves this file if it is killed. Ray itself then waits for the cluster.
+    recorded = Path(short_directory, "ray", "ray_current_cluster")
+    recorded.parent.mkdir()
+    recorded.write_text("127.0.0.1:1")
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    script = subprocess.run(
+        [sys.executable, "-c", ENDED_CLUSTER_SCRIPT],
+        cwd=short_directory,
+        env=env | NO_TOKEN | {"RAY_TMPDIR": short_directory},
+        capture_output=True,
+        text=True,
+    )
+    assert script.returncode == 0, script.stderr
+    assert "No Ray cluster at 127.0.0.1:1" in script.stdout
+    assert "trained" in script.stdout
+
+
 class SharingBackend(Backend):
     share_cuda_visible_devices = True
 

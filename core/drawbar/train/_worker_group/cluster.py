@@ -17,6 +17,7 @@ from functools import partial
 
 from drawbar._base import ray_compat as _ray_compat
 from drawbar._base.node_resources import NodeResources, count_fitting_bundles, format_resources
+from drawbar._base.ray_probe import check_reachable, find_local_address, find_running_cluster
 from drawbar._process.errors import InsufficientResourcesError
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._worker_group.capacity import (
@@ -40,8 +41,9 @@ def is_connected_to_ray() -> bool:
 
 
 def connect_to_ray() -> str:
-    """Connect this process to Ray: to the cluster in `RAY_ADDRESS`, or to a new local one.
+    """Connect this process to Ray.
 
+    Use the cluster in `RAY_ADDRESS`, the one of `ray start` on this machine, or a new local one.
     Does nothing if the process is connected already.
 
     Returns:
@@ -51,11 +53,12 @@ def connect_to_ray() -> str:
 
     with _connect_lock:
         if not ray.is_initialized():
-            starts_local_ray = "RAY_ADDRESS" not in os.environ
+            starts_local_ray = not (os.environ.get("RAY_ADDRESS") or find_running_cluster())
             # A local Ray ends with this script. Start it without a dashboard, which would need more
             # processes and a longer start. An existing cluster keeps its own setting.
-            dashboard = False if starts_local_ray else None
-            start = partial(ray.init, logging_level=logging.WARNING, include_dashboard=dashboard)
+            start = partial(ray.init, logging_level=logging.WARNING)
+            if starts_local_ray:
+                start = partial(start, "local", include_dashboard=False)
             suppress = _ray_compat.suppress_startup_messages
             with suppress() if starts_local_ray else contextlib.nullcontext():
                 _run_in_permanent_thread(start)
@@ -119,6 +122,11 @@ def try_connect_to_ray() -> str:
     with _connect_lock:
         if not ray.is_initialized():
             try:
+                # First, because Ray waits for minutes for a cluster that was killed.
+                named = os.environ.get("RAY_ADDRESS")
+                check_reachable(
+                    named or find_local_address() or "", sends_token=None if named else True
+                )
                 # Not `connect_to_ray()`: looking for a run must not start a Ray cluster.
                 with _ray_compat.suppress_startup_messages():
                     ray.init(address="auto", logging_level=logging.WARNING)
