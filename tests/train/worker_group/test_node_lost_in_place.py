@@ -81,6 +81,8 @@ def lose_node(folder: Path) -> None:
     cluster.remove_node(node, allow_graceful=False)
     run.wait()
     ray.shutdown()
+    # Also deletes the file with its address, which other programs would use.
+    cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
 
 
 def test_in_place_recovery_after_loss_of_node_continues_on_other_node(
