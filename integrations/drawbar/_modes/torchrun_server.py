@@ -44,11 +44,15 @@ from drawbar._modes.torchrun_messages import (
 from drawbar._process.codec import ProtocolError
 from drawbar._process.errors import ControllerError
 from drawbar._process.ranks import Ranks, WorkerInfo
+from drawbar._process.stack_comparison import format_ranks
 from drawbar._process.threads import wait_to_accept_again
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._config.backend import LauncherStore
 from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train._worker.context import LOOPBACK, get_node_address
+
+JOIN_SECONDS = 1800.0
+"""Time in which all ranks must join, which is torch's default time limit of a process group."""
 
 HANDSHAKE_SECONDS = 10.0
 """Time after which rank 0 closes a connection that has not become a peer."""
@@ -128,6 +132,7 @@ class TorchrunServer:
         count: Number of peers.
         host: Address to listen on.
         handshake_seconds: Time after which a connection that has not become a peer is closed.
+        join_seconds: Time in which all peers must join.
 
     Attributes:
         worker_infos: Node and process of each peer that has connected, by rank.
@@ -136,9 +141,11 @@ class TorchrunServer:
     count: int
     host: str
     handshake_seconds: float = HANDSHAKE_SECONDS
+    join_seconds: float = JOIN_SECONDS
     worker_infos: dict[int, WorkerInfo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._join_deadline = time.monotonic() + self.join_seconds
         # The launcher shares the key only with its own processes.
         self._key = secrets.token_bytes(32)
         _raise_descriptor_limit(2 * self.count + SPARE_DESCRIPTORS)
@@ -176,10 +183,21 @@ class TorchrunServer:
         store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
     def wait_for_peers(self, timeout: float) -> int:
-        """Wait up to `timeout` seconds for all peers to join and return how many have joined."""
+        """Wait up to `timeout` seconds for all peers to join and return how many have joined.
+
+        Raises:
+            ControllerError: Some have not joined in time.
+        """
         with self._joined:
             self._joined.wait_for(lambda: len(self.worker_infos) == self.count, timeout)
-            return len(self.worker_infos)
+            missing = sorted(set(range(1, self.count + 1)) - self.worker_infos.keys())
+        if missing and time.monotonic() > self._join_deadline:
+            raise ControllerError(
+                f"not all of the {self.count + 1} ranks have called fit() within "
+                f"{self.join_seconds:g} s: {format_ranks(missing)} did not. See the output of "
+                "these processes, and start all ranks again"
+            )
+        return self.count - len(missing)
 
     def send(self, ranks: Iterable[int], command: PeerCommand) -> None:
         """Send a command to peers. It is encoded once, and not sent to lost peers."""
@@ -336,12 +354,19 @@ def connect_to_rank_zero(
         The connections, and the directory of the run.
 
     Raises:
-        ControllerError: Rank 0 could not open the run.
+        ControllerError: Rank 0 could not open the run, or has not done so in time.
         ProtocolError: The process at the address is not rank 0.
         EOFError: Rank 0 has closed the connection.
         OSError: Rank 0 cannot be reached.
     """
-    server_address: ServerAddress = json.loads(store.get(key))
+    try:
+        entry = store.get(key)
+    except RuntimeError as error:  # of which `DistStoreError` of torch is a subclass
+        raise ControllerError(
+            f"rank 0 has not opened the run, so rank {rank} cannot join it: {error}. The process "
+            "of rank 0 has died, has not called fit(), or its storage is slow. See its output"
+        ) from error
+    server_address: ServerAddress = json.loads(entry)
     if "error" in server_address:
         raise ControllerError(f"rank 0 cannot open the run: {server_address['error']}")
     with contextlib.ExitStack() as on_error:

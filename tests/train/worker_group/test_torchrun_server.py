@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
+from torch.distributed import HashStore, PrefixStore
 
 from benchmarks._soak_frames import Store, check_frames
 from drawbar._modes.connection import (
@@ -38,6 +40,7 @@ from drawbar._modes.torchrun_server import (
     connect_to_rank_zero,
 )
 from drawbar._process.codec import ProtocolError
+from drawbar._process.errors import ControllerError
 from drawbar._process.ranks import WorkerInfo
 from drawbar._process.serialization import Serialized
 from drawbar._storage.run_directory import RunDirectory
@@ -403,3 +406,23 @@ def test_torchrun_server_random_kills_lose_no_message(pytestconfig: pytest.Confi
         text=True,
     )
     assert ended.returncode == 0, ended.stdout
+
+
+def test_torchrun_server_names_ranks_that_do_not_join_in_time() -> None:
+    server = TorchrunServer(3, LOOPBACK, join_seconds=0)
+    try:
+        server.worker_infos[2] = LOCAL_INFO
+        with pytest.raises(ControllerError, match=r"within 0 s: ranks 1, 3 \(2\) did not"):
+            server.wait_for_peers(0)
+        server.worker_infos.update({1: LOCAL_INFO, 3: LOCAL_INFO})
+        assert server.wait_for_peers(0) == 3
+    finally:
+        server.stop_listening()
+
+
+def test_rank_of_torchrun_names_rank_zero_if_it_does_not_open_the_run() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    rank_store = PrefixStore("drawbar", store)
+    with pytest.raises(ControllerError, match="rank 0 has not opened the run, so rank 1 cannot"):
+        connect_to_rank_zero(rank_store, "run", 1, LOCAL_INFO)

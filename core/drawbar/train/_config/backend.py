@@ -120,6 +120,9 @@ class LauncherStore(Protocol):
 
         Returns:
             The value, encoded as UTF-8.
+
+        Raises:
+            RuntimeError: No process has stored it within the time limit of the store.
         """
         ...
 
