@@ -51,7 +51,7 @@ def test_accelerator_in_local_mode_has_one_process(run_config: RunConfig) -> Non
 
 def test_check_accelerator_with_ignored_plugin_raises(run_config: RunConfig) -> None:
     def function() -> None:
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        plugin = FullyShardedDataParallelPlugin()
         check_accelerator(Accelerator(cpu=True, fsdp_plugin=plugin))
 
     with pytest.raises(WorkerGroupError, match=r"ignored the FSDP plugin.*use_gpu=True"):

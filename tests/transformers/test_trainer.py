@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from drawbar.train import CheckpointConfig, WorkerGroupError
 from drawbar.train.runs import find_run
 from drawbar.transformers import RayTrainReportCallback, prepare_trainer
 from tests.stops import stop_run
+
+RAY_VERSION = tuple(map(int, importlib.metadata.version("ray").split(".")[:2]))
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -430,6 +433,7 @@ def test_prepare_trainer_of_other_type_raises(fit: Callable[..., Any]) -> None:
         fit(function)
 
 
+@pytest.mark.skipif(RAY_VERSION < (2, 54), reason="datasets of Ray Data need Ray 2.54")
 def test_train_on_data_of_unknown_length_needs_max_steps(
     tiny: Any, ray_cluster: None, fit: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def _follow_after_skip(skip: SkipFirstBatches, epochs: dict[int, LoaderEpoch]) -
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         remainder = skip(None, dataloader, num_batches)
         if epoch := epochs.get(id(dataloader)):
+            remainder.iteration = dataloader.iteration  # 0 before Accelerate 1.15
             epoch.follow(remainder, num_batches)
         return remainder
 
