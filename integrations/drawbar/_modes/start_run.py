@@ -134,7 +134,13 @@ def start_ray_run(
         runtime_env = spec.run_config.worker_runtime_env
         setup = spec.backend_config.process_setup_hook
         pool = ActorPool(
-            spec.scaling_config, path, runtime_env, setup, parent_placement, fork_server
+            spec.scaling_config,
+            path,
+            runtime_env,
+            setup,
+            parent_placement,
+            fork_server,
+            keeps_spares=spec.run_config.failure_config.recovery == "in_place",
         )
         return RayWorkerGroup(pool, train_loop)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public, not in its __all__
 
 from benchmarks._soak_frames import Store, check_frames
 from drawbar._modes.connection import (

@@ -35,6 +35,9 @@ START_NOTICE_S = 5.0
 FORK_SERVER_DELAY_S = 2.0
 """Time after the first report until the fork servers start, so that short runs do not need them."""
 
+SPARE_DELAY_S = 5.0
+"""Time after a start until the spare processes start, which would delay it otherwise."""
+
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -119,6 +122,9 @@ class ActorPool:
     stay pending, which costs nothing and shows the demand to an autoscaler. Both use
     `parent_placement` instead if it is not None.
 
+    For in-place recovery, each node of the run has a spare: an idle process without reserved
+    resources that takes the place of the next process that dies.
+
     Attributes:
         slots: Processes by slot.
         fork_error: Error after which processes are not forked, "" without one.
@@ -132,6 +138,8 @@ class ActorPool:
         process_setup: Callable[[], object] | None,
         parent_placement: Placement | None = None,
         fork_server: ForkServerSpec | None = None,
+        *,
+        keeps_spares: bool = False,
     ) -> None:
         self._scaling = scaling
         self._run_path = run_path
@@ -146,6 +154,8 @@ class ActorPool:
         self._fork_server_starts: list[asyncio.Future[None]] = []
         self._placement: Placement | None = None
         self.slots: dict[int, ActorSlot] = {}
+        self._keeps_spares = keeps_spares
+        self._spares: dict[str, ActorSlot] = {}  # by node
 
     async def start(self, on_waiting: OnWaiting) -> list[ActorSlot]:
         """Create all missing processes at once and wait until enough of them are ready.
@@ -212,12 +222,27 @@ class ActorPool:
         with contextlib.suppress(RayError):  # the node is lost
             if error := await await_reference(task.remote()):
                 self._stop_forking(error)
+        if spare := self._spares.pop(node, None):  # without these modules
+            _kill(spare)
+            self._start_spares()
 
     def _stop_forking(self, error: str) -> None:
         """Start later processes without the fork server, and do not wait for it again."""
         if self._fork_server is not None and self._fork_server.key is not None:
             self._fork_server.learn(ModulesImported(names=(), sys_path=()))
         self._fork_server, self.fork_error = None, error
+
+    def start_spares(self) -> None:
+        """Start the missing spares soon, if the pool keeps any."""
+        if self._keeps_spares:
+            asyncio.get_running_loop().call_later(SPARE_DELAY_S, self._start_spares)
+
+    def _start_spares(self) -> None:
+        for node in {slot.worker.node_id for slot in self.slots.values() if slot.worker}:
+            if node not in self._spares or self._spares[node].is_dead:
+                spare = self._spares[node] = self._start_actor(_share_node(node))
+                # Otherwise asyncio would log the exception of a spare that nobody uses.
+                spare.info.add_done_callback(lambda info: info.cancelled() or info.exception())
 
     def list_ready(self) -> list[ActorSlot]:
         """Return the processes that are ready or have failed to start, by slot."""
@@ -256,19 +281,20 @@ class ActorPool:
             "scheduling_strategy": "DEFAULT",
         }
         if shared_node:
-            node = NodeAffinitySchedulingStrategy(shared_node, soft=False)
-            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": node}
+            options = _share_node(shared_node)
         elif self._placement is not None:
             options["scheduling_strategy"] = self._placement.get_scheduling_strategy(slot)
         elif self._scaling.label_selectors:
             options["label_selector"] = self._scaling.label_selectors[slot]
+        self.slots[slot] = self._start_actor(options)
+
+    def _start_actor(self, options: dict[str, object]) -> ActorSlot:
         if runtime_env := self._make_runtime_env():
             options["runtime_env"] = runtime_env
         actor = self._actor_class.options(**options).remote(self._run_path)
         # Called before the actor is ready: Ray queues the call, and its result shows readiness.
         reference = actor.initialize.remote(self._process_setup)
-        info = asyncio.ensure_future(_receive_worker_info(reference))
-        self.slots[slot] = ActorSlot(actor, info)
+        return ActorSlot(actor, asyncio.ensure_future(_receive_worker_info(reference)))
 
     def _make_runtime_env(self) -> dict[str, object]:
         runtime_env = dict(self._runtime_env or {})
@@ -276,18 +302,10 @@ class ActorPool:
             runtime_env["py_executable"] = self._fork_server.make_command()
         return runtime_env
 
-    def _kill_actor(self, slot: int) -> None:
-        actor_slot = self.slots.pop(slot)
-        # Cancelled before the kill, so that they do not report an intended death.
-        for task in (actor_slot.info, actor_slot.run_task):
-            if task is not None:
-                task.cancel()
-        ray.kill(actor_slot.actor)  # type: ignore[arg-type]  # it is a Ray actor handle
-
     def kill_slots(self, slots: Iterable[int], *, should_replace: bool) -> None:
         """Kill the processes in some slots and optionally start new ones there."""
         for slot in slots:
-            self._kill_actor(slot)
+            _kill(self.slots.pop(slot))
             if should_replace:
                 self._create_actor(slot)
 
@@ -312,7 +330,7 @@ class ActorPool:
         return True
 
     def replace(self, dead: ActorSlot, shared_node: str = "") -> ActorSlot:
-        """Start a new process in the slot of a dead one.
+        """Use the spare of the node or a new process in the slot of a dead one.
 
         Args:
             dead: The process to replace.
@@ -320,21 +338,43 @@ class ActorPool:
                 attempt only. Default: with the resources of the slot.
         """
         index = next(index for index, slot in self.slots.items() if slot is dead)
-        self._kill_actor(index)
-        self._create_actor(index, shared_node)
-        self.slots[index].is_retired = bool(shared_node)
+        node = shared_node or (dead.worker.node_id if dead.worker else "")
+        spare = self._spares.pop(node, None)
+        _kill(self.slots.pop(index))
+        if spare is not None and not spare.is_dead:
+            self.slots[index] = spare
+        else:
+            self._create_actor(index, shared_node)
+        self.slots[index].is_retired = bool(shared_node) or spare is self.slots[index]
+        self.start_spares()
         return self.slots[index]
 
     def kill_all(self) -> None:
         """Kill all processes and release the placement."""
         for start in self._fork_server_starts:
             start.cancel()
-        for slot in list(self.slots):
-            self._kill_actor(slot)
+        for slot in [*self.slots.values(), *self._spares.values()]:
+            _kill(slot)
+        self.slots.clear()
+        self._spares.clear()
         if self._placement is not None:
             # Last: Ray kills the actors in a removed group, which would be reported as deaths.
             self._placement.release()
             self._placement = None
+
+
+def _share_node(node: str) -> dict[str, object]:
+    """Return the options of an actor that runs on a node without reserved resources."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": strategy}
+
+
+def _kill(slot: ActorSlot) -> None:
+    # Cancelled before the kill, so that they do not report an intended death.
+    for task in (slot.info, slot.run_task):
+        if task is not None:
+            task.cancel()
+    ray.kill(slot.actor)  # type: ignore[arg-type]  # it is a Ray actor handle
 
 
 async def _receive_worker_info(reference: Awaitable[bytes]) -> WorkerInfo:

@@ -101,6 +101,7 @@ class RayWorkerGroup:
             slot.run_task = asyncio.ensure_future(
                 self._receive_messages(assignment.ranks.world_rank, slot, stream, on_messages)
             )
+        self._pool.start_spares()
 
     def _call_run(
         self, slot: ActorSlot, assignment: WorkerAssignment
