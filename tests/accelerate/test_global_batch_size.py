@@ -10,9 +10,10 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from drawbar.accelerate import launch, load_state, report_state, set_global_batch_size
+from drawbar.torch.integration import drop_incomplete_step
 from drawbar.train import RunConfig, ScalingConfig, TrainingFailedError
 from drawbar.train.runs import find_run
 
@@ -78,6 +79,23 @@ def test_global_batch_size_keeps_loss_curve_with_other_numbers_of_workers(
     assert len(expected) == 2 * EPOCH_STEPS
     assert curve == pytest.approx(expected, rel=1e-4)
     assert len(rows) == len(set(rows)) == 2 * EPOCH_STEPS * 48
+
+
+@pytest.mark.parametrize(("num_workers", "steps"), [(1, 12), (2, 6), (3, 4), (4, 3)])
+def test_complete_steps_have_each_row_once(num_workers: int, steps: int) -> None:
+    from accelerate.data_loader import BatchSamplerShard
+
+    rows: list[int] = []
+    for rank in range(num_workers):
+        batches: Any = BatchSampler(SequentialSampler(range(NUM_ROWS)), 4, drop_last=True)
+        if num_workers > 1:
+            batches = BatchSamplerShard(batches, num_workers, rank)
+        drop_incomplete_step(batches, 1)
+        drop_incomplete_step(batches, steps)  # of another Trainer
+        found = list(batches)
+        assert len(found) == len(batches)
+        rows += itertools.chain(*found)
+    assert sorted(rows) == list(range(EPOCH_STEPS * 48))
 
 
 @pytest.mark.usefixtures("keep_environment")
