@@ -45,7 +45,7 @@ def make_module() -> Any:
             torch.manual_seed(0)
             layers = torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
             self.layers = torch.nn.Sequential(*layers)
-            self.rows: Rows = []
+            self.rows = Rows()
 
         def loss(self, x: Any) -> Any:
             return (self.layers(x) - x.sum(1, keepdim=True)).square().mean()
@@ -91,7 +91,8 @@ def train_steps(max_steps: int) -> Rows:
     rows = NumberedRows()
     trainer.fit(module, DataLoader(rows, 4, shuffle=True, drop_last=True), DataLoader(rows, 4))
     assert trainer.global_step == max_steps
-    return module.rows
+    rows_seen: Rows = module.rows
+    return rows_seen
 
 
 def run(path: Path, name: str, num_workers: int, max_steps: int) -> Result:

@@ -12,6 +12,7 @@ import pytest
 from drawbar.train import WorkerGroupError
 
 EPOCH_STEPS = 2
+VERIFY = sys.executable, "-m", "drawbar.cli", "verify"
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -43,9 +44,12 @@ def test_global_batch_size_keeps_loss_curve_with_other_numbers_of_workers(
     runs.fit(make_function(tiny, four, 6), four, num_workers=4)
     for num_workers, max_steps in ((4, 1), (2, 3), (3, 5), (4, 6)):
         runs.fit(make_function(tiny, changed, max_steps), changed, num_workers=num_workers)
-    command = [sys.executable, "-m", "drawbar.cli", "verify", changed / "run"]
-    command += ["--trajectory", four / "run", "--metric", "loss", "--step", "step"]
-    verified = subprocess.run([*command, "--tolerance", "1e-3"], capture_output=True, text=True)
+    options = ["--metric", "loss", "--step", "step", "--tolerance", "1e-3"]
+    verified = subprocess.run(
+        [*VERIFY, changed / "run", "--trajectory", four / "run", *options],
+        capture_output=True,
+        text=True,
+    )
     assert verified.stdout.startswith(f"loss: equal at {3 * EPOCH_STEPS} steps"), verified
     assert verified.returncode == 0
 
