@@ -48,13 +48,15 @@ CLICKS = """
 
 GIVEN = {
     "docs/accelerate.md": """
-        from accelerate import Accelerator
+        from accelerate import Accelerator, DataLoaderConfiguration
         import torch
         from torch.utils.data import DataLoader, TensorDataset
         from drawbar import train
-        from drawbar.accelerate import load_state, report_state
+        from drawbar.accelerate import load_state, report_state, set_global_batch_size
         from drawbar.torch import prepare_data_loader
         metrics = {"loss": 0.5}
+        rows, model = torch.ones(48, 1), torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         class Kept:
             def save_state(self, path): open(f"{path}/state", "w").close()
         accelerator = Kept()
@@ -80,6 +82,11 @@ GIVEN = {
     "docs/failures.md": """
         from drawbar import train
         step, load, save_and_report = 20, dict, dict
+        import torch
+        model, steps, num_epochs = torch.nn.Linear(1, 1), 2, 1
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compute_loss = torch.nn.functional.mse_loss
+        loader = [(torch.ones(2, 1), torch.ones(2, 1))] * 3
         """,
     "docs/jax.md": """
         import jax

@@ -20,14 +20,14 @@ from drawbar.train.testing import run_in_threads
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
-EPOCH_STEPS = 4
+NUM_ROWS = 204  # the last step of an epoch has only 12 rows
 GLOBAL_BATCH_SIZE = 48
 BATCH_SIZE = 4
 
 
 def make_loader() -> Any:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(EPOCH_STEPS * GLOBAL_BATCH_SIZE, 8, generator=generator)
+    x = torch.randn(NUM_ROWS, 8, generator=generator)
     dataset = TensorDataset(x, x.sum(1, keepdim=True))
     return prepare_data_loader(DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True))
 
@@ -42,23 +42,35 @@ def train_steps(num_steps: int) -> list[float]:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     loader = make_loader()
-    losses, rank_losses = list[float](), list[float]()
+    losses = list[float]()
+
+    def update(loss_sum: float, num_samples: int) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= num_samples
+        optimizer.step()
+        optimizer.zero_grad()
+        all_losses = train.collective.all_gather(loss_sum / num_samples)
+        losses.append(sum(all_losses) / len(all_losses))
+        if len(losses) == num_steps:  # within the loop, since `break` ends the epoch
+            save_async({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
     while True:
-        for x, y in loader:
-            loss: Any = nn.functional.mse_loss(model(x), y) / accumulation_steps
+        loss_sum, num_samples = 0.0, 0
+        for number, (x, y) in enumerate(loader, start=1):
+            loss: Any = nn.functional.mse_loss(model(x), y, reduction="sum")
             loss.backward()
-            rank_losses.append(loss.item())
-            if len(rank_losses) < accumulation_steps:
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-            all_losses = train.collective.all_gather(sum(rank_losses))
-            losses.append(sum(all_losses) / len(all_losses))
-            rank_losses.clear()
-            if len(losses) == num_steps:
-                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                save_async(states)
-                return losses
+            loss_sum += loss.item()
+            num_samples += len(x)
+            if number % accumulation_steps == 0:
+                update(loss_sum, num_samples)
+                loss_sum, num_samples = 0.0, 0
+                if len(losses) == num_steps:
+                    break
+        if num_samples:
+            update(loss_sum, num_samples)
+        if len(losses) == num_steps:
+            return losses
 
 
 def test_accumulation_steps_keep_loss_curve_with_other_numbers_of_workers(

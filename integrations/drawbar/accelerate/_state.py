@@ -53,7 +53,10 @@ def report_state(
         ```
     """
     check_accelerator(accelerator)
-    if not accelerator.sync_gradients and get_context().get_world_rank() == 0:
+    if accelerator.sync_gradients:
+        # It counts batches modulo gradient_accumulation_steps, which can change after a restart.
+        accelerator.step = 0
+    elif get_context().get_world_rank() == 0:
         warnings.warn(
             "report_state() was called within gradient accumulation. The checkpoint does not "
             "contain the accumulated gradients: a restart loses those batches. Call it if "

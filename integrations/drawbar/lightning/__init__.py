@@ -1,6 +1,7 @@
 """Lightning Trainer on Ray, for `lightning` and `pytorch_lightning`."""
 
 from drawbar.lightning._environment import RayLightningEnvironment
+from drawbar.lightning._global_batch_size import GlobalBatchSize
 from drawbar.lightning._logger import DrawbarLogger
 from drawbar.lightning._package import set_lightning_package
 from drawbar.lightning._prepare import prepare_trainer
@@ -13,6 +14,7 @@ from drawbar.train.backend import set_public_module
 
 __all__ = [
     "DrawbarLogger",
+    "GlobalBatchSize",
     "RayDDPStrategy",
     "RayDeepSpeedStrategy",
     "RayFSDPStrategy",

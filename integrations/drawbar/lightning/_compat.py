@@ -101,6 +101,12 @@ def get_train_loaders(trainer: object) -> tuple[list[Any], str]:
     return ([], "") if combined is None else (combined.flattened, combined._mode)
 
 
+def is_creating_train_loaders(trainer: object) -> bool:
+    """Return whether `fit` creates its training loaders now, and not its validation loaders."""
+    fit_loop = cast("Any", trainer).fit_loop
+    return fit_loop._combined_loader is None or fit_loop._should_reload_train_dl
+
+
 def get_reload_epochs(trainer: object) -> tuple[float, float]:
     """Return the epochs in which the training and validation loaders were created.
 

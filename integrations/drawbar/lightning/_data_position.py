@@ -17,8 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from drawbar.lightning._compat import get_train_loaders, undo_step_count
-from drawbar.torch.integration import EpochPosition, EpochSampler, num_rank_items
+from drawbar.lightning._compat import (
+    get_train_loaders,
+    is_creating_train_loaders,
+    undo_step_count,
+)
+from drawbar.lightning._global_batch_size import find_global_batch_size
+from drawbar.torch.integration import (
+    EpochPosition,
+    EpochSampler,
+    iter_complete_steps,
+    num_rank_items,
+)
 from drawbar.train import Checkpoint
 from drawbar.train.backend import register_data_position
 
@@ -51,6 +61,11 @@ class TrainLoaderTracker:
         This is a copy of a `DataLoader` with torch's `DistributedSampler`, which Lightning adds
         in place of a random or sequential sampler. Any other object is returned unchanged.
         """
+        global_batch = find_global_batch_size(trainer)
+        if global_batch is not None and is_creating_train_loaders(trainer):
+            global_batch.check_loader(dataloader)
+        else:
+            global_batch = None
         if not isinstance(dataloader, DataLoader):
             return dataloader
         batches = dataloader.batch_sampler
@@ -59,6 +74,8 @@ class TrainLoaderTracker:
         sampler = _to_epoch_sampler(dataloader.sampler)
         loader = copy.copy(dataloader)
         batches = ResumableBatches(sampler, batches.batch_size, batches.drop_last, trainer)
+        if global_batch is not None:
+            batches.multiple = global_batch.accumulation_steps
         vars(loader).update(sampler=sampler, batch_sampler=batches, _iterator=None)
         name = self._next_loader_name(trainer.current_epoch)
         register_data_position(name, batches.record)
@@ -78,12 +95,15 @@ class TrainLoaderTracker:
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         progress, window = epoch_loop.batch_progress, trainer.accumulate_grad_batches
         saved = progress.current.processed
+        global_batch = find_global_batch_size(trainer)
+        saved_window = (global_batch and global_batch.saved_accumulation_steps) or window
         if not batches:
             if epoch_loop.restarting and saved and not progress.is_last_batch:
                 _warn_of_other_batches(trainer, saved)
         elif any(each.is_resumed for each in batches):
             count = _count_batches(trainer, [each.num_batches_before_resume for each in batches])
-            if saved % window and not count % window and not epoch_loop.restarted_on_last:
+            is_on_step = not count % window and not epoch_loop.restarted_on_last
+            if saved % saved_window and is_on_step:
                 undo_step_count(trainer)
             for counts in (progress.current, progress.total):
                 for name in ("ready", "started", "processed", "completed"):
@@ -161,6 +181,8 @@ class ResumableBatches(BatchSampler):
         self._epoch: int | None = None  # epoch of Lightning in which the newest iteration began
         # Batch count and position at the start of each iteration of this epoch.
         self._starts: list[tuple[int, EpochPosition]] = []
+        self.multiple = 1
+        """Number of batches of which an epoch has a multiple; the last ones are dropped."""
         self.is_resumed = False
         self.num_batches_before_resume = 0
 
@@ -174,8 +196,13 @@ class ResumableBatches(BatchSampler):
                 drop_last=self._sampler.drop_last,
             )
             remaining = num_rank_items(items, self.batch_size, drop_last=self.drop_last)
+            remaining -= remaining % self.multiple
             self.is_resumed = True
             self.num_batches_before_resume = len(self) - remaining
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        return length - length % self.multiple
 
     def shift(self, correction: int) -> None:
         """Adapt to a correction of Lightning's batch count before the first batch."""
@@ -190,7 +217,7 @@ class ResumableBatches(BatchSampler):
             self._starts.clear()
         self._epoch = self._current_epoch
         count = self._count.current.processed
-        batches = super().__iter__()
+        batches = iter_complete_steps(super().__iter__(), self.multiple)
         first = next(batches, None)
         self._starts.append((count, self._sampler.current_position))
         if first is not None:

@@ -28,6 +28,12 @@ from drawbar.transformers._data import (
     is_batch_iterable,
     is_shard,
 )
+from drawbar.transformers._global_batch import (
+    drop_incomplete_global_batch,
+    is_in_global_batches,
+    raise_without_length,
+    set_global_batch_size,
+)
 from drawbar.transformers._report_callback import RayTrainReportCallback
 from drawbar.transformers._resume import (
     SkipCompleteTraining,
@@ -45,7 +51,7 @@ require_package("transformers", extra="transformers", min_version="4.50")
 T = TypeVar("T", bound=Trainer)
 
 
-def prepare_trainer(trainer: T) -> T:
+def prepare_trainer(trainer: T, *, global_batch_size: int | None = None) -> T:
     """Connect a Trainer to the run. Call it on all ranks before `train()`.
 
     - `train()` reports the Trainer's logs and checkpoints. If the Trainer has no
@@ -67,6 +73,10 @@ def prepare_trainer(trainer: T) -> T:
 
     Args:
         trainer: A `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`.
+        global_batch_size: Number of samples per optimizer step, of all workers together. Sets
+            `gradient_accumulation_steps`, so that each step uses the same samples with any number
+            of workers, also after a restart with another number. Default: the Trainer's own
+            settings apply.
 
     Returns:
         The same object. Its class is replaced by a subclass.
@@ -75,17 +85,23 @@ def prepare_trainer(trainer: T) -> T:
         TypeError: `trainer` is not a `transformers.Trainer`.
         RuntimeError: Called outside a training function, or with `TrainingArguments` that were
             created outside of it.
-        ValueError: `save_only_model` is set.
+        ValueError: `save_only_model` is set. Or `global_batch_size` is not a multiple of
+            `per_device_train_batch_size` times the number of workers; or the Trainer uses
+            DeepSpeed.
+            `train()` raises it if the number of samples is not a multiple of `global_batch_size`
+            and `dataloader_drop_last` is not set.
 
     Example:
         ```python
         trainer = transformers.Trainer(model, args, train_dataset=dataset)
-        trainer = prepare_trainer(trainer)
+        trainer = prepare_trainer(trainer, global_batch_size=48)
         trainer.train()
         ```
     """
     get_context()  # raises outside a training function
     if isinstance(trainer, PreparedTransformersTrainer):
+        if global_batch_size is not None:
+            set_global_batch_size(trainer, global_batch_size)
         return trainer
     if not isinstance(trainer, Trainer):
         raise TypeError(
@@ -100,6 +116,8 @@ def prepare_trainer(trainer: T) -> T:
             trainer.create_accelerator_and_postprocess()
     require_matching_ranks(args.world_size, args.process_index, "Trainer")
     _check_save_arguments(args)
+    if global_batch_size is not None:
+        set_global_batch_size(trainer, global_batch_size)
     # Change the class of the object: callbacks and the user keep references to the object.
     trainer_class = type(trainer)
     trainer.__class__ = type(
@@ -195,8 +213,12 @@ class PreparedTransformersTrainer(BestModelTrainer):
         """Return the data loader of the training data."""
         data = self.train_dataset
         if is_shard(data) or is_batch_iterable(data):
+            if is_in_global_batches(self):
+                raise_without_length(data)
             return self._make_local_loader(data, get_train_batch_size(self))
         loader = super().get_train_dataloader()
+        if is_in_global_batches(self):
+            drop_incomplete_global_batch(self, loader)
         if has_length(loader) or not self.is_in_train or not self.skips_stream:
             return loader
         self.args.ignore_data_skip = True  # the loader skips the trained batches
