@@ -21,8 +21,8 @@ from drawbar._base.metrics import Metrics
 from drawbar._base.time_limits import check_max_time, check_stop_before
 from drawbar._fork_server.forkserver_preload import check_interpreter, check_modules
 from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._recovery.failure_config import FailureConfig
 from drawbar._storage.filesystem import AnyFileSystem
-from drawbar.train._config.failure_config import FailureConfig
 
 if TYPE_CHECKING:
     from drawbar._process.errors import PreemptionInfo
