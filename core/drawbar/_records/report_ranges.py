@@ -149,6 +149,9 @@ def get_checkpoint_indices(events: Iterable[JournaledEvent]) -> dict[str, int]:
             indices[event.name] = event.index
         elif isinstance(event, CheckpointDeleted):
             indices.pop(event.name, None)
+        elif isinstance(event, AttemptEnded) and event.rollback is not None:
+            for name in event.rollback.discarded:
+                indices.pop(name, None)
     return indices
 
 

@@ -79,6 +79,7 @@ from drawbar.train._worker.context import (
     get_dataset_shard,
     get_preemption_info,
     report,
+    rollback,
     should_checkpoint,
 )
 from drawbar.train._worker.instrumentation import phase, set_progress, step
@@ -165,6 +166,7 @@ __all__ = [
     "get_preemption_info",
     "phase",
     "report",
+    "rollback",
     "set_progress",
     "should_checkpoint",
     "step",

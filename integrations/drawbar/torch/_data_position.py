@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from drawbar.torch._sampler import EpochPosition, EpochSampler
 
@@ -115,6 +115,22 @@ class SamplerPositionTracker:
         shown = ", ".join(map(str, rows[:_MAX_SHOWN_ROWS]))
         more = ", ..." if len(rows) > _MAX_SHOWN_ROWS else ""
         return f"{text}, rows {shown}{more} of the dataset" if rows else text
+
+    def position_after(self, num_batches: int) -> object:
+        """Return the position after so many batches more, at most at the end of the epoch.
+
+        Raises:
+            RuntimeError: No iteration is running, or its samples cannot be counted.
+        """
+        position = EpochPosition(**cast("dict[str, Any]", self.position()))
+        if not num_batches:
+            return asdict(position)
+        if self._begin is None or position.length is None or not self._items_per_batch:
+            raise RuntimeError(
+                f"rollback(skip={num_batches}) needs a running loop over a data loader with a "
+                "length and a batch size. Call it inside the loop, or set skip=0."
+            )
+        return asdict(position.advance(num_batches * self._items_per_batch))
 
     def position(self) -> object:
         """Return the position as a dict."""

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import IterableDataset
 
@@ -144,7 +144,9 @@ class LoaderRegistry:
         # Prepared loaders of one location and dataset. The list is removed as soon as one of them
         # is iterated. The key has ordinal 0.
         self._not_iterated = defaultdict[LoaderIdentity, list[weakref.ref[TrackedLoader]]](list)
-        recorded = register_data_position("data_loaders", self.record)
+        recorded = register_data_position(
+            "data_loaders", self.record, skip_batches=self.record_after
+        )
         register_batch_description(self.describe_batch)
         # A copy, since ranks in threads of one process get the same object.
         self._unclaimed: dict[str, dict[str, Any]] = dict(recorded or {})
@@ -240,6 +242,29 @@ class LoaderRegistry:
         if isinstance(tracker, SamplerPositionTracker):
             batch = tracker.describe_batch()
         return f"{sequence.name or sequence.identity.dataset}, {batch}"
+
+    def record_after(self, num_batches: int) -> dict[str, object] | None:
+        """Return the positions of all loaders, after more batches of the newest iteration.
+
+        Raises:
+            RuntimeError: The loader of this iteration cannot skip batches.
+        """
+        records = self.record()
+        sequence = max(self._sequences, key=lambda sequence: sequence.begun_at, default=None)
+        if (
+            sequence is None
+            or records is None
+            or not isinstance(sequence.tracker, SamplerPositionTracker)
+        ):
+            raise RuntimeError(
+                "rollback() needs a running loop over a data loader that draws its samples from a "
+                "sampler, not from an IterableDataset. Call it inside such a loop."
+            )
+        if sequence.key is None:
+            raise RuntimeError("rollback() cannot skip batches of a data loader with resume=False.")
+        record = cast("dict[str, object]", records[sequence.key])
+        state = sequence.tracker.position_after(num_batches)
+        return {**records, sequence.key: {**record, "state": state}}
 
     def record(self) -> dict[str, object] | None:
         """Return the positions of all loaders.

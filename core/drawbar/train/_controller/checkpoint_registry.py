@@ -12,6 +12,7 @@ from drawbar._records.checkpoint_config import CheckpointConfig
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import CheckpointDeleted, CheckpointValidated
 from drawbar._records.live_events import Notice
+from drawbar._records.rollback import Rollback
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import quarantine, split_damaged
 from drawbar._storage.contents import is_external
@@ -117,6 +118,15 @@ class CheckpointRegistry:
             # in the journal.
             await run_in_daemon_thread(quarantine, self._checkpoints, name)
             self._emit(CheckpointDeleted(time=time.time(), name=name))
+
+    async def exclude(self, rollbacks: Sequence[Rollback]) -> None:
+        """Remove the checkpoints that a rollback discards, and move them to quarantine."""
+        for manifest in self.manifests:
+            if any(rollback.discards(manifest) for rollback in rollbacks):
+                del self._manifests[manifest.name]
+                self._surplus.remove(manifest.name)
+                self._emit(CheckpointDeleted(time=time.time(), name=manifest.name))
+                await run_in_daemon_thread(quarantine, self._checkpoints, manifest.name)
 
     def add_validation(self, manifest: Manifest, validation: Validation) -> Manifest:
         """Attach a validation result to a checkpoint and journal it.

@@ -44,9 +44,11 @@ from drawbar._records.report_ranges import (
     get_checkpoint_indices,
     list_committed_names,
 )
+from drawbar._records.rollback import Rollback
 from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports
 from drawbar._records.timeline import RunState
+from drawbar._recovery.resume import RunDirectoryState, decide_resume, list_config_changes
 from drawbar._storage.checkpoint_store import quarantine, split_damaged
 from drawbar._storage.default_storage import get_default_storage_path
 from drawbar._storage.files import inherit_directory_mode
@@ -56,7 +58,6 @@ from drawbar._storage.run_directory import RunDirectory, make_run_directory
 from drawbar._storage.write_checks import check_storage_path
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._controller.run import OpenRun, RunSpec
-from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
 
 _PACKAGES = (
     *("ray", "torch", "lightning", "pytorch-lightning", "transformers", "accelerate", "deepspeed"),
@@ -153,6 +154,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         failed_attempts=list_failed_attempts([*existing.events, *start_events]),
         warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
         had_finished=_has_finished(existing.events),
+        rollbacks=_list_rollbacks(existing.events),
     )
 
 
@@ -201,7 +203,11 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
     """Read the run directory and decide how to resume from it."""
     checkpoints = directory.checkpoints
     events, damage = _recover_journal(directory, journal)
-    manifests, altered = split_damaged(checkpoints, checkpoints.list_committed())
+    committed, rollbacks = checkpoints.list_committed(), _list_rollbacks(events)
+    # Their directories still exist if the driver was killed during the rollback.
+    discarded = {m.name for m in committed if any(each.discards(m) for each in rollbacks)}
+    committed = [manifest for manifest in committed if manifest.name not in discarded]
+    manifests, altered = split_damaged(checkpoints, committed)
     intact = [manifest for manifest in manifests if checkpoints.is_intact(manifest.name)]
     damage = [part for part in damage if part not in altered] + list(altered.values())
     reports = StoredReports(directory.run_files, strict=False)
@@ -219,7 +225,7 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
         conflict=_conflicting_functions(events, spec.function),
     )
     missing = _missing_checkpoints(events, intact)
-    return _ExistingRun(events, reports, intact, {*altered, *missing}, warning, lost)
+    return _ExistingRun(events, reports, intact, {*altered, *missing, *discarded}, warning, lost)
 
 
 def _conflicting_functions(
@@ -274,10 +280,11 @@ def _find_unjournaled_commits(existing: _ExistingRun) -> list[CheckpointCommitte
     There is one if a driver was killed between a commit and its journal entry, and there may be
     several if the journal was truncated.
     """
-    indices = [event.index for event in existing.events if isinstance(event, CheckpointCommitted)]
-    # By report and not by name, because a name may have been reused.
-    latest = max(indices, default=-1)
-    unjournaled = [manifest for manifest in existing.intact if manifest.index > latest]
+    commits = [event for event in existing.events if isinstance(event, CheckpointCommitted)]
+    # By report and not by name, because a name may have been reused. The attempt comes first,
+    # because reports are numbered from an earlier number after a rollback.
+    latest = max(((event.attempt, event.index) for event in commits), default=(-1, -1))
+    unjournaled = [each for each in existing.intact if (each.attempt, each.index) > latest]
     return [CheckpointCommitted.of(manifest, seconds=0.0) for manifest in unjournaled]
 
 
@@ -302,6 +309,11 @@ def _list_failures_since_last_end(events: list[JournaledEvent]) -> list[AttemptE
         elif isinstance(event, RanksRecovered):
             ends += ["worker"] * event.num_deaths
     return ends
+
+
+def _list_rollbacks(events: list[JournaledEvent]) -> list[Rollback]:
+    ends = [event.rollback for event in events if isinstance(event, AttemptEnded)]
+    return [rollback for rollback in ends if rollback is not None]
 
 
 def _recover_journal(
