@@ -11,7 +11,7 @@ from drawbar._base.wording import format_count
 
 
 class _Committed(Protocol):
-    """What identifies a checkpoint, as in `Manifest`: a name may be used again later."""
+    """Identity of a checkpoint, as in `Manifest`. A later one may have the same name."""
 
     @property
     def name(self) -> str:

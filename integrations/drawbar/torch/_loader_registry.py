@@ -258,7 +258,7 @@ class LoaderRegistry:
         ):
             raise RuntimeError(
                 "rollback() needs a running loop over a data loader that draws its samples from a "
-                "sampler, not from an IterableDataset. Call it inside such a loop."
+                "sampler, not from an IterableDataset. Call it inside this loop."
             )
         if sequence.key is None:
             raise RuntimeError("rollback() cannot skip batches of a data loader with resume=False.")

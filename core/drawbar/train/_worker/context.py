@@ -182,7 +182,7 @@ def rollback(reason: str, *, skip: int = 0, to: int = 1) -> NoReturn:
 
     Call it after a loss that is NaN or has a spike, inside the loop over a data loader of
     `prepare_data_loader`. The batches between the checkpoint and the call are not used again. One
-    rank can call it, or several. The call never returns.
+    rank can call it, or several.
 
     The run never resumes from the checkpoints after the target again. They are moved to the
     directory `broken` of the run. `FailureConfig.max_rollbacks` limits the number of rollbacks. If
@@ -194,6 +194,9 @@ def rollback(reason: str, *, skip: int = 0, to: int = 1) -> NoReturn:
             the epoch.
         to: Number of checkpoints to go back: 1 is the latest one, 2 the one before. If there are
             fewer, the run resumes from the oldest one, or starts again without one.
+
+    Returns:
+        Never: Drawbar interrupts the function.
 
     Raises:
         RuntimeError: Called outside a training function, or a data source cannot skip batches.
