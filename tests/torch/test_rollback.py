@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drawbar import train
 from drawbar.torch import TorchTrainer, prepare_data_loader, prepare_model
-from drawbar.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
-from drawbar.train.runs import RunRecord
+from drawbar.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError, runs
 
 NUM_BATCHES = 16
 BAD_BATCHES = (9, 10, 11)
@@ -34,11 +33,11 @@ def make_data(batch: int) -> TensorDataset:
     return TensorDataset(x, torch.arange(float(len(x))))
 
 
-def train_function(config: dict[str, Any]) -> tuple[list[float], torch.Tensor]:
-    """Return the first sample of each batch of the last attempt, and the weights."""
+def train_function(config: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
+    """Return the numbers of the batches of the last attempt, and the weights."""
     context = train.get_context()
     torch.manual_seed(1)
-    model = nn.Linear(3, 1)
+    model: nn.Module = nn.Linear(3, 1)
     checkpoint = train.get_checkpoint()
     if checkpoint is not None:
         model.load_state_dict(torch.load(Path(checkpoint.path) / "model.pt"))
@@ -86,15 +85,17 @@ def make_trainer(
     )
 
 
-def list_ends(path: Path) -> list[Any]:
-    return [e for e in RunRecord(path).list_events() if type(e).__name__ == "AttemptEnded"]
+def list_ends(path: Path) -> list[dict[str, Any]]:
+    return [
+        event for event in runs.find_run(path).list_events() if event["event"] == "attempt_ended"
+    ]
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_rollback_of_one_rank_equals_run_without_the_batches(
     tmp_path: Path, is_killed: bool
 ) -> None:
-    settings = {"kill_once": str(tmp_path / "killed")} if is_killed else {}
+    settings: dict[str, Any] = {"kill_once": str(tmp_path / "killed")} if is_killed else {}
     rollback = {"skip": 2, "to": 2}
     result = make_trainer(tmp_path, "rolled_back", rollback=rollback, **settings).fit()
     expected = make_trainer(tmp_path, "expected", leave_out=range(4, 12)).fit()
@@ -102,10 +103,10 @@ def test_rollback_of_one_rank_equals_run_without_the_batches(
     assert seen == list(range(12, NUM_BATCHES))
     assert torch.equal(weights, expected.return_value[1])
     ends = list_ends(tmp_path / "rolled_back")
-    assert [end.cause for end in ends] == ["rollback", "worker"][: 1 + is_killed]
-    assert ends[0].budget == "max_rollbacks: 2 of 3 left"
-    assert ends[0].rollback.checkpoint == "checkpoint_000000"
-    assert ends[0].rollback.discarded == ["checkpoint_000001"]
+    assert [end["cause"] for end in ends] == ["rollback", "worker"][: 1 + is_killed]
+    assert ends[0]["budget"] == "max_rollbacks: 2 of 3 left"
+    assert ends[0]["rollback"]["checkpoint"] == "checkpoint_000000"
+    assert ends[0]["rollback"]["discarded"] == ["checkpoint_000001"]
     assert len(list((tmp_path / "rolled_back" / "broken").iterdir())) == 1
     decision = result.timeline.attempts[0].decision
     assert "skipping 2 batches: loss is nan" in decision
@@ -144,7 +145,14 @@ def test_rollback_after_which_the_driver_is_killed_is_respected(tmp_path: Path) 
 def test_rollback_with_invalid_arguments_raises(tmp_path: Path) -> None:
     def function() -> list[str]:
         messages = []
-        for arguments in ({"reason": ""}, {"skip": -1}, {"to": 0}, {"skip": True}, {"reason": 1}):
+        invalid: list[dict[str, Any]] = [
+            {"reason": ""},
+            {"skip": -1},
+            {"to": 0},
+            {"skip": True},
+            {"reason": 1},
+        ]
+        for arguments in invalid:
             with pytest.raises((TypeError, ValueError)) as caught:
                 train.rollback(**{"reason": "nan", **arguments})
             messages.append(str(caught.value))
