@@ -36,7 +36,7 @@ AttemptEndCause = Literal[
 ]
 
 
-JOURNAL_FORMAT = 1
+JOURNAL_FORMAT = 2
 """Format version of the journal and of the segments with reports.
 
 New event types and optional fields do not change it. Everything else does, also a new value of a

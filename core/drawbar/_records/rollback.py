@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -22,6 +22,9 @@ class _Committed(Protocol):
     def attempt(self) -> int:
         """Number of the attempt that committed it."""
         ...
+
+
+_CommittedT = TypeVar("_CommittedT", bound=_Committed)
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +98,13 @@ def decide_rollback(
         discarded=list(committed[kept:]),
         data_positions=data_positions,
     )
+
+
+def remove_discarded(
+    committed: Iterable[_CommittedT], rollbacks: Collection[Rollback]
+) -> list[_CommittedT]:
+    """Return the checkpoints from which a run can resume after its rollbacks."""
+    return [each for each in committed if not any(r.discards(each) for r in rollbacks)]
 
 
 def find_positions(

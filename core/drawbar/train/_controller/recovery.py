@@ -135,8 +135,11 @@ class Recovery:
         if isinstance(decision, Restart):
             delay = max(decision.delay, startup_delay(self._failed_starts))
             decision = replace(decision, delay=delay)
-        self._emit_failure(number, attempt, failure, decision, verdict)
-        await self._checkpoints.registry.exclude(self._run.rollbacks)
+        rollback = self._decide_rollback(number, failure)
+        self._emit_failure(number, attempt, failure, decision, verdict, rollback)
+        if rollback is not None:
+            self._run.rollbacks.append(rollback)
+            await self._checkpoints.roll_back(rollback)
         if isinstance(decision, Restart):
             self._failure_counts = decision.failure_counts
             if attempt is not None:
@@ -258,6 +261,7 @@ class Recovery:
         failure: AttemptFailure,
         decision: Restart | GiveUp,
         verdict: Verdict | None,
+        rollback: Rollback | None,
     ) -> None:
         headlines = [worker_failure.headline() for worker_failure in failure.failures]
         if failure.exception is not None and not any(
@@ -266,7 +270,6 @@ class Recovery:
             headlines.append(f"{type(failure.exception).__name__}: {failure.exception}")
         if attempt is not None:
             self._emit(AttemptEnding(number))
-        rollback = self._decide_rollback(number, failure)
         is_final = isinstance(decision, GiveUp)
         budget = "" if isinstance(decision, GiveUp) else decision.budget
         self._emit(
@@ -282,8 +285,6 @@ class Recovery:
                 rollback=rollback,
             )
         )
-        if rollback is not None:
-            self._run.rollbacks.append(rollback)
         self._emit(
             WorkersFailed(
                 failure.cause, failure.failures, is_final=is_final, budget=budget, verdict=verdict

@@ -43,13 +43,14 @@ from drawbar._records.report_ranges import (
     find_missing_reports,
     get_checkpoint_indices,
     list_committed_names,
+    list_rollbacks,
 )
-from drawbar._records.rollback import Rollback
+from drawbar._records.rollback import remove_discarded
 from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports
 from drawbar._records.timeline import RunState
 from drawbar._recovery.resume import RunDirectoryState, decide_resume, list_config_changes
-from drawbar._storage.checkpoint_store import quarantine, split_damaged
+from drawbar._storage.checkpoint_store import quarantine, split_damaged, uncommit
 from drawbar._storage.default_storage import get_default_storage_path
 from drawbar._storage.files import inherit_directory_mode
 from drawbar._storage.filesystem import resolve_path
@@ -137,6 +138,8 @@ def open_run(spec: RunSpec) -> OpenRun:
         inherit_directory_mode(directory.journal_path)
         for name in existing.damaged:
             quarantine(directory.checkpoints, name)
+        for name in existing.discarded:
+            uncommit(directory.checkpoints, name)
         repair_segments(directory, existing.reports)
         start_events = _journal_run_start(journal, spec, existing)
     except BaseException:
@@ -154,7 +157,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         failed_attempts=list_failed_attempts([*existing.events, *start_events]),
         warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
         had_finished=_has_finished(existing.events),
-        rollbacks=_list_rollbacks(existing.events),
+        rollbacks=list_rollbacks(existing.events),
     )
 
 
@@ -167,6 +170,7 @@ class _ExistingRun:
         reports: Reports of earlier attempts.
         intact: Manifests of the intact checkpoints, oldest first.
         damaged: Names of newer checkpoints that are damaged or missing.
+        discarded: Names of checkpoints that a rollback has not yet removed.
         warning: How the run is resumed, if that needs attention.
         lost: Reports that are missing.
     """
@@ -175,6 +179,7 @@ class _ExistingRun:
     reports: StoredReports
     intact: list[Manifest]
     damaged: Collection[str]
+    discarded: Collection[str]
     warning: str
     lost: list[ReportsLost]
 
@@ -203,11 +208,11 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
     """Read the run directory and decide how to resume from it."""
     checkpoints = directory.checkpoints
     events, damage = _recover_journal(directory, journal)
-    committed, rollbacks = checkpoints.list_committed(), _list_rollbacks(events)
-    # Their directories still exist if the driver was killed during the rollback.
-    discarded = {m.name for m in committed if any(each.discards(m) for each in rollbacks)}
-    committed = [manifest for manifest in committed if manifest.name not in discarded]
-    manifests, altered = split_damaged(checkpoints, committed)
+    committed = checkpoints.list_committed()
+    remaining = remove_discarded(committed, list_rollbacks(events))
+    # They still exist if the driver was killed during the rollback.
+    discarded = {each.name for each in committed} - {each.name for each in remaining}
+    manifests, altered = split_damaged(checkpoints, remaining)
     intact = [manifest for manifest in manifests if checkpoints.is_intact(manifest.name)]
     damage = [part for part in damage if part not in altered] + list(altered.values())
     reports = StoredReports(directory.run_files, strict=False)
@@ -225,7 +230,8 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
         conflict=_conflicting_functions(events, spec.function),
     )
     missing = _missing_checkpoints(events, intact)
-    return _ExistingRun(events, reports, intact, {*altered, *missing, *discarded}, warning, lost)
+    damaged = {*altered, *missing} - discarded
+    return _ExistingRun(events, reports, intact, damaged, discarded, warning, lost)
 
 
 def _conflicting_functions(
@@ -266,7 +272,8 @@ def _journal_run_start(
         environment=describe_environment(spec.worker_spec.driver_env, spec.run_config.secret_keys),
         versions=list_versions(),
     )
-    deleted = [CheckpointDeleted(time=now, name=name) for name in existing.damaged]
+    names = [*existing.damaged, *existing.discarded]
+    deleted = [CheckpointDeleted(time=now, name=name) for name in names]
     commits = _find_unjournaled_commits(existing)
     events: list[JournaledEvent] = [start, *existing.lost, *deleted, *commits]
     for event in events:
@@ -309,11 +316,6 @@ def _list_failures_since_last_end(events: list[JournaledEvent]) -> list[AttemptE
         elif isinstance(event, RanksRecovered):
             ends += ["worker"] * event.num_deaths
     return ends
-
-
-def _list_rollbacks(events: list[JournaledEvent]) -> list[Rollback]:
-    ends = [event.rollback for event in events if isinstance(event, AttemptEnded)]
-    return [rollback for rollback in ends if rollback is not None]
 
 
 def _recover_journal(
