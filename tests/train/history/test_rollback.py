@@ -1,15 +1,20 @@
-"""Tests of the decisions about a rollback, without a run."""
+"""Tests of the decisions about a rollback, and of the checkpoints that it discards."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from drawbar import train
 from drawbar._records.rollback import Rollback, decide_rollback, find_positions
 from drawbar._recovery.decisions import GiveUp, Restart, decide_after_failure
-from drawbar.train import FailureConfig
+from drawbar.train import FailureConfig, Result, WorkerGroupError
+from drawbar.train.backend import register_data_position
+from tests.train.runs import fit
+from tests.train.text_checkpoints import content, save
 
 
 @dataclass
@@ -64,3 +69,25 @@ def test_decide_after_rollback_uses_its_own_budget() -> None:
     assert decision == GiveUp("FailureConfig.max_rollbacks=1 is used up")
     assert isinstance(decision, GiveUp)
     assert not decision.should_retry
+
+
+def test_checkpoint_that_a_killed_driver_has_not_discarded_is_not_used(tmp_path: Path) -> None:
+    def function(config: dict[str, bool]) -> str:
+        register_data_position("batches", lambda: 0, skip_batches=lambda num_batches: num_batches)
+        if train.get_checkpoint() is None:
+            save("a")
+            save("b")
+            train.rollback("nan", to=2)
+        if config["should_fail"]:
+            raise RuntimeError("on purpose")
+        return content(train.get_checkpoint())
+
+    with pytest.raises(WorkerGroupError, match="on purpose"):
+        fit(function, tmp_path, {"should_fail": True})
+    run = tmp_path / "run"
+    (moved,) = (run / "broken").iterdir()
+    # The driver moves it after it has written the rollback to the journal.
+    moved.rename(run / "checkpoint_000001")
+    assert content(Result.from_path(run).checkpoint) == "a"
+    assert fit(function, tmp_path, {"should_fail": False}).return_value == "a"
+    assert not (run / "checkpoint_000001").exists()
