@@ -185,8 +185,9 @@ def rollback(reason: str, *, skip: int = 0, to: int = 1) -> NoReturn:
     rank can call it, or several.
 
     The run never resumes from the checkpoints after the target again. They are moved to the
-    directory `broken` of the run. `FailureConfig.max_rollbacks` limits the number of rollbacks. If
-    it is used up, the run ends with an error whose `should_retry` is False.
+    directory `broken` of the run, or deleted in an object store. `FailureConfig.max_rollbacks`
+    limits the number of rollbacks. If it is used up, the run ends with an error whose
+    `should_retry` is False.
 
     Args:
         reason: Reason, for the journal, the console, and the error.

@@ -80,13 +80,15 @@ class DataSources:
             RuntimeError: A source cannot skip batches, or there is no source.
         """
         with self._lock:
-            fixed = [*(self._shards or ()), *self._position_callbacks.keys() - self._skip_callbacks]
+            unsupported = self._position_callbacks.keys() - self._skip_callbacks.keys()
+            fixed = sorted({*(self._shards or ()), *unsupported})
             skips = dict(self._skip_callbacks)
         if fixed or not skips:
             raise RuntimeError(
-                "rollback() needs data loaders of drawbar.torch.prepare_data_loader(), which can "
-                f"skip batches, found {', '.join(map(repr, fixed)) or 'no data loader'}. Prepare "
-                "the loader, or restart the run with other data."
+                "rollback() can skip batches only in a loop over a data loader of "
+                "drawbar.torch.prepare_data_loader(), not of a dataset of the trainer or of a "
+                f"framework's trainer; found {', '.join(map(repr, fixed)) or 'no data loader'}. "
+                "Iterate over a prepared loader, or restart the run with other data."
             )
         return {**self.get_positions(), **{name: get(skip) for name, get in skips.items()}}
 
