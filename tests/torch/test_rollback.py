@@ -45,12 +45,14 @@ def train_function(config: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data = make_data(2 * context.get_world_size())
     loader = prepare_data_loader(DataLoader(data, batch_size=2, shuffle=False))
+    other = prepare_data_loader(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
     seen = []
     for x, sample in loader:
         number = int(sample[0]) // (2 * context.get_world_size())
         if number in config.get("leave_out", ()):
             continue
         seen.append(number)
+        assert len(list(other)) == len(other)  # a loop over other data, which has ended
         loss = model(x).square().mean()
         if not math.isfinite(loss.item()):
             train.rollback("loss is nan", **config["rollback"])
@@ -165,3 +167,24 @@ def test_rollback_with_invalid_arguments_raises(tmp_path: Path) -> None:
         function, scaling_config=ScalingConfig(num_workers=0), run_config=run_config
     )
     assert len(trainer.fit().return_value) == 5
+
+
+def test_rollback_between_epochs_begins_the_next_epoch(tmp_path: Path) -> None:
+    def function() -> list[tuple[int, list[float]]]:
+        loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2))
+        epochs = []
+        for _ in range(2):
+            rows = [float(row) for (batch,) in loader for row in batch]
+            epochs.append((loader.sampler.current_position.epoch, rows))
+            if train.get_context().get_attempt() == 0:
+                with pytest.raises(RuntimeError, match="needs a running loop"):
+                    train.rollback("spike", skip=1)
+                train.rollback("spike")
+        return epochs
+
+    run_config = RunConfig(storage_path=str(tmp_path))
+    trainer = TorchTrainer(
+        function, scaling_config=ScalingConfig(num_workers=0), run_config=run_config
+    )
+    rows = [0.0, 1.0, 2.0, 3.0]
+    assert trainer.fit().return_value == [(1, rows), (2, rows)]

@@ -116,19 +116,24 @@ class SamplerPositionTracker:
         more = ", ..." if len(rows) > _MAX_SHOWN_ROWS else ""
         return f"{text}, rows {shown}{more} of the dataset" if rows else text
 
+    @property
+    def is_running(self) -> bool:
+        """Whether an iteration has begun and not ended."""
+        return self._begin is not None
+
     def position_after(self, num_batches: int) -> object:
-        """Return the position after so many batches more, at most at the end of the epoch.
+        """Return the position after more batches of the running iteration, at most at its end.
 
         Raises:
-            RuntimeError: No iteration is running, or its samples cannot be counted.
+            RuntimeError: The samples of the iteration cannot be counted.
         """
         position = EpochPosition(**cast("dict[str, Any]", self.position()))
         if not num_batches:
             return asdict(position)
-        if self._begin is None or position.length is None or not self._items_per_batch:
+        if position.length is None or not self._items_per_batch:
             raise RuntimeError(
-                f"rollback(skip={num_batches}) needs a running loop over a data loader with a "
-                "length and a batch size. Call it inside the loop, or set skip=0."
+                f"rollback(skip={num_batches}) needs a data loader with a length and a batch size. "
+                "Set batch_size= in the loader, or set skip=0."
             )
         return asdict(position.advance(num_batches * self._items_per_batch))
 

@@ -243,27 +243,32 @@ class LoaderRegistry:
             batch = tracker.describe_batch()
         return f"{sequence.name or sequence.identity.dataset}, {batch}"
 
-    def record_after(self, num_batches: int) -> dict[str, object] | None:
-        """Return the positions of all loaders, after more batches of the newest iteration.
+    def record_after(self, num_batches: int) -> dict[str, object]:
+        """Return the positions of all loaders, after more batches of the newest running iteration.
 
         Raises:
-            RuntimeError: The loader of this iteration cannot skip batches.
+            RuntimeError: No iteration is running, or its loader cannot skip batches.
         """
-        records = self.record()
-        sequence = max(self._sequences, key=lambda sequence: sequence.begun_at, default=None)
-        if (
-            sequence is None
-            or records is None
-            or not isinstance(sequence.tracker, SamplerPositionTracker)
-        ):
+        records = self.record() or {}
+        sampled = {
+            sequence.begun_at: (sequence, sequence.tracker)
+            for sequence in self._sequences
+            if isinstance(sequence.tracker, SamplerPositionTracker)
+        }
+        running = [number for number, (_, tracker) in sampled.items() if tracker.is_running]
+        if not running:
+            if records and len(sampled) == len(self._sequences) and not num_batches:
+                return records  # between two epochs
             raise RuntimeError(
                 "rollback() needs a running loop over a data loader that draws its samples from a "
                 "sampler, not from an IterableDataset. Call it inside this loop."
             )
+        # The newest one: a loop over validation data may be inside the loop over training data.
+        sequence, tracker = sampled[max(running)]
         if sequence.key is None:
             raise RuntimeError("rollback() cannot skip batches of a data loader with resume=False.")
         record = cast("dict[str, object]", records[sequence.key])
-        state = sequence.tracker.position_after(num_batches)
+        state = tracker.position_after(num_batches)
         return {**records, sequence.key: {**record, "state": state}}
 
     def record(self) -> dict[str, object] | None:
