@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drawbar import train
 from drawbar.torch import TorchTrainer, prepare_data_loader, prepare_model
+from drawbar.torch._sampler import EpochSampler
 from drawbar.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError, runs
 
 NUM_BATCHES = 16
@@ -175,6 +176,7 @@ def test_rollback_between_epochs_begins_the_next_epoch(tmp_path: Path) -> None:
         epochs = []
         for _ in range(2):
             rows = [float(row) for (batch,) in loader for row in batch]
+            assert isinstance(loader.sampler, EpochSampler)
             epochs.append((loader.sampler.current_position.epoch, rows))
             if train.get_context().get_attempt() == 0:
                 with pytest.raises(RuntimeError, match="needs a running loop"):
