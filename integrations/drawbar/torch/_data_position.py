@@ -118,7 +118,7 @@ class SamplerPositionTracker:
 
     @property
     def is_running(self) -> bool:
-        """Whether an iteration has begun and not ended."""
+        """True between the begin and the end of an iteration."""
         return self._begin is not None
 
     def position_after(self, num_batches: int) -> object:
