@@ -22,7 +22,15 @@ CONNECTION_LOST = re.compile(
 )
 
 FailureKind = Literal[
-    "exception", "exit", "died", "configuration", "divergence", "hang", "startup", "storage"
+    "exception",
+    "exit",
+    "died",
+    "configuration",
+    "divergence",
+    "hang",
+    "startup",
+    "storage",
+    "rollback",
 ]
 """Kinds of failure. "exit" is a program that ended itself with a non-zero exit code, by
 `sys.exit()` or KeyboardInterrupt."""

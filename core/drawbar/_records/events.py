@@ -16,6 +16,7 @@ from drawbar._base.train_function import FunctionIdentity
 from drawbar._process.errors import PreemptionInfo
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.worker_failure import WorkerFailure
+from drawbar._records.rollback import Rollback
 from drawbar._records.row_positions import UnevenRows
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.verdict import Verdict
@@ -23,11 +24,19 @@ from drawbar._storage.contents import check_checkpoint_name
 from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 
 AttemptEndCause = Literal[
-    "worker", "hang", "preemption", "resize", "startup", "configuration", "divergence", "storage"
+    "worker",
+    "hang",
+    "preemption",
+    "resize",
+    "startup",
+    "configuration",
+    "divergence",
+    "storage",
+    "rollback",
 ]
 
 
-JOURNAL_FORMAT = 1
+JOURNAL_FORMAT = 2
 """Format version of the journal and of the segments with reports.
 
 New event types and optional fields do not change it. Everything else does, also a new value of a
@@ -262,6 +271,7 @@ class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended")
         failure_time: Time of the root cause, in seconds since the epoch; None if unknown.
         verdict: Why the run restarts or ends; None if the failure is none of the ranks.
         budget: Remaining failure budget if the run restarts, such as "max_failures: 2 of 3 left".
+        rollback: With the cause "rollback", the checkpoint and data with which the run continues.
 
     Example: `print(event.cause, event.failure_headlines[:1])`
     """
@@ -273,6 +283,7 @@ class AttemptEnded(JournalEntry, frozen=True, kw_only=True, tag="attempt_ended")
     failure_time: float | None = None
     verdict: Verdict | None = None
     budget: str = ""
+    rollback: Rollback | None = None
 
 
 class RanksRecovered(JournalEntry, frozen=True, kw_only=True, tag="recovered_in_place"):

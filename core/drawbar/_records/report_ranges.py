@@ -21,6 +21,7 @@ from drawbar._records.events import (
     WorkersStarted,
 )
 from drawbar._records.report_blocks import ReportBlock
+from drawbar._records.rollback import Rollback
 from drawbar._records.stored_reports import StoredReports
 from drawbar._storage.manifest import Manifest
 
@@ -149,7 +150,16 @@ def get_checkpoint_indices(events: Iterable[JournaledEvent]) -> dict[str, int]:
             indices[event.name] = event.index
         elif isinstance(event, CheckpointDeleted):
             indices.pop(event.name, None)
+        elif isinstance(event, AttemptEnded) and event.rollback is not None:
+            for name in event.rollback.discarded:
+                indices.pop(name, None)
     return indices
+
+
+def list_rollbacks(events: Iterable[JournaledEvent]) -> list[Rollback]:
+    """Return the rollbacks of a run, oldest first."""
+    ends = [event.rollback for event in events if isinstance(event, AttemptEnded)]
+    return [rollback for rollback in ends if rollback is not None]
 
 
 def list_committed_names(events: Iterable[JournaledEvent]) -> set[str]:

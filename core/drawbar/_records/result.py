@@ -17,6 +17,8 @@ from drawbar._records.checkpoint_config import parse_checkpoint_config
 from drawbar._records.data_ledger import DataLedger
 from drawbar._records.goodput import Goodput
 from drawbar._records.ranking import describe_missing_scores, get_score, rank_checkpoints
+from drawbar._records.report_ranges import list_rollbacks
+from drawbar._records.rollback import remove_discarded
 from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import Timeline
 from drawbar._storage.checkpoint import Checkpoint
@@ -110,7 +112,9 @@ class Result:
         has_failed = state.status == "failed"
         # Read the checkpoints from their directories. The journal may list checkpoints that a user
         # has deleted, or whose deletion by retention was interrupted by a kill.
-        manifests = _list_intact_checkpoints(directory.checkpoints)
+        manifests = remove_discarded(
+            _list_intact_checkpoints(directory.checkpoints), list_rollbacks(current.events)
+        )
         if missing_scores := describe_missing_scores(manifests, config):
             _logger.warning(
                 "%s: %s best_checkpoints are sorted by age.", directory.uri, missing_scores

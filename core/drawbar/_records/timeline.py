@@ -156,9 +156,11 @@ def _apply_to_attempt(attempt: AttemptTimes, event: Event) -> None:
 
 
 def _describe_decision(event: events.AttemptEnded) -> str:
+    decision = f"restart ({event.budget})" if event.budget else "stop"
+    if event.rollback is not None:
+        return f"{decision}, {event.rollback.describe()}"
     if event.verdict is None:
         return ""
-    decision = f"restart ({event.budget})" if event.budget else "stop"
     return f"{decision}, {event.verdict.describe()}"
 
 

@@ -37,6 +37,11 @@ class FailureLimits(Protocol):
         """Failed starts."""
         ...
 
+    @property
+    def max_rollbacks(self) -> int:
+        """Rollbacks that the training function requested."""
+        ...
+
 
 @dataclass(frozen=True)
 class Restart:
@@ -92,6 +97,11 @@ def decide_after_failure(
         case "worker" | "hang":
             count = failure_counts["worker"] + failure_counts["hang"]
             name, limit = "max_failures", config.max_failures
+        case "rollback" if has_launcher:
+            return GiveUp("restarts are left to your launcher (torchrun: --max-restarts)")
+        case "rollback":
+            count = failure_counts["rollback"]
+            name, limit = "max_rollbacks", config.max_rollbacks
         case "preemption":
             count = failure_counts["preemption"]
             name, limit = "max_preemption_failures", config.max_preemption_failures
@@ -110,7 +120,8 @@ def decide_after_failure(
     reason = f"FailureConfig.{name}={limit} is used up"
     if limit == 0:
         reason = f"restarts are off. FailureConfig({name}=3) allows 3"
-    return GiveUp(reason if verdict is None else verdict.explain_end(reason))
+    reason = reason if verdict is None else verdict.explain_end(reason)
+    return GiveUp(reason, should_retry=cause != "rollback")
 
 
 def get_storing_limit(files: Iterable[FileEntry]) -> float:

@@ -353,6 +353,26 @@ def split_damaged(
     return intact, damage
 
 
+def uncommit(checkpoints: CheckpointStore, name: str) -> None:
+    """Remove an intact checkpoint from the run, so that its name can be reused.
+
+    Its files stay where the storage allows it:
+      - in a local run directory, they are moved to `broken`
+      - in an object store, which cannot rename, they are deleted
+      - outside the run, they keep their place without the manifest and the checksums of Drawbar
+
+    Raises:
+        OSError: The storage failed. A second call continues.
+    """
+    root = checkpoints.root
+    if is_external(name):
+        for file in (MANIFEST_FILE, CHECKSUMS_FILE):
+            checkpoints.path(name).delete_file(file)
+    elif isinstance(root, LocalPath):
+        _move_to_broken(root, name)
+    checkpoints.delete(name)  # outside the run and after a move, only from the index
+
+
 def quarantine(checkpoints: CheckpointStore, name: str) -> None:
     """Move a damaged checkpoint to `broken` in the run directory, so that its name can be reused.
 
@@ -365,10 +385,14 @@ def quarantine(checkpoints: CheckpointStore, name: str) -> None:
     if "/" in name or not isinstance(path, LocalPath) or not path.is_dir():
         return
     if is_default_name(name) or has_reserved_files(path):
-        target = path.parent / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
-        target.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # nothing is left of the checkpoint
-            os.rename(path, target)
+        _move_to_broken(path.parent, name)
+
+
+def _move_to_broken(run_path: Path, name: str) -> None:
+    target = run_path / "broken" / f"{name}-{uuid.uuid4().hex[:6]}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # nothing is left of the checkpoint
+        os.rename(run_path / name, target)
 
 
 def _find_damage_reason(checkpoints: CheckpointStore, manifest: Manifest) -> str:

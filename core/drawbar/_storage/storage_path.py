@@ -61,6 +61,10 @@ class LocalPath(PosixPath):
         """
         write_atomically(self / name, data, durable=durable, temp_directory=temp_directory)
 
+    def delete_file(self, name: str) -> None:
+        """Delete a file. A missing file is not an error."""
+        (self / name).unlink(missing_ok=True)
+
     def list_directories(self) -> list[str]:
         """Return the sorted names of the direct subdirectories, without hidden ones.
 

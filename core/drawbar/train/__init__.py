@@ -48,11 +48,11 @@ from drawbar._process.errors import (
 from drawbar._process.worker_failure import WorkerError, WorkerFailure
 from drawbar._records.checkpoint_config import CheckpointConfig
 from drawbar._records.row_positions import TRAIN_DATASET_KEY
+from drawbar._recovery.failure_config import FailureConfig
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train import backend, collective
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode, CheckpointUploadMode
-from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._config.run_config import (
     AttemptInfo,
     LoggingConfig,
@@ -79,6 +79,7 @@ from drawbar.train._worker.context import (
     get_dataset_shard,
     get_preemption_info,
     report,
+    rollback,
     should_checkpoint,
 )
 from drawbar.train._worker.instrumentation import phase, set_progress, step
@@ -165,6 +166,7 @@ __all__ = [
     "get_preemption_info",
     "phase",
     "report",
+    "rollback",
     "set_progress",
     "should_checkpoint",
     "step",

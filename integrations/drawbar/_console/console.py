@@ -117,6 +117,8 @@ class Console:
                 case events.AttemptEnded() if event.cause == "resize":
                     text = "Resources for more workers are available. Restarting with more workers."
                     self._print(logging.WARNING, text)
+                case events.AttemptEnded() if event.rollback is not None:
+                    self._print(logging.WARNING, event.rollback.describe())
                 case events.CheckpointCommitted():
                     size = format_size(event.nbytes)
                     self._line_status.last_checkpoint = (

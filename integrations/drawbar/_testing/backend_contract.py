@@ -10,8 +10,8 @@ from typing import Any
 from drawbar._base.train_function import TrainFunction
 from drawbar._process.errors import WorkerGroupError
 from drawbar._records.result import Result
+from drawbar._recovery.failure_config import FailureConfig
 from drawbar.train import collective
-from drawbar.train._config.failure_config import FailureConfig
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._trainer import DataParallelTrainer

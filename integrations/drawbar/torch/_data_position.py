@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from drawbar.torch._sampler import EpochPosition, EpochSampler
 
@@ -115,6 +115,27 @@ class SamplerPositionTracker:
         shown = ", ".join(map(str, rows[:_MAX_SHOWN_ROWS]))
         more = ", ..." if len(rows) > _MAX_SHOWN_ROWS else ""
         return f"{text}, rows {shown}{more} of the dataset" if rows else text
+
+    @property
+    def is_running(self) -> bool:
+        """True between the begin and the end of an iteration."""
+        return self._begin is not None
+
+    def position_after(self, num_batches: int) -> object:
+        """Return the position after more batches of the running iteration, at most at its end.
+
+        Raises:
+            RuntimeError: The samples of the iteration cannot be counted.
+        """
+        position = EpochPosition(**cast("dict[str, Any]", self.position()))
+        if not num_batches:
+            return asdict(position)
+        if position.length is None or not self._items_per_batch:
+            raise RuntimeError(
+                f"rollback(skip={num_batches}) needs a data loader with a length and a batch size. "
+                "Set batch_size= in the loader, or set skip=0."
+            )
+        return asdict(position.advance(num_batches * self._items_per_batch))
 
     def position(self) -> object:
         """Return the position as a dict."""

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import IterableDataset
 
@@ -144,7 +144,9 @@ class LoaderRegistry:
         # Prepared loaders of one location and dataset. The list is removed as soon as one of them
         # is iterated. The key has ordinal 0.
         self._not_iterated = defaultdict[LoaderIdentity, list[weakref.ref[TrackedLoader]]](list)
-        recorded = register_data_position("data_loaders", self.record)
+        recorded = register_data_position(
+            "data_loaders", self.record, skip_batches=self.record_after
+        )
         register_batch_description(self.describe_batch)
         # A copy, since ranks in threads of one process get the same object.
         self._unclaimed: dict[str, dict[str, Any]] = dict(recorded or {})
@@ -240,6 +242,34 @@ class LoaderRegistry:
         if isinstance(tracker, SamplerPositionTracker):
             batch = tracker.describe_batch()
         return f"{sequence.name or sequence.identity.dataset}, {batch}"
+
+    def record_after(self, num_batches: int) -> dict[str, object]:
+        """Return the positions of all loaders, after more batches of the newest running iteration.
+
+        Raises:
+            RuntimeError: No iteration is running, or its loader cannot skip batches.
+        """
+        records = self.record() or {}
+        sampled = {
+            sequence.begun_at: (sequence, sequence.tracker)
+            for sequence in self._sequences
+            if isinstance(sequence.tracker, SamplerPositionTracker)
+        }
+        running = [number for number, (_, tracker) in sampled.items() if tracker.is_running]
+        if not running:
+            if records and len(sampled) == len(self._sequences) and not num_batches:
+                return records  # between two epochs
+            raise RuntimeError(
+                "rollback() needs a running loop over a data loader that draws its samples from a "
+                "sampler, not from an IterableDataset. Call it inside this loop."
+            )
+        # The newest one: a loop over validation data may be inside the loop over training data.
+        sequence, tracker = sampled[max(running)]
+        if sequence.key is None:
+            raise RuntimeError("rollback() cannot skip batches of a data loader with resume=False.")
+        record = cast("dict[str, object]", records[sequence.key])
+        state = tracker.position_after(num_batches)
+        return {**records, sequence.key: {**record, "state": state}}
 
     def record(self) -> dict[str, object] | None:
         """Return the positions of all loaders.

@@ -11,7 +11,7 @@ from drawbar.ui._catalog import IndexedRun
 
 Event = dict[str, Any]
 
-_STATUS_OF_CAUSE = {"preemption": "preempted", "resize": "resized"}
+_STATUS_OF_CAUSE = {"preemption": "preempted", "resize": "resized", "rollback": "rolled back"}
 
 
 def was_ended_by_user(times: AttemptTimes) -> bool:

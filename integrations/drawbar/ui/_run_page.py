@@ -148,7 +148,8 @@ def _list_marks(events: Sequence[Event]) -> list[dict[str, Any]]:
                 text = f"Reports {event['first']} to {event['until'] - 1} are missing."
                 found = [("reports_lost", None, text)]
             case "attempt_ended":
-                kind = "preemption" if event["cause"] == "preemption" else "failure"
+                cause = event["cause"]
+                kind = cause if cause in ("preemption", "rollback") else "failure"
                 text = next(iter(event["failure_headlines"]), event["cause"])
                 rank = split_headline(text).get("rank")
                 found = [(kind, None if rank is None else int(rank), text)]

@@ -26,6 +26,7 @@ from drawbar._recovery.decisions import (
     decide_after_failure,
     startup_delay,
 )
+from drawbar._recovery.resume import RunDirectoryState, decide_resume, list_config_changes
 from drawbar.train import (
     Backend,
     BackendConfig,
@@ -38,7 +39,6 @@ from drawbar.train import (
     WorkerFailure,
 )
 from drawbar.train._controller.failures import AttemptFailure, make_training_failed_error
-from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
 from drawbar.train._protocol.messages import WorkerDied
 from drawbar.train.backend import BackendWorkerGroup
 

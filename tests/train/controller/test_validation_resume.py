@@ -24,12 +24,14 @@ from drawbar.train import (
     ValidationConfig,
     WorkerGroupError,
 )
+from drawbar.train.backend import register_data_position
 from tests.train.controller.validated_runs import (
     COMMITTED,
     PENDING,
     Gate,
     fit,
     manifests,
+    number_in,
     save,
     squared,
     statuses,
@@ -102,6 +104,32 @@ def test_validation_continues_during_worker_restart(tmp_path: Path) -> None:
     failures = FailureConfig(max_failures=1)
     result = fit(function, tmp_path, ValidationConfig(validate), failure_config=failures)
     assert result.return_value == [PENDING, "VALIDATED"]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_rollback_cancels_validation_of_discarded_checkpoint(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+
+    def validate(checkpoint: Checkpoint) -> dict[str, Any]:
+        if number_in(checkpoint) == 2:
+            gate.open()
+            wait_forever()
+        return squared(checkpoint)
+
+    def function() -> list[str]:
+        register_data_position("batches", lambda: 0, skip_batches=lambda num_batches: num_batches)
+        if train.get_context().get_attempt() == 0:
+            save(1)
+            save(2)
+            gate.wait()
+            train.rollback("nan", to=2)
+        save(3)  # with the report number of the discarded checkpoint
+        return statuses()
+
+    validation = ValidationConfig(validate, max_concurrent=2)
+    result = fit(function, tmp_path, validation, num_workers=1)
+    assert result.return_value == ["VALIDATED"] * 2
+    assert statuses_and_squares(tmp_path) == [("VALIDATED", 1), ("VALIDATED", 9)]
 
 
 def make_waiting_program(

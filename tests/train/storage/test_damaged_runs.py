@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from drawbar import train
+from drawbar._records.events import JOURNAL_FORMAT
 from drawbar.train import (
     CheckpointUploadMode,
     ControllerError,
@@ -102,9 +103,9 @@ def test_result_of_run_without_journal_raises_damaged_run_error(
 
 def set_newer_format(path: Path) -> bytes:
     """Set a newer format version, and change a field as only a new format may."""
-    newer = re.sub(rb'"format_version": ?1\b', b'"format_version":2', path.read_bytes())
+    newer = re.sub(rb'"format_version": ?\d\b', b'"format_version":9', path.read_bytes())
     newer = newer.replace(b'"name":', b'"title":', 1)
-    assert b'"format_version":2' in newer
+    assert b'"format_version":9' in newer
     path.write_bytes(newer)
     return newer
 
@@ -113,8 +114,8 @@ def test_journal_of_newer_format_raises_and_is_not_changed(run: Path) -> None:
     journal = run / "journal.jsonl"
     newer = set_newer_format(journal)
     expected = (
-        f"{journal} has format version 2, but this version of Drawbar supports format version 1. "
-        "Upgrade Drawbar"
+        f"{journal} has format version 9, but this version of Drawbar supports format version "
+        f"{JOURNAL_FORMAT}. Upgrade Drawbar"
     )
     for use in (
         lambda: Result.from_path(run),
@@ -132,7 +133,7 @@ def test_journal_of_newer_format_raises_and_is_not_changed(run: Path) -> None:
 def test_manifest_of_newer_format_raises_and_is_not_changed(run: Path) -> None:
     manifest = run / "checkpoint_000001" / ".drawbar.json"
     newer = set_newer_format(manifest)
-    message = f"{manifest} has format version 2, but .* version 1"
+    message = f"{manifest} has format version 9, but .* version 1"
     for use in (
         lambda: fit(two_steps, run.parent),
         lambda: Result.from_path(run),

@@ -22,6 +22,7 @@ from drawbar.train import (
     ScalingConfig,
     WorkerGroupError,
 )
+from drawbar.train.backend import register_data_position
 from drawbar.train.testing import check_run, run_in_threads
 
 NO_UPLOAD = CheckpointUploadMode.NO_UPLOAD
@@ -47,14 +48,14 @@ def parent(request: pytest.FixtureRequest, storage_path: str, tmp_path: Path) ->
     }[request.param]
 
 
-def fit(function: Any, storage_path: str | Path) -> Result:
+def fit(function: Any, storage_path: str | Path, num_to_keep: int | None = 1) -> Result:
     return DataParallelTrainer(
         function,
         scaling_config=ScalingConfig(num_workers=0),
         run_config=RunConfig(
             name="run",
             storage_path=storage_path,
-            checkpoint_config=CheckpointConfig(num_to_keep=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=num_to_keep),
         ),
     ).fit()
 
@@ -63,7 +64,7 @@ def write_checkpoint(path: str, text: str) -> Checkpoint:
     """Write a checkpoint that will be committed in place."""
     checkpoint = Checkpoint(path)
     if checkpoint.is_local:
-        Path(path).mkdir(parents=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
         (Path(path) / "model").write_text(text)
     else:
         with checkpoint.filesystem.open_output_stream(f"{checkpoint.path}/model") as stream:
@@ -166,6 +167,42 @@ def test_no_upload_from_staging_directory_raises(storage_path: str) -> None:
 
     with pytest.raises(WorkerGroupError, match="cannot be committed in place"):
         fit(function, storage_path)
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_rollback_allows_new_checkpoint_of_the_same_name(
+    storage_path: str, parent: str, is_in_place: bool
+) -> None:
+    def save(text: str) -> None:
+        if is_in_place:
+            path = f"{parent}/step_{len(text)}"
+            checkpoint = write_checkpoint(path, text)
+            train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=NO_UPLOAD)
+        else:
+            with train.checkpoint_dir() as directory:
+                (directory / "model").write_text(text)
+                train.report({}, checkpoint=directory)
+
+    def function() -> str:
+        newest = train.get_checkpoint()
+        text = "" if newest is None else content(newest)
+        num_read = register_data_position(
+            "batches", lambda: num_read, skip_batches=lambda num_batches: num_read + num_batches
+        )
+        for batch in range(num_read or 0, 6):
+            num_read = batch + 1
+            if batch == 2:
+                train.rollback("nan", skip=1, to=2)
+            text += str(batch)
+            save(text)
+        return text
+
+    result = fit(function, storage_path, num_to_keep=None)
+    assert result.return_value == "045"
+    reread = Result.from_path(result.uri)
+    found = [content(checkpoint) for checkpoint, _ in reread.best_checkpoints]
+    assert sorted(found) == ["0", "04", "045"]
+    check_run(result.uri)
 
 
 def test_damaged_index_of_external_checkpoints_raises(tmp_path: Path) -> None:

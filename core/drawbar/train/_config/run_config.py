@@ -14,15 +14,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from drawbar._base import fields
 from drawbar._base.metrics import Metrics
 from drawbar._base.time_limits import check_max_time, check_stop_before
 from drawbar._fork_server.forkserver_preload import check_interpreter, check_modules
 from drawbar._records.checkpoint_config import CheckpointConfig
+from drawbar._recovery.failure_config import FailureConfig
+from drawbar._recovery.resume import ResumeMode
 from drawbar._storage.filesystem import AnyFileSystem
-from drawbar.train._config.failure_config import FailureConfig
 
 if TYPE_CHECKING:
     from drawbar._process.errors import PreemptionInfo
@@ -206,8 +207,6 @@ class UserCallback:
             event: One of the types in `drawbar.train.events`. Ignore types that you do not know.
         """
 
-
-ResumeMode = Literal["auto", "never", "must"]
 
 _MAX_NAME_BYTES = 255  # bytes, in all usual file systems
 

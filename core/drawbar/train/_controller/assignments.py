@@ -10,6 +10,7 @@ from drawbar._base.ray_compat import get_draining_nodes
 from drawbar._process.rank_assignment import format_visible_devices
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._records.events import AttemptStarted
+from drawbar._records.rollback import find_positions
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._controller.run import OpenRun
 from drawbar.train._protocol.assignment import WorkerAssignment, WorkerSpec
@@ -48,7 +49,10 @@ class RunAssignmentPlanner:
         """Distribute the data and return the assignment of each worker, in rank order."""
         checkpoint = self._resolve_checkpoint(start)
         manifest = checkpoint.manifest if checkpoint else None
-        positions = manifest.data_positions if manifest else {}
+        own = manifest if manifest and manifest.run_id == self._run.run_id else None
+        positions = find_positions(self._run.rollbacks, own)
+        if positions is None:
+            positions = manifest.data_positions if manifest else {}
         nodes = [worker.node_id for worker, _ in workers]
         shards = [None] * len(nodes) if self._data is None else self._data.assign(nodes, positions)
         specs = self._make_worker_specs([worker for worker, _ in workers])

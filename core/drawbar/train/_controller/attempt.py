@@ -36,7 +36,6 @@ from drawbar.train._controller.failures import (
     AttemptFailure,
     describe_divergence,
     describe_interruption,
-    get_end_cause,
 )
 from drawbar.train._controller.progress import AttemptProgress
 from drawbar.train._controller.rank_progress import ActivityClock, collect_payloads
@@ -245,8 +244,8 @@ class Attempt:
                 self._emit(make_event(self.number, rank, message))
             case messages.RankFinished():
                 self._on_finished(rank, message)
-            case messages.RankFailed():
-                self.fail(AttemptFailure(get_end_cause(message.failure), [message.failure]))
+            case messages.RankFailed() | messages.RollbackRequested():
+                self.fail(AttemptFailure.of(message))
             case messages.WorkerDied():
                 self._on_death(rank, message)
             case messages.RankInterrupted():

@@ -16,6 +16,7 @@ from drawbar._process.ranks import WorkerInfo
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.checkpoint_config import CheckpointConfig
 from drawbar._records.event_stream import Emit
+from drawbar._records.rollback import Rollback
 from drawbar._storage import fault_points
 from drawbar._storage.files import remove_tree
 from drawbar._storage.manifest import Manifest, make_already_committed_error
@@ -123,6 +124,13 @@ class CheckpointCoordinator:
             await run_in_daemon_thread(self._directory.checkpoints.delete_uncommitted_uploads)
         for directory in self._directory.staging.list_directories():
             self._background.submit(remove_tree, directory)
+
+    async def roll_back(self, rollback: Rollback) -> None:
+        """Remove the checkpoints that a rollback discards. Unfinished validations start again."""
+        # Later checkpoints may have the report numbers by which validations are tracked.
+        await self.validations.cancel()
+        await self.registry.remove_discarded(rollback)
+        self.validations.resume_pending()
 
     def stop_waiting(self) -> None:
         """Make `close()` return without waiting for checksums and deletions."""

@@ -12,8 +12,9 @@ from drawbar._records.checkpoint_config import CheckpointConfig
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import CheckpointDeleted, CheckpointValidated
 from drawbar._records.live_events import Notice
+from drawbar._records.rollback import Rollback
 from drawbar._storage.checkpoint import Checkpoint
-from drawbar._storage.checkpoint_store import quarantine, split_damaged
+from drawbar._storage.checkpoint_store import quarantine, split_damaged, uncommit
 from drawbar._storage.contents import is_external
 from drawbar._storage.manifest import (
     Manifest,
@@ -118,6 +119,21 @@ class CheckpointRegistry:
             await run_in_daemon_thread(quarantine, self._checkpoints, name)
             self._emit(CheckpointDeleted(time=time.time(), name=name))
 
+    async def remove_discarded(self, rollback: Rollback) -> None:
+        """Remove the checkpoints to which a rollback does not return.
+
+        Raises:
+            OSError: The storage failed. The next start of the run removes them.
+        """
+        for name in rollback.discarded:
+            del self._manifests[name]
+            self._surplus.remove(name)
+        # Before a file changes: the journal in the storage must have the rollback.
+        await run_in_daemon_thread(self._directory.run_files.upload)
+        for name in rollback.discarded:
+            await run_in_daemon_thread(uncommit, self._checkpoints, name)
+            self._emit(CheckpointDeleted(time=time.time(), name=name))
+
     def add_validation(self, manifest: Manifest, validation: Validation) -> Manifest:
         """Attach a validation result to a checkpoint and journal it.
 
@@ -126,10 +142,10 @@ class CheckpointRegistry:
 
         Raises:
             OSError: The result cannot be journaled.
-            ValueError: The checkpoint was removed because it is damaged.
+            ValueError: The checkpoint was removed: it is damaged, or a rollback discards it.
         """
         if self._manifests.get(manifest.name) != manifest:
-            raise ValueError("the checkpoint was removed because it is damaged")
+            raise ValueError("the checkpoint was removed: damaged, or discarded by a rollback")
         validated = manifest.with_validation(validation)
         # Update memory first: retention must use the new score even if the write fails.
         self.add(validated)

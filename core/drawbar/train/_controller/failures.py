@@ -37,6 +37,7 @@ from drawbar.train._protocol.messages import (
     GroupMessage,
     RankFailed,
     RankFinished,
+    RollbackRequested,
     WorkerDied,
 )
 
@@ -62,6 +63,7 @@ class AttemptFailure:
         failure_times: Times at which training functions raised, by rank.
         started: Start time of the attempt if its workers did not start, otherwise 0.
         returned: Ranks whose function has returned.
+        request: Call of `rollback()` that ended the attempt, if any.
     """
 
     cause: AttemptEndCause
@@ -71,9 +73,16 @@ class AttemptFailure:
     failure_times: dict[int, float] = field(default_factory=dict)
     started: float = 0.0
     returned: set[int] = field(default_factory=set)
+    request: RollbackRequested | None = None
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Event()
+
+    @staticmethod
+    def of(message: RankFailed | RollbackRequested) -> AttemptFailure:
+        """Return the failure with which a rank ends the attempt."""
+        request = message if isinstance(message, RollbackRequested) else None
+        return AttemptFailure(get_end_cause(message.failure), [message.failure], request=request)
 
     def on_message(self, rank: int, message: GroupMessage) -> None:
         """Add a message that arrives after the first failure."""
@@ -353,7 +362,7 @@ def _read_tail(path: Path, nbytes: int = 20_000) -> str:
 def get_end_cause(failure: WorkerFailure) -> AttemptEndCause:
     """Return why an attempt ends after the failure of a worker."""
     match failure.kind:
-        case "configuration" | "storage":
+        case "configuration" | "storage" | "rollback":
             return failure.kind
         case _:
             return "worker"

@@ -18,6 +18,7 @@ from drawbar._records.events import AttemptEndCause, AttemptEnded, RanksRecovere
 from drawbar._records.failure_history import FailureHistory
 from drawbar._records.fingerprint import make_fingerprints
 from drawbar._records.live_events import AttemptEnding, Notice, WorkersFailed
+from drawbar._records.rollback import Rollback, decide_rollback
 from drawbar._records.verdict import Verdict
 from drawbar._recovery.attempt_recovery import Recovered
 from drawbar._recovery.decisions import GiveUp, Restart, decide_after_failure, startup_delay
@@ -124,7 +125,9 @@ class Recovery:
         # After these causes the backend was not set up.
         if failure.cause not in ("startup", "configuration"):
             await self._backend.run_shutdown_hook()
-        verdict = await self._judge(attempt, failure) if attempt is not None else None
+        verdict = None
+        if attempt is not None and failure.request is None:
+            verdict = await self._judge(attempt, failure)
         if _should_relocate(attempt) or (verdict is not None and verdict.excluded_node):
             self._group.kill()  # the next start places all processes again
         decision = self._decide(failure.cause, verdict)
@@ -132,7 +135,11 @@ class Recovery:
         if isinstance(decision, Restart):
             delay = max(decision.delay, startup_delay(self._failed_starts))
             decision = replace(decision, delay=delay)
-        self._emit_failure(number, attempt, failure, decision, verdict)
+        rollback = self._decide_rollback(number, failure)
+        self._emit_failure(number, attempt, failure, decision, verdict, rollback)
+        if rollback is not None:
+            self._run.rollbacks.append(rollback)
+            await self._checkpoints.roll_back(rollback)
         if isinstance(decision, Restart):
             self._failure_counts = decision.failure_counts
             if attempt is not None:
@@ -221,7 +228,9 @@ class Recovery:
                 should_keep=should_keep,
                 # After a failed start, the next attempt creates the processes, after a delay.
                 should_replace=is_restart_possible and failure.cause != "startup",
-                failed_ranks=self._history.list_ranks_to_replace(failure.failures),
+                failed_ranks=self._history.list_ranks_to_replace(
+                    failure.failures if failure.request is None else ()
+                ),
             )
         )
 
@@ -252,6 +261,7 @@ class Recovery:
         failure: AttemptFailure,
         decision: Restart | GiveUp,
         verdict: Verdict | None,
+        rollback: Rollback | None,
     ) -> None:
         headlines = [worker_failure.headline() for worker_failure in failure.failures]
         if failure.exception is not None and not any(
@@ -272,12 +282,27 @@ class Recovery:
                 failure_time=_get_failure_time(attempt, failure),
                 verdict=verdict,
                 budget=budget,
+                rollback=rollback,
             )
         )
         self._emit(
             WorkersFailed(
                 failure.cause, failure.failures, is_final=is_final, budget=budget, verdict=verdict
             )
+        )
+
+    def _decide_rollback(self, number: int, failure: AttemptFailure) -> Rollback | None:
+        request = failure.request
+        if request is None:
+            return None
+        return decide_rollback(
+            [manifest.name for manifest in self._checkpoints.registry.manifests],
+            attempt=number,
+            reason=request.reason,
+            skip=request.skip,
+            to=request.to,
+            report_index=request.report_index,
+            data_positions=request.data_positions,
         )
 
     def make_error(self, failure: AttemptFailure, decision: GiveUp) -> TrainingFailedError:

@@ -17,6 +17,7 @@ from drawbar._records.failure_history import FailedAttempt
 from drawbar._records.journal import Journal
 from drawbar._records.report_log import ReportLog
 from drawbar._records.result import Result
+from drawbar._records.rollback import Rollback
 from drawbar._records.timeline import RunState
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.run_directory import RunDirectory
@@ -98,6 +99,7 @@ class OpenRun:
         failure_counts: Number of failures of earlier attempts by cause.
         failed_attempts: Failed attempts with the same settings, also of earlier starts.
         warning: Warning for the user; may be empty.
+        rollbacks: Rollbacks of the run, oldest first.
         had_finished: Whether an earlier start of the run had finished.
     """
 
@@ -112,6 +114,7 @@ class OpenRun:
     failed_attempts: list[FailedAttempt]
     warning: str
     had_finished: bool
+    rollbacks: list[Rollback]
 
     @property
     def context(self) -> RunContext:

@@ -43,11 +43,14 @@ from drawbar._records.report_ranges import (
     find_missing_reports,
     get_checkpoint_indices,
     list_committed_names,
+    list_rollbacks,
 )
+from drawbar._records.rollback import remove_discarded
 from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports
 from drawbar._records.timeline import RunState
-from drawbar._storage.checkpoint_store import quarantine, split_damaged
+from drawbar._recovery.resume import RunDirectoryState, decide_resume, list_config_changes
+from drawbar._storage.checkpoint_store import quarantine, split_damaged, uncommit
 from drawbar._storage.default_storage import get_default_storage_path
 from drawbar._storage.files import inherit_directory_mode
 from drawbar._storage.filesystem import resolve_path
@@ -56,7 +59,6 @@ from drawbar._storage.run_directory import RunDirectory, make_run_directory
 from drawbar._storage.write_checks import check_storage_path
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._controller.run import OpenRun, RunSpec
-from drawbar.train._driver.resume import RunDirectoryState, decide_resume, list_config_changes
 
 _PACKAGES = (
     *("ray", "torch", "lightning", "pytorch-lightning", "transformers", "accelerate", "deepspeed"),
@@ -136,6 +138,8 @@ def open_run(spec: RunSpec) -> OpenRun:
         inherit_directory_mode(directory.journal_path)
         for name in existing.damaged:
             quarantine(directory.checkpoints, name)
+        for name in existing.discarded:
+            uncommit(directory.checkpoints, name)
         repair_segments(directory, existing.reports)
         start_events = _journal_run_start(journal, spec, existing)
     except BaseException:
@@ -153,6 +157,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         failed_attempts=list_failed_attempts([*existing.events, *start_events]),
         warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
         had_finished=_has_finished(existing.events),
+        rollbacks=list_rollbacks(existing.events),
     )
 
 
@@ -165,6 +170,7 @@ class _ExistingRun:
         reports: Reports of earlier attempts.
         intact: Manifests of the intact checkpoints, oldest first.
         damaged: Names of newer checkpoints that are damaged or missing.
+        discarded: Names of checkpoints that a rollback has not yet removed.
         warning: How the run is resumed, if that needs attention.
         lost: Reports that are missing.
     """
@@ -173,6 +179,7 @@ class _ExistingRun:
     reports: StoredReports
     intact: list[Manifest]
     damaged: Collection[str]
+    discarded: Collection[str]
     warning: str
     lost: list[ReportsLost]
 
@@ -201,7 +208,11 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
     """Read the run directory and decide how to resume from it."""
     checkpoints = directory.checkpoints
     events, damage = _recover_journal(directory, journal)
-    manifests, altered = split_damaged(checkpoints, checkpoints.list_committed())
+    committed = checkpoints.list_committed()
+    remaining = remove_discarded(committed, list_rollbacks(events))
+    # They still exist if the driver was killed during the rollback.
+    discarded = {each.name for each in committed} - {each.name for each in remaining}
+    manifests, altered = split_damaged(checkpoints, remaining)
     intact = [manifest for manifest in manifests if checkpoints.is_intact(manifest.name)]
     damage = [part for part in damage if part not in altered] + list(altered.values())
     reports = StoredReports(directory.run_files, strict=False)
@@ -219,7 +230,8 @@ def _inspect_directory(directory: RunDirectory, journal: Journal, spec: RunSpec)
         conflict=_conflicting_functions(events, spec.function),
     )
     missing = _missing_checkpoints(events, intact)
-    return _ExistingRun(events, reports, intact, {*altered, *missing}, warning, lost)
+    damaged = {*altered, *missing} - discarded
+    return _ExistingRun(events, reports, intact, damaged, discarded, warning, lost)
 
 
 def _conflicting_functions(
@@ -260,7 +272,8 @@ def _journal_run_start(
         environment=describe_environment(spec.worker_spec.driver_env, spec.run_config.secret_keys),
         versions=list_versions(),
     )
-    deleted = [CheckpointDeleted(time=now, name=name) for name in existing.damaged]
+    names = [*existing.damaged, *existing.discarded]
+    deleted = [CheckpointDeleted(time=now, name=name) for name in names]
     commits = _find_unjournaled_commits(existing)
     events: list[JournaledEvent] = [start, *existing.lost, *deleted, *commits]
     for event in events:
@@ -274,10 +287,11 @@ def _find_unjournaled_commits(existing: _ExistingRun) -> list[CheckpointCommitte
     There is one if a driver was killed between a commit and its journal entry, and there may be
     several if the journal was truncated.
     """
-    indices = [event.index for event in existing.events if isinstance(event, CheckpointCommitted)]
-    # By report and not by name, because a name may have been reused.
-    latest = max(indices, default=-1)
-    unjournaled = [manifest for manifest in existing.intact if manifest.index > latest]
+    commits = [event for event in existing.events if isinstance(event, CheckpointCommitted)]
+    # By report and not by name, because a name may have been reused. The attempt comes first,
+    # because reports are numbered from an earlier number after a rollback.
+    latest = max(((event.attempt, event.index) for event in commits), default=(-1, -1))
+    unjournaled = [each for each in existing.intact if (each.attempt, each.index) > latest]
     return [CheckpointCommitted.of(manifest, seconds=0.0) for manifest in unjournaled]
 
 

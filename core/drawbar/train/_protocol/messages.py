@@ -225,6 +225,17 @@ class DiagnosisRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: int
 
 
+class RollbackRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The function calls `rollback()` and waits until it is interrupted. There is no reply."""
+
+    reason: str
+    skip: int
+    to: int
+    report_index: int
+    data_positions: dict[str, object]
+    failure: WorkerFailure
+
+
 class FunctionImported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank has imported the user's function, and sets up the backend next."""
 
@@ -306,6 +317,7 @@ Message = (
     | CheckpointListRequest
     | RequestSeen
     | CheckpointDiscarded
+    | RollbackRequested
     | Observation
     | ShardEpochEnded
     | DiagnosisRequest

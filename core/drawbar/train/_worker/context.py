@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from drawbar._base.fields import parse_duration
 from drawbar._base.metrics import Metrics
@@ -175,6 +175,52 @@ def should_checkpoint() -> bool:
         ...     save_and_report_checkpoint()
     """
     return current_session("should_checkpoint").requests.get().should_checkpoint
+
+
+def rollback(reason: str, *, skip: int = 0, to: int = 1) -> NoReturn:
+    """Restart all ranks from an earlier checkpoint, and leave out a part of the data.
+
+    Call it after a loss that is NaN or has a spike, inside the loop over a data loader of
+    `prepare_data_loader`. The batches between the checkpoint and the call are not used again. One
+    rank can call it, or several.
+
+    The run never resumes from the checkpoints after the target again. They are moved to the
+    directory `broken` of the run, or deleted in an object store. `FailureConfig.max_rollbacks`
+    limits the number of rollbacks. If it is used up, the run ends with an error whose
+    `should_retry` is False.
+
+    Args:
+        reason: Reason, for the journal, the console, and the error.
+        skip: Number of batches of each rank to skip after the current batch, at most to the end of
+            the epoch.
+        to: Number of checkpoints to go back: 1 is the latest one, 2 the one before. If there are
+            fewer, the run resumes from the oldest one, or starts again without one.
+
+    Returns:
+        Never: Drawbar interrupts the function.
+
+    Raises:
+        RuntimeError: Called outside a training function, or a data source cannot skip batches.
+        TypeError: `reason` is not a string, or `skip` or `to` is not an integer.
+        ValueError: `reason` is empty, `skip` is negative, or `to` is below 1.
+
+    Example:
+        >>> for x, y in loader:
+        ...     loss = compute_loss(model, x, y)
+        ...     if not math.isfinite(loss):
+        ...         train.rollback(f"loss is {loss}", skip=200, to=2)
+    """
+    session = current_session("rollback")
+    if not isinstance(reason, str):
+        raise TypeError(f"rollback(reason) must be a string, found {reason!r}.")
+    if not reason.strip():
+        raise ValueError("rollback() needs a reason, which the journal shows, but it is empty.")
+    for name, value, minimum in (("skip", skip, 0), ("to", to, 1)):
+        if type(value) is not int:
+            raise TypeError(f"rollback({name}=...) must be an integer, found {value!r}.")
+        if value < minimum:
+            raise ValueError(f"rollback({name}={value}) must be at least {minimum}.")
+    session.roll_back(reason, skip, to)
 
 
 def checkpoint_dir() -> AbstractContextManager[Path]:

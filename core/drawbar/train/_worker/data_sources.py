@@ -29,6 +29,7 @@ class DataSources:
         self._lock = threading.RLock()
         self._shards: Mapping[str, Any] | None = None
         self._position_callbacks: dict[str, Callable[[], object]] = {}
+        self._skip_callbacks: dict[str, Callable[[int], object]] = {}
         self._unclaimed_positions = dict(positions)  # of sources that are not open yet
         self._source_counts = Counter[str]()
 
@@ -51,7 +52,12 @@ class DataSources:
             raise KeyError(f"The trainer has no dataset {name!r}; its datasets: {names}.") from None
 
     def track_position(
-        self, name: str, get_position: Callable[[], object], *, add_index: bool = False
+        self,
+        name: str,
+        get_position: Callable[[], object],
+        *,
+        add_index: bool = False,
+        skip_batches: Callable[[int], object] | None = None,
     ) -> object:
         """Track the position of a source and return its position in the resume checkpoint.
 
@@ -62,8 +68,29 @@ class DataSources:
                 self._source_counts[name] += 1
                 name = f"{name}-{self._source_counts[name]}"
             self._position_callbacks[name] = get_position
+            if skip_batches is not None:
+                self._skip_callbacks[name] = skip_batches
             # Return it only once: a second source of this name starts at its beginning.
             return self._unclaimed_positions.pop(name, None)
+
+    def get_positions_after(self, skip: int) -> dict[str, object]:
+        """Return the positions after so many further batches, for a rollback.
+
+        Raises:
+            RuntimeError: A source cannot skip batches, or there is no source.
+        """
+        with self._lock:
+            unsupported = self._position_callbacks.keys() - self._skip_callbacks.keys()
+            fixed = sorted({*(self._shards or ()), *unsupported})
+            skips = dict(self._skip_callbacks)
+        if fixed or not skips:
+            raise RuntimeError(
+                "rollback() can skip batches only in a loop over a data loader of "
+                "drawbar.torch.prepare_data_loader(), not of a dataset of the trainer or of a "
+                f"framework's trainer; found {', '.join(map(repr, fixed)) or 'no data loader'}. "
+                "Iterate over a prepared loader, or restart the run with other data."
+            )
+        return {**self.get_positions(), **{name: get(skip) for name, get in skips.items()}}
 
     def get_positions(self) -> dict[str, object]:
         """Return the position of every source, including sources that are not open yet.

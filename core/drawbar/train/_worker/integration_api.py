@@ -46,7 +46,11 @@ def attempt_local(factory: Callable[[], T]) -> T:
 
 
 def register_data_position(
-    name: str, get_position: Callable[[], object], *, add_index: bool = False
+    name: str,
+    get_position: Callable[[], object],
+    *,
+    add_index: bool = False,
+    skip_batches: Callable[[int], object] | None = None,
 ) -> Any:
     """Save the position of a data source in every checkpoint of this worker.
 
@@ -60,6 +64,8 @@ def register_data_position(
             no longer exists. It is called at each report with a checkpoint.
         add_index: Whether to append the number of the source among sources with this name, in
             call order.
+        skip_batches: Returns the position after so many batches more, for `train.rollback()`, which
+            raises an error if a source does not support this.
 
     Returns:
         The position in the resume checkpoint. None if it has no position of this source, or
@@ -74,7 +80,9 @@ def register_data_position(
         ...     loader.skip(position["samples"])
     """
     session = current_session("register_data_position")
-    return session.data_sources.track_position(name, get_position, add_index=add_index)
+    return session.data_sources.track_position(
+        name, get_position, add_index=add_index, skip_batches=skip_batches
+    )
 
 
 def get_resume_checkpoint() -> Checkpoint | None:

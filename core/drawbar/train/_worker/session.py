@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from drawbar._base.metrics import Metrics, normalize
 from drawbar._fork_server.imported_modules import ImportedModules
 from drawbar._process.stack import Stack
 from drawbar._process.training_thread import InterruptScope, ThreadGuard
+from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.events import ShardEpochEnded
 from drawbar._recovery.messages import GroupFormed, RanksLost
 from drawbar._recovery.rank_recovery import RankRecovery
@@ -49,6 +50,7 @@ from drawbar.train._protocol.messages import (
     Message,
     Observation,
     Report,
+    RollbackRequested,
 )
 from drawbar.train._worker.collectives import Collectives
 from drawbar.train._worker.command_queue import CommandQueue
@@ -246,6 +248,35 @@ class Session:
                 self.uploads.complete_commit(index, offer)
             else:
                 self.uploads.async_commits.submit(index, offer)
+
+    def roll_back(self, reason: str, skip: int, to: int) -> NoReturn:
+        """End the attempt of all ranks. See `drawbar.train.rollback`."""
+        positions = self.data_sources.get_positions_after(skip)
+        self.progress.flush()
+        failure = WorkerFailure(
+            rank=self.assignment.ranks.world_rank,
+            kind="rollback",
+            type_name="rollback",
+            message=reason,
+            location=format_caller_location(),
+            hostname=os.uname().nodename,
+            pid=os.getpid(),
+            time=time.time(),
+            num_reports=self.report_count,
+        )
+        with self._send_lock:
+            self.send(
+                RollbackRequested(
+                    reason=reason,
+                    skip=skip,
+                    to=to,
+                    report_index=self._next_report,
+                    data_positions=positions,
+                    failure=failure,
+                )
+            )
+        self._command_queue.wait_until(lambda: False, None)
+        raise AssertionError("a rollback interrupts the training function")
 
     def get_counters(self) -> tuple[int, int, int]:
         """Return the numbers of reports, collectives, and calls of `should_checkpoint()`."""

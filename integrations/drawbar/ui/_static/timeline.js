@@ -10,7 +10,7 @@ const LABELS = {
 };
 const MARKS = {
   failure: ["bad", "▲"], warning: ["warn", "◆"], stall: ["warn", "◇"], straggler: ["warn", "▷"],
-  preemption: ["c6", "▼"], stop: ["text", "■"], reports_lost: ["bad", "✕"], phase: ["c5", "○"], other: ["muted", "•"],
+  preemption: ["c6", "▼"], stop: ["text", "■"], rollback: ["warn", "↶"], reports_lost: ["bad", "✕"], phase: ["c5", "○"], other: ["muted", "•"],
 };
 const LEFT = 76;
 const LANE = 18;

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Literal
 
 from drawbar._base.secrets import REDACTED, is_secret_key, redact_text
 from drawbar._process.errors import ResumeError
-from drawbar.train._config.run_config import ResumeMode
+
+ResumeMode = Literal["auto", "never", "must"]
 
 
 def list_config_changes(

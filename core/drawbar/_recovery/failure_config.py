@@ -32,6 +32,9 @@ class FailureConfig(fields.ConfigRepr):
             nodes, counted separately. -1 sets no limit.
         max_startup_failures: Maximum number of failed starts of the worker group that are retried.
             -1 sets no limit. The delay between starts doubles from 2 s to 60 s.
+        max_rollbacks: Maximum number of restarts that the training function requests with
+            `train.rollback()`, counted separately. 0 ends the run with the first one; -1 sets no
+            limit.
         reuse_workers: Whether a restart keeps the processes of workers that did not fail, with
             their imported modules and `get_context().cache`. This requires a backend that supports
             it, and a training function that stops within one second when another rank fails.
@@ -79,6 +82,7 @@ class FailureConfig(fields.ConfigRepr):
     max_preemption_failures: Limit = -1
     # A node may be lost during startup. A permanent error fails three times.
     max_startup_failures: Limit = 2
+    max_rollbacks: Limit = 3
     reuse_workers: bool = True
     recovery: Literal["restart", "in_place"] = "restart"
     # None by default: a long epoch looks like a hang, and only the user knows how long one may be.
