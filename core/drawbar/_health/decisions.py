@@ -12,7 +12,7 @@ from drawbar._health.probes import HealthState, OnDemandProbe
 
 
 class Action(Enum):
-    """What a decision does, the least severe first."""
+    """Actions of decisions, the least severe first."""
 
     NOOP = 0
     DIAGNOSE = 1
@@ -98,7 +98,7 @@ class Diagnose(HealthDecision):
         cause: Cause of the problem.
         reason: Evidence for users, in one sentence.
         on_demand_probes: The probes.
-        target_nodes: IDs of the nodes. Default: those of `target_ranks`, or all nodes of the run.
+        target_nodes: IDs of the nodes. Default: the nodes of `target_ranks`, or all nodes of the run.
         target_ranks: Ranks whose nodes are probed.
 
     Example: `Diagnose(on_demand_probes=[AllReduceProbe()], reason="rank 3 is slow")`
@@ -152,12 +152,12 @@ class FailedProbeEvaluator(Evaluator):
 
 
 def merge_decisions(decisions: Iterable[HealthDecision]) -> HealthDecision | None:
-    """Return the most severe decisions as one, None if nothing is to be done."""
-    ordered = [decision for decision in decisions if decision.action is not Action.NOOP]
-    if not ordered:
+    """Return the most severe decisions as one, None if there are only `Noop`."""
+    found = [decision for decision in decisions if decision.action is not Action.NOOP]
+    if not found:
         return None
-    worst = max(ordered, key=lambda decision: decision.action.value)
-    same = [decision for decision in ordered if decision.action is worst.action]
+    worst = max(found, key=lambda decision: decision.action.value)
+    same = [decision for decision in found if decision.action is worst.action]
     reason = "; ".join(dict.fromkeys(decision.reason for decision in same if decision.reason))
     cause = next((each.cause for each in same if each.cause is not Cause.UNKNOWN), Cause.UNKNOWN)
     if isinstance(worst, Evict):

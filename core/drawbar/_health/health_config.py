@@ -27,7 +27,7 @@ def _check_creator(name: str, value: object) -> object:
 
 @dataclass(frozen=True, repr=False)
 class HealthPolicy(fields.ConfigRepr):
-    """What is measured, and what follows from it.
+    """Probes, and the evaluators that judge their results.
 
     Args:
         probe_creator: Function that returns the probes. Default: no probes.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 @dataclass
 class ProbeResult:
-    """What a probe returns.
+    """Result of a probe.
 
     Args:
         metrics: Measurements by name.
@@ -31,7 +31,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class NodeContext:
-    """What a probe knows about its node.
+    """Node of a probe, and the time of the call.
 
     Args:
         node_id: Ray's ID of the node.
@@ -52,7 +52,7 @@ class NodeContext:
 
 
 class OnDemandProbeContext(NodeContext):
-    """What an on-demand probe knows about its node.
+    """Node of an on-demand probe.
 
     Example: `print(context.hostname)`
     """
@@ -96,7 +96,7 @@ class NodeProbe(Probe, ABC):
             ctx: The node.
 
         Returns:
-            The result, or None if there is nothing to say.
+            The result, or None without one.
         """
 
 
@@ -112,7 +112,7 @@ class OnDemandProbe(Probe, ABC):
     """
 
     stop_workers: bool = False
-    """Whether the probe needs the GPUs. Such a probe only runs before a start."""
+    """True if the probe needs the GPUs. It then runs only before a start."""
 
     @abstractmethod
     def poll(self, ctx: OnDemandProbeContext) -> ProbeResult:

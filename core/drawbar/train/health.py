@@ -1,4 +1,4 @@
-"""Check the nodes of a run before it starts and while it trains. The names are those of Ray Train.
+"""Check the nodes of a run before it starts and while it trains. Ray Train has the same names.
 
 Example:
     Do not start on nodes with wrong arithmetic or little space on the disk:

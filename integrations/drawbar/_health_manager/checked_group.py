@@ -40,7 +40,8 @@ class CheckedWorkerGroup(RayWorkerGroup):
         self._has_evicted = False
 
     async def start(self, on_waiting: OnWaiting) -> list[tuple[WorkerInfo, Ranks]]:
-        """Check the nodes if all processes are placed anew, and start the missing workers."""
+        """Check the nodes if all processes are placed again, and start the missing workers."""
+        self._health.use_loop(asyncio.get_running_loop())
         if not self._pool.slots:
             exclude = partial(self._pool.exclude_node, used={})
             await run_in_daemon_thread(self._health.check_nodes, exclude)
@@ -78,7 +79,7 @@ class CheckedWorkerGroup(RayWorkerGroup):
         on_messages(rank, [RankFailed(failure=failure)])
 
     async def end_attempt(self, end: AttemptEnd) -> None:
-        """End an attempt. After an eviction, all processes are placed anew."""
+        """End an attempt. After an eviction, all processes are placed again."""
         self._health.pause()
         await super().end_attempt(end)
         if self._has_evicted:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drawbar._base.node_resources import (
@@ -114,6 +115,10 @@ class HealthManager:
 
     # -- before a start
 
+    def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Emit events on the event loop of the controller, as everything else does."""
+        self._call_in_loop = loop.call_soon_threadsafe
+
     def check_nodes(self, exclude_node: Callable[[str], bool]) -> None:
         """Run the probes before a start, and exclude nodes until all others are healthy.
 
@@ -164,17 +169,16 @@ class HealthManager:
         self, decision: HealthDecision, hostnames: Mapping[str, str], *, is_preflight: bool = False
     ) -> None:
         nodes = decision.target_nodes if isinstance(decision, Evict | Diagnose) else []
-        self._emit(
-            HealthDecided(
-                time=time.time(),
-                action=decision.action.name,
-                cause=decision.cause.name,
-                reason=decision.reason,
-                target_nodes=nodes,
-                hostnames=[hostnames.get(node, "") for node in nodes],
-                is_preflight=is_preflight,
-            )
+        event = HealthDecided(
+            time=time.time(),
+            action=decision.action.name,
+            cause=decision.cause.name,
+            reason=decision.reason,
+            target_nodes=nodes,
+            hostnames=[hostnames.get(node, "") for node in nodes],
+            is_preflight=is_preflight,
         )
+        self._call_in_loop(self._emit, event)
 
     # -- during a run
 
@@ -197,7 +201,7 @@ class HealthManager:
         self._wake_up.set()
 
     def pause(self) -> None:
-        """Take no decision until the next attempt."""
+        """Stop the evaluators until the next attempt."""
         self._act = None
 
     def _run(self) -> None:
@@ -240,13 +244,14 @@ class HealthManager:
                 self._due[index] = time.monotonic() + probe.interval_s
 
     def _decide(self, state: HealthState, act: Act, monitors: NodeMonitors) -> None:
-        with self._lock:  # not while a report changes it
-            decisions = [
-                decision
-                for policy in self._policies
-                for evaluator in policy.evaluators
-                for decision in evaluator.evaluate(state)
-            ]
+        with self._lock:  # evaluators must not block the event loop, which stores reports
+            view = replace(state, reported=dict(state.reported), steps=dict(state.steps))
+        decisions = [
+            decision
+            for policy in self._policies
+            for evaluator in policy.evaluators
+            for decision in evaluator.evaluate(view)
+        ]
         decision = merge_decisions(decisions)
         if decision is None or state is not self._state:
             return
@@ -265,7 +270,7 @@ class HealthManager:
         for probe in decision.on_demand_probes:
             if probe.stop_workers:
                 text = f"The probe {probe.title} was not run: it needs the GPUs of the workers."
-                self._emit(Notice(text))
+                self._call_in_loop(self._emit, Notice(text))
             else:
                 state.probe_results[type(probe)] = monitors.run(probe, nodes or None)
         self._wake_up.set()

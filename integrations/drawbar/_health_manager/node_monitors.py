@@ -170,7 +170,7 @@ def find_failed_pairs(
     nodes: Sequence[str],
     test: Callable[[Sequence[tuple[str, str]]], Sequence[ProbeResult]],
 ) -> dict[str, ProbeResult]:
-    """Test each node with a partner, and those of failed pairs with a node that has passed.
+    """Test each node with a partner, and nodes of failed pairs with a node that has passed.
 
     Args:
         nodes: IDs of the nodes.

@@ -141,7 +141,9 @@ def start_ray_run(
 
     health = _make_health_manager(spec)
     if health is not None:
-        watchers = [*(watchers or make_watchers(spec.run_config, is_on_ray=True)), health.watch]
+        if watchers is None:
+            watchers = make_watchers(spec.run_config, is_on_ray=True)
+        watchers = [*watchers, health.watch]
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
