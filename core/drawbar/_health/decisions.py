@@ -98,7 +98,7 @@ class Diagnose(HealthDecision):
         cause: Cause of the problem.
         reason: Evidence for users, in one sentence.
         on_demand_probes: The probes.
-        target_nodes: IDs of the nodes. Default: the nodes of `target_ranks`, or all nodes of the run.
+        target_nodes: IDs of the nodes. Default: nodes of `target_ranks`, or all nodes.
         target_ranks: Ranks whose nodes are probed.
 
     Example: `Diagnose(on_demand_probes=[AllReduceProbe()], reason="rank 3 is slow")`
