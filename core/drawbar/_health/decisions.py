@@ -78,6 +78,9 @@ class Reattempt(HealthDecision):
 class Evict(HealthDecision):
     """Leave nodes, and restart on the others from the latest checkpoint.
 
+    Counts as one of `FailureConfig.max_preemption_failures`, which has no limit by default. If the
+    other nodes have no room for the workers, the run ends.
+
     Args:
         cause: Cause of the problem.
         reason: Evidence for users, in one sentence.

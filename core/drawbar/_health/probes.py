@@ -31,14 +31,12 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Node of a probe, and the time of the call.
+    """Node of a probe.
 
     Args:
         node_id: Ray's ID of the node.
         hostname: Host of the node.
         storage_path: Path or URI of the run directory.
-        controller_time: Clock of the controller at the start of the call, in seconds since the
-            epoch.
         is_preflight: True before the workers start, when the probe may use the GPUs.
 
     Example: `print(context.hostname, context.is_preflight)`
@@ -47,7 +45,6 @@ class NodeContext:
     node_id: str
     hostname: str
     storage_path: str = ""
-    controller_time: float = 0.0
     is_preflight: bool = False
 
 
@@ -65,8 +62,9 @@ class Probe:
     """
 
     name: str = ""
-    timeout_s: float = 60.0
-    """The result counts as failed if there is none after this time, in seconds."""
+    timeout_s: float = 600.0
+    """The probe has failed if there is no result after this time, in seconds. It includes the start
+    of the process that runs the probe, and must be long enough for a busy machine."""
 
     @property
     def title(self) -> str:

@@ -10,11 +10,11 @@ from functools import partial
 import ray
 
 from drawbar._health.decisions import Evict, HealthDecision
-from drawbar._health_manager.health_manager import HealthManager
+from drawbar._health_manager.health_manager import NO_ROOM, HealthManager
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import Serialized
 from drawbar._process.threads import run_in_daemon_thread
-from drawbar._process.worker_failure import WorkerFailure
+from drawbar._process.worker_failure import FailureKind, WorkerFailure
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.messages import RankFailed
 from drawbar.train._worker_group.actor_pool import ActorPool
@@ -40,8 +40,14 @@ class CheckedWorkerGroup(RayWorkerGroup):
         self._has_evicted = False
 
     async def start(self, on_waiting: OnWaiting) -> list[tuple[WorkerInfo, Ranks]]:
-        """Check the nodes if all processes are placed again, and start the missing workers."""
+        """Check the nodes if all processes are placed again, and start the missing workers.
+
+        After an eviction, all processes are placed again.
+        """
         self._health.use_loop(asyncio.get_running_loop())
+        if self._has_evicted:
+            self._has_evicted = False
+            self.kill()
         if not self._pool.slots:
             exclude = partial(self._pool.exclude_node, used={})
             await run_in_daemon_thread(self._health.check_nodes, exclude)
@@ -53,24 +59,30 @@ class CheckedWorkerGroup(RayWorkerGroup):
         """Start an attempt, and monitor the nodes of its workers."""
         super().run(assignments, on_messages)
         loop = asyncio.get_running_loop()
-        act = partial(loop.call_soon_threadsafe, self._act, on_messages)
+
+        def act(decision: HealthDecision) -> None:
+            loop.call_soon_threadsafe(self._act, decision, on_messages)
+
         self._health.monitor(self._workers, act)
 
-    def _act(self, on_messages: OnMessages, decision: HealthDecision) -> None:
-        """End the attempt, as an error of a rank would."""
+    def _act(self, decision: HealthDecision, on_messages: OnMessages) -> None:
+        """End the attempt by a failure of a rank, as after a worker that cannot be used further."""
         targets = decision.target_nodes if isinstance(decision, Evict) else []
-        for node in targets:
-            self._has_evicted |= self.exclude_node(node)
-        on_targets = (r for r, worker in enumerate(self._workers) if worker.node_id in targets)
-        rank = next(on_targets, 0)
+        has_room = all([self.exclude_node(node) for node in targets])
+        self._has_evicted |= bool(targets)
+        rank = next((r for r, worker in enumerate(self._workers) if worker.node_id in targets), 0)
         worker = self._workers[rank]
-        # The text "hardware failure" makes it a failure that no repetition can make deterministic.
-        reason = f"hardware failure: {decision.reason}" if targets else decision.reason
+        message = f"{decision.reason} (decision of the health checks)"
+        kind: FailureKind = "exception"
+        if targets:
+            kind = "evicted" if has_room else "configuration"
+        if not has_room:
+            message += f". {NO_ROOM}"
         failure = WorkerFailure(
             rank=rank,
-            kind="exception",
+            kind=kind,
             type_name=type(decision).__name__,
-            message=f"{reason} (decision of the health checks)",
+            message=message,
             hostname=worker.hostname,
             node_id=worker.node_id,
             pid=worker.pid,
@@ -79,9 +91,6 @@ class CheckedWorkerGroup(RayWorkerGroup):
         on_messages(rank, [RankFailed(failure=failure)])
 
     async def end_attempt(self, end: AttemptEnd) -> None:
-        """End an attempt. After an eviction, all processes are placed again."""
+        """End an attempt, and its evaluations."""
         self._health.pause()
         await super().end_attempt(end)
-        if self._has_evicted:
-            self._has_evicted = False
-            self.kill()

@@ -42,6 +42,11 @@ _MIN_EVALUATION_S = 1.0
 
 _logger = logging.getLogger("drawbar.train")
 
+NO_ROOM = (
+    "The other healthy nodes have no room for the workers. Repair the node, add another one, lower "
+    "ScalingConfig.num_workers, or remove the probe from RunConfig.health_config"
+)
+
 Act = Callable[[HealthDecision], None]
 
 
@@ -160,9 +165,7 @@ class HealthManager:
         if not exclude_node(node):
             raise InsufficientResourcesError(
                 f"node {nodes.get(node, node)} ({node[:8]}) failed its health check "
-                f"({decision.reason}), and the other healthy nodes have no room for "
-                f"{self._scaling.max_workers} workers. Repair the node, add another one, lower "
-                "ScalingConfig.num_workers, or remove the probe from RunConfig.health_config"
+                f"({decision.reason}). {NO_ROOM}"
             )
 
     def _emit_decision(

@@ -13,10 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar._health.probes import NodeContext, OnDemandProbeContext, Probe, ProbeResult
 from drawbar._health_manager.all_reduce import AllReducePeer, last_line
-from drawbar._health_manager.builtin_probes import AllReduceProbe
-
-START_S = 60.0
-"""Time in seconds that the actor of a node may take to start, in addition to the probe."""
+from drawbar._health_manager.builtin_probes import AllReduceProbe, ClockProbe
 
 _RESULT = msgspec.json.Decoder(ProbeResult)
 
@@ -30,9 +27,11 @@ class NodeMonitor(AllReducePeer):
             del os.environ["CUDA_VISIBLE_DEVICES"]
 
     def run_probe(self, probe: Any, context: NodeContext) -> bytes:
-        """Run a probe. Returns its result as JSON; an exception is a failed probe."""
+        """Run a probe. Returns its result as JSON. Exceptions but MemoryError fail it."""
         try:
             result = probe.poll(context)
+        except MemoryError as error:  # a busy node is not unhealthy
+            result = ProbeResult(detail=f"{type(error).__name__}: {error}")
         except Exception as error:
             result = ProbeResult(passed=False, detail=f"{type(error).__name__}: {error}")
         return msgspec.json.encode(result if result is not None else ProbeResult())
@@ -72,12 +71,13 @@ class NodeMonitors:
         nodes = [n for n in (nodes or list(self.hostnames)) if n in self.hostnames]
         kind = NodeContext if not isinstance(probe, AllReduceProbe) else OnDemandProbeContext
         references = {}
+        sent = time.time()
         for node in nodes:
-            context = kind(
-                node, self.hostnames[node], self._storage_path, time.time(), self._is_preflight
-            )
+            context = kind(node, self.hostnames[node], self._storage_path, self._is_preflight)
             references[node] = self._get(node).run_probe.remote(probe, context)
         results = {node: self._wait(probe, node, ref) for node, ref in references.items()}
+        if isinstance(probe, ClockProbe):
+            return {node: probe.judge(r, sent, time.time()) for node, r in results.items()}
         if not isinstance(probe, AllReduceProbe):
             return results
         able = [node for node, result in results.items() if result.passed is None]
@@ -85,9 +85,12 @@ class NodeMonitors:
 
     def _wait(self, probe: Probe, node: str, reference: Any) -> ProbeResult:
         try:
-            return _RESULT.decode(ray.get(reference, timeout=START_S + probe.timeout_s))
+            return _RESULT.decode(ray.get(reference, timeout=probe.timeout_s))
+        except ray.exceptions.OutOfMemoryError as error:  # a busy node is not unhealthy
+            self._kill(node)
+            return ProbeResult(detail=last_line(error))
         except ray.exceptions.GetTimeoutError:
-            detail = f"no result after {START_S + probe.timeout_s:g} s"
+            detail = f"no result after {probe.timeout_s:g} s"
         except Exception as error:
             detail = last_line(error)
         self._kill(node)
@@ -97,16 +100,15 @@ class NodeMonitors:
         self, probe: AllReduceProbe, pairs: Sequence[tuple[str, str]]
     ) -> list[ProbeResult]:
         """Run the all-reduce of all pairs at the same time."""
-        timeout = START_S + probe.timeout_s
         started = []
         for first, second in pairs:
             actors = [self._get(first), self._get(second)]
             store: Any = actors[0].start_store.remote()
             started.append((actors, store))
-        measured = []
+        measured: list[str | list[Any]] = []
         for actors, store in started:
             try:
-                address, port = ray.get(store, timeout=timeout)
+                address, port = ray.get(store, timeout=probe.timeout_s)
             except Exception as error:
                 measured.append(last_line(error))
                 continue
@@ -122,13 +124,13 @@ class NodeMonitors:
                 speeds = (
                     references
                     if isinstance(references, str)
-                    else ray.get(references, timeout=timeout)
+                    else ray.get(references, timeout=probe.timeout_s)
                 )
             except Exception as error:
                 speeds = last_line(error)
                 for node in pair:
                     self._kill(node)
-            results.append(_judge_pair(probe, pair, speeds, self.hostnames))
+            results.append(_judge_pair(pair, speeds, self.hostnames))
         return results
 
     def _get(self, node: str) -> Any:
@@ -151,9 +153,7 @@ class NodeMonitors:
             self._kill(node)
 
 
-def _judge_pair(
-    probe: AllReduceProbe, pair: tuple[str, str], speeds: Any, hostnames: Mapping[str, str]
-) -> ProbeResult:
+def _judge_pair(pair: tuple[str, str], speeds: Any, hostnames: Mapping[str, str]) -> ProbeResult:
     names = " and ".join(f"{hostnames[node]} ({node[:8]})" for node in pair)
     errors = [speeds] if isinstance(speeds, str) else [s for s in speeds if isinstance(s, str)]
     if errors:
@@ -161,7 +161,7 @@ def _judge_pair(
     speed = min(speeds)
     return ProbeResult(
         metrics={"bytes_per_s": speed},
-        passed=speed >= probe.min_bytes_per_s,
+        passed=True,
         detail=f"{names}: {speed / 1e9:.3f} GB/s",
     )
 
