@@ -12,7 +12,10 @@ from drawbar._health.probes import HealthState, OnDemandProbe
 
 
 class Action(Enum):
-    """Actions of decisions, the least severe first."""
+    """Actions of decisions, the least severe first.
+
+    Example: `decision.action is Action.EVICT`
+    """
 
     NOOP = 0
     DIAGNOSE = 1
@@ -21,7 +24,10 @@ class Action(Enum):
 
 
 class Cause(Enum):
-    """Cause of a problem."""
+    """Cause of a problem.
+
+    Example: `Reattempt(Cause.APPLICATION, "NaN")`
+    """
 
     UNKNOWN = 0
     HARDWARE = 1

@@ -48,11 +48,8 @@ class NodeContext:
     is_preflight: bool = False
 
 
-class OnDemandProbeContext(NodeContext):
-    """Node of an on-demand probe.
-
-    Example: `print(context.hostname)`
-    """
+OnDemandProbeContext = NodeContext
+"""Node of an on-demand probe. Ray Train has both names."""
 
 
 class Probe:

@@ -61,34 +61,34 @@ class CheckedWorkerGroup(RayWorkerGroup):
         loop = asyncio.get_running_loop()
 
         def act(decision: HealthDecision) -> None:
-            loop.call_soon_threadsafe(self._act, decision, on_messages)
+            failure = self._make_failure(decision)
+            loop.call_soon_threadsafe(on_messages, failure.rank, [RankFailed(failure=failure)])
 
         self._health.monitor(self._workers, act)
 
-    def _act(self, decision: HealthDecision, on_messages: OnMessages) -> None:
-        """End the attempt by a failure of a rank, as after a worker that cannot be used further."""
+    def _make_failure(self, decision: HealthDecision) -> WorkerFailure:
+        """Exclude the nodes of an `Evict`, and return the failure that ends the attempt.
+
+        Called in the thread of the health checks: Ray's control service may not reply at once.
+        """
         targets = decision.target_nodes if isinstance(decision, Evict) else []
         has_room = all([self.exclude_node(node) for node in targets])
         self._has_evicted |= bool(targets)
-        rank = next((r for r, worker in enumerate(self._workers) if worker.node_id in targets), 0)
-        worker = self._workers[rank]
-        message = f"{decision.reason} (decision of the health checks)"
         kind: FailureKind = "exception"
         if targets:
             kind = "evicted" if has_room else "configuration"
-        if not has_room:
-            message += f". {NO_ROOM}"
-        failure = WorkerFailure(
+        rank = next((r for r, worker in enumerate(self._workers) if worker.node_id in targets), 0)
+        worker = self._workers[rank]
+        return WorkerFailure(
             rank=rank,
             kind=kind,
             type_name=type(decision).__name__,
-            message=message,
+            message=f"{decision.reason} (health check)" + ("" if has_room else f". {NO_ROOM}"),
             hostname=worker.hostname,
             node_id=worker.node_id,
             pid=worker.pid,
             time=time.time(),
         )
-        on_messages(rank, [RankFailed(failure=failure)])
 
     async def end_attempt(self, end: AttemptEnd) -> None:
         """End an attempt, and its evaluations."""

@@ -11,7 +11,7 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drawbar._health.probes import NodeContext, OnDemandProbeContext, Probe, ProbeResult
+from drawbar._health.probes import NodeContext, Probe, ProbeResult
 from drawbar._health_manager.all_reduce import AllReducePeer, last_line
 from drawbar._health_manager.builtin_probes import AllReduceProbe, ClockProbe
 
@@ -69,11 +69,12 @@ class NodeMonitors:
             nodes: IDs of nodes. Default: all.
         """
         nodes = [n for n in (nodes or list(self.hostnames)) if n in self.hostnames]
-        kind = NodeContext if not isinstance(probe, AllReduceProbe) else OnDemandProbeContext
         references = {}
         sent = time.time()
         for node in nodes:
-            context = kind(node, self.hostnames[node], self._storage_path, self._is_preflight)
+            context = NodeContext(
+                node, self.hostnames[node], self._storage_path, self._is_preflight
+            )
             references[node] = self._get(node).run_probe.remote(probe, context)
         results = {node: self._wait(probe, node, ref) for node, ref in references.items()}
         if isinstance(probe, ClockProbe):

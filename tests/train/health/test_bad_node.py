@@ -19,8 +19,10 @@ from drawbar.train import (
     RunConfig,
     ScalingConfig,
     UserCallback,
+    WorkerGroupError,
     events,
     health,
+    runs,
 )
 from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
@@ -61,6 +63,30 @@ def test_run_without_healthy_node_raises_error_with_evidence(tmp_path: Path) -> 
     )
     with pytest.raises(InsufficientResourcesError, match=r"broken: 17 is too small.*no room"):
         trainer.fit()
+
+
+def test_eviction_without_room_ends_the_run_with_evidence(tmp_path: Path) -> None:
+    class BrokenDuringTheRun(Broken, health.NodeProbe):
+        interval_s = 0.1
+
+    def function() -> None:
+        import threading
+
+        threading.Event().wait()
+
+    policy = health.HealthPolicy(probe_creator=lambda: [BrokenDuringTheRun()])
+    trainer = DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(
+            name="run", storage_path=tmp_path, health_config=health.HealthConfig(policies=[policy])
+        ),
+    )
+    with pytest.raises(WorkerGroupError, match=r"broken: 17 is too small.*no room") as caught:
+        trainer.fit()
+    assert not caught.value.should_retry
+    (decision,) = runs.find_run(tmp_path / "run").health_decisions
+    assert (decision.action, decision.is_preflight) == ("EVICT", False)
 
 
 def test_health_config_without_ray_raises(tmp_path: Path) -> None:
@@ -111,6 +137,50 @@ def test_reattempt_restarts_and_calls_callback(tmp_path: Path) -> None:
     assert decisions == [health.Reattempt(reason="NaN on ranks [1]")]
 
 
+class Marked(health.NodeProbe):
+    """Fails on the node whose ID is in a file."""
+
+    interval_s = 0.1
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def poll(self, ctx: health.NodeContext) -> health.ProbeResult:
+        is_marked = self._path.exists() and self._path.read_text() == ctx.node_id
+        return health.ProbeResult(passed=not is_marked, detail="marked")
+
+
+def evict_during_the_run(folder: Path) -> list[Any]:
+    """Return the nodes of both attempts, and why the second one followed."""
+    import ray
+
+    path = folder / "marked"
+
+    def function() -> str:
+        import threading
+
+        node = str(ray.get_runtime_context().get_node_id())
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            partial.write_text(node)
+            partial.rename(path)
+            threading.Event().wait()
+        return node
+
+    policy = health.HealthPolicy(probe_creator=lambda: [Marked(path)])
+    result = DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(
+            name="evict",
+            storage_path=folder,
+            health_config=health.HealthConfig(policies=[policy]),
+        ),
+    ).fit()
+    (first, _) = result.timeline.attempts
+    return [path.read_text(), result.return_values[0], first.decision]
+
+
 def main() -> None:
     import ray
     from ray.cluster_utils import Cluster
@@ -147,9 +217,10 @@ def main() -> None:
             name="run", storage_path=folder, callbacks=[Record()], health_config=config
         ),
     ).fit()
+    evicted = evict_during_the_run(folder)
     attempts = [attempt.attempt for attempt in result.timeline.attempts]
     targets = [(event.action, event.target_nodes, event.reason) for event in seen]
-    shown = [wrong.node_id, result.return_values, attempts, targets]
+    shown = [wrong.node_id, result.return_values, attempts, targets, evicted]
     print(f"\n{SHOWN}{json.dumps(shown)}", flush=True)
     ray.shutdown()
     cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
@@ -166,10 +237,16 @@ def test_node_with_wrong_arithmetic_is_excluded_before_the_start(
         out, err = driver.communicate()
     assert driver.returncode == 0, err
     (line,) = (line for line in out.splitlines() if line.startswith(SHOWN))
-    wrong, nodes, attempts, ((action, targets, reason),) = json.loads(line.removeprefix(SHOWN))
+    wrong, nodes, attempts, ((action, targets, reason),), evicted = json.loads(
+        line.removeprefix(SHOWN)
+    )
     assert wrong not in nodes
     assert len(set(nodes)) == 2
     assert attempts == [0]
     assert (action, targets) == ("EVICT", [wrong])
     assert "a product of matrices is wrong on numpy" in reason
     assert "Health check before the start: evict" in out + err
+    marked, next_node, decision = evicted
+    assert marked != next_node
+    assert "max_preemption_failures: no limit" in decision
+    assert "Marked: marked" in out + err
