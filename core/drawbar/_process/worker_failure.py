@@ -22,18 +22,11 @@ CONNECTION_LOST = re.compile(
 )
 
 FailureKind = Literal[
-    "exception",
-    "exit",
-    "died",
-    "configuration",
-    "divergence",
-    "hang",
-    "startup",
-    "storage",
-    "rollback",
-]
+    "exception", "exit", "died", "evicted", "configuration", "divergence", "hang", "startup",
+    "storage", "rollback",
+]  # fmt: skip
 """Kinds of failure. "exit" is a program that ended itself with a non-zero exit code, by
-`sys.exit()` or KeyboardInterrupt."""
+`sys.exit()` or KeyboardInterrupt. "evicted" is a worker whose node the health checks evict."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):

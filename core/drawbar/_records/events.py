@@ -13,6 +13,7 @@ import msgspec
 
 from drawbar._base.metrics import Metrics
 from drawbar._base.train_function import FunctionIdentity
+from drawbar._health.decisions import Cause, Diagnose, Evict, HealthDecision, Reattempt
 from drawbar._process.errors import PreemptionInfo
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.worker_failure import WorkerFailure
@@ -417,6 +418,48 @@ class RunEnded(JournalEntry, frozen=True, kw_only=True, tag="run_ended"):
     num_reports: int | None = None
 
 
+class HealthDecided(JournalEntry, frozen=True, kw_only=True, tag="health_decided"):
+    """The health checks of a run have found a problem. Drawbar acts on it after this event.
+
+    Attributes:
+        time: Time of the event, in seconds since the epoch.
+        action: "DIAGNOSE", "REATTEMPT", or "EVICT".
+        cause: Name of a `drawbar.train.health.Cause`.
+        reason: Evidence in one or more sentences.
+        target_nodes: IDs of the nodes that are diagnosed, or that the run leaves.
+        hostnames: Hosts of these nodes.
+        is_preflight: True before the workers have started.
+
+    Example: `print(event.action, event.hostnames, event.reason)`
+    """
+
+    action: str
+    cause: str
+    reason: str
+    target_nodes: list[str] = []
+    hostnames: list[str] = []
+    is_preflight: bool = False
+
+    @property
+    def decision(self) -> HealthDecision:
+        """The decision, without on-demand probes."""
+        cause, nodes = Cause[self.cause], self.target_nodes
+        match self.action:
+            case "EVICT":
+                return Evict(cause, self.reason, nodes)
+            case "DIAGNOSE":
+                return Diagnose(cause, self.reason, target_nodes=nodes)
+        return Reattempt(cause, self.reason)
+
+    def describe(self) -> str:
+        """Return a line about the decision, for users."""
+        named = zip(self.hostnames, self.target_nodes, strict=True)
+        nodes = ", ".join(f"{host} ({node[:8]})" for host, node in named)
+        where = f" {nodes}" if nodes else ""
+        when = "before the start" if self.is_preflight else "during the run"
+        return f"Health check {when}: {self.action.lower()}{where}: {self.reason}"
+
+
 JournaledEvent = (
     RunStarted
     | AttemptStarted
@@ -433,6 +476,7 @@ JournaledEvent = (
     | ProgressRecorded
     | AttemptEnded
     | RanksRecovered
+    | HealthDecided
     | RanksStalled
     | RankTimesRecorded
     | StragglerFound

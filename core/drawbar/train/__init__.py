@@ -92,6 +92,7 @@ if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar._records.goodput import Goodput
     from drawbar._records.result import Result
     from drawbar._records.timeline import AttemptTimes, Timeline
+    from drawbar.train import health as health
     from drawbar.train import huggingface as huggingface
     from drawbar.train import jax as jax
     from drawbar.train import keras as keras
@@ -212,7 +213,7 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any name
                 # a run would fail with an unrelated error
                 raise backend.make_import_error("ray", extra="")
             return _import_names(names)[name]
-        if name in _INTEGRATIONS or name in _ALIASES:
+        if name in (*_INTEGRATIONS, "health") or name in _ALIASES:
             return importlib.import_module(f"{__name__}.{name}")
         if name == "save_async":
             return importlib.import_module(f"{__name__}.torch").save_async

@@ -21,6 +21,7 @@ from drawbar._records.events import (
     CheckpointCommitted,
     CheckpointDeleted,
     CheckpointValidated,
+    HealthDecided,
     RanksRecovered,
     RanksStalled,
     RunEnded,
@@ -39,6 +40,7 @@ Event = (
     | CheckpointCommitted
     | CheckpointDeleted
     | CheckpointValidated
+    | HealthDecided
     | RanksRecovered
     | RanksStalled
     | StragglerFound
@@ -57,6 +59,7 @@ __all__ = [
     "CheckpointDeleted",
     "CheckpointValidated",
     "Event",
+    "HealthDecided",
     "Notice",
     "ObservationReceived",
     "ProgressReceived",

@@ -112,7 +112,7 @@ class Console:
                     ranks = ", ".join(map(str, event.info.preempted_ranks))
                     text = f"The nodes of ranks {ranks} are about to be removed."
                     self._print(logging.WARNING, text)
-                case events.RanksRecovered():
+                case events.RanksRecovered() | events.HealthDecided():
                     self._print(logging.WARNING, event.describe())
                 case events.AttemptEnded() if event.cause == "resize":
                     text = "Resources for more workers are available. Restarting with more workers."

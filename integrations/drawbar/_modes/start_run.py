@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from drawbar._modes.control_socket import ControlSocket
 from drawbar._modes.watchers import make_watchers
@@ -17,6 +18,9 @@ from drawbar.train._worker_group.cluster import (
 from drawbar.train._worker_group.thread_group import SubmitCall
 from drawbar.train._worker_group.validators import RayValidator, Validator
 from drawbar.train._worker_group.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from drawbar._health_manager.health_manager import HealthManager
 
 
 def start_controller(
@@ -47,6 +51,11 @@ def start_controller(
         Exception: The workers cannot read the data, or the run cannot be opened, as in
             `ControllerThread`.
     """
+    if not is_on_ray and spec.run_config.health_config is not None:
+        raise ValueError(
+            "RunConfig.health_config needs workers that are Ray actors. Set "
+            "ScalingConfig(num_workers=1) or more, without torchrun, or remove health_config."
+        )
     if not is_on_ray and spec.run_config.failure_config.recovery == "in_place":
         raise ValueError(
             "FailureConfig(recovery='in_place') needs workers that are Ray actors, which can be "
@@ -130,6 +139,12 @@ def start_ray_run(
     parent_placement = Placement.from_current_group(spec.scaling_config)
     fork_server = make_fork_server_spec(spec)
 
+    health = _make_health_manager(spec)
+    if health is not None:
+        if watchers is None:
+            watchers = make_watchers(spec.run_config, is_on_ray=True)
+        watchers = [*watchers, health.watch]
+
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
         setup = spec.backend_config.process_setup_hook
@@ -142,6 +157,10 @@ def start_ray_run(
             fork_server,
             keeps_spares=spec.run_config.failure_config.recovery == "in_place",
         )
+        if health is not None:
+            from drawbar._health_manager.checked_group import CheckedWorkerGroup
+
+            return CheckedWorkerGroup(pool, train_loop, health)
         return RayWorkerGroup(pool, train_loop)
 
     return start_controller(
@@ -152,3 +171,11 @@ def start_ray_run(
         is_on_ray=True,
         use_caller_thread=use_caller_thread,
     )
+
+
+def _make_health_manager(spec: RunSpec) -> HealthManager | None:
+    if spec.run_config.health_config is None:
+        return None
+    from drawbar._health_manager.health_manager import HealthManager  # few runs need it
+
+    return HealthManager(spec.run_config, spec.scaling_config)

@@ -14,7 +14,7 @@ from drawbar._observe.html import extract_curves
 from drawbar._observe.rank_times import Straggler
 from drawbar._observe.run_goodput import compute_goodput
 from drawbar._process.errors import CheckpointError, RunInProgressError
-from drawbar._records.events import RanksRecovered, RunStarted, StragglerFound
+from drawbar._records.events import HealthDecided, RanksRecovered, RunStarted, StragglerFound
 from drawbar._records.goodput import Goodput
 from drawbar._records.report_ranges import (
     describe_missing,
@@ -108,6 +108,11 @@ class RunEvents(RunOutput):
     def recoveries(self) -> list[RanksRecovered]:
         """Recoveries in place, in order."""
         return [event for event in self._history.events if isinstance(event, RanksRecovered)]
+
+    @property
+    def health_decisions(self) -> list[HealthDecided]:
+        """Decisions of the health checks, in order."""
+        return [event for event in self._history.events if isinstance(event, HealthDecided)]
 
     @property
     def error(self) -> str:

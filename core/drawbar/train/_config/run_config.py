@@ -20,6 +20,7 @@ from drawbar._base import fields
 from drawbar._base.metrics import Metrics
 from drawbar._base.time_limits import check_max_time, check_stop_before
 from drawbar._fork_server.forkserver_preload import check_interpreter, check_modules
+from drawbar._health.health_config import HealthConfig, HealthDecision
 from drawbar._records.checkpoint_config import CheckpointConfig
 from drawbar._recovery.failure_config import FailureConfig
 from drawbar._recovery.resume import ResumeMode
@@ -185,6 +186,16 @@ class UserCallback:
             worker_exceptions: Exceptions by rank.
         """
 
+    def after_health_decision(
+        self, run_context: RunContext, health_decision: HealthDecision
+    ) -> None:
+        """Handle a decision of the health checks, other than a `Noop`, before Drawbar acts on it.
+
+        Args:
+            run_context: The run.
+            health_decision: A `Reattempt`, `Evict`, or `Diagnose` of `drawbar.train.health`.
+        """
+
     def on_run_end(self, run_context: RunContext, info: RunEndInfo) -> None:
         """Handle the end of the run. It is not called if the driver is killed.
 
@@ -320,6 +331,8 @@ class RunConfig(fields.ConfigRepr):
             counts back from the end of the driver's Slurm job (`SLURM_JOB_END_TIME`); outside a
             job, it has no effect but a warning. A datetime is an absolute time, which is local
             unless it has a time zone. Leave enough time for a step and a checkpoint.
+        health_config: Checks of the nodes before the start and during the run, on Ray; see
+            `drawbar.train.health.HealthConfig`. Default: none.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -368,6 +381,7 @@ class RunConfig(fields.ConfigRepr):
     forkserver_preload: Annotated[Sequence[str] | None, check_modules] = None
     max_time: Annotated[float | timedelta | None, check_max_time] = None
     stop_before: Annotated[datetime | float | timedelta | None, check_stop_before] = None
+    health_config: HealthConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

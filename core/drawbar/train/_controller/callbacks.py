@@ -10,20 +10,8 @@ from concurrent.futures import wait
 from drawbar._process.errors import load_exceptions
 from drawbar._process.threads import DaemonThreadPool, run_in_daemon_thread
 from drawbar._process.worker_failure import WorkerFailure
+from drawbar._records import events, live_events
 from drawbar._records.event_stream import Emit
-from drawbar._records.events import (
-    AttemptStarted,
-    PreemptionAnnounced,
-    RunEnded,
-    WorkersStarted,
-)
-from drawbar._records.live_events import (
-    ControllerFailed,
-    Event,
-    Notice,
-    RoundCompleted,
-    WorkersFailed,
-)
 from drawbar.train._config.backend import Backend, BackendConfig
 from drawbar.train._config.run_config import AttemptInfo, RunContext, RunEndInfo, UserCallback
 from drawbar.train._worker_group.worker_group import WorkerGroup
@@ -52,7 +40,7 @@ class CallbackRunner:
         self._logged_errors = set[tuple[str, str]]()
         self._current_callback = ""
         self._drained = threading.Event()
-        self._attempt_started: AttemptStarted | None = None
+        self._attempt_started: events.AttemptStarted | None = None
         self._has_ended = False
 
     def on_run_start(self) -> None:
@@ -60,9 +48,9 @@ class CallbackRunner:
         for callback in self._callbacks:
             self._submit(callback.on_run_start)
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: live_events.Event) -> None:
         """Submit the calls for an event. Exceptions of workers are unpickled on the thread."""
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, events.AttemptStarted):
             self._attempt_started = event
         for callback in self._callbacks:
             # Most callbacks do not override it, and there may be thousands of events per second.
@@ -70,23 +58,25 @@ class CallbackRunner:
             if is_overridden and isinstance(event, PublicEvent):
                 self._submit(callback.on_event, event)
             match event:
-                case WorkersStarted() if self._attempt_started is not None:
+                case events.WorkersStarted() if self._attempt_started is not None:
                     info = _describe_attempt(self._attempt_started, len(event.workers))
                     self._submit(callback.on_attempt_start, info)
-                case RoundCompleted():
+                case live_events.RoundCompleted():
                     # Use a thread: user code that uploads or sends mail must not block the event
                     # loop, which commits the checkpoints of all ranks.
                     self._submit(callback.after_report, list(event.metrics), event.checkpoint)
-                case WorkersFailed() if event.cause != "resize":
+                case live_events.WorkersFailed() if event.cause != "resize":
                     self._thread.submit(self._call_after_exception, callback, event.failures)
-                case PreemptionAnnounced():
+                case events.PreemptionAnnounced():
                     self._submit(callback.on_preemption, event.info)
+                case events.HealthDecided():
+                    self._submit(callback.after_health_decision, event.decision)
                 # The controller can still fail after the event for the end of the run.
-                case RunEnded() | ControllerFailed() if not self._has_ended:
+                case events.RunEnded() | live_events.ControllerFailed() if not self._has_ended:
                     self._submit(callback.on_run_end, _describe_end(event))
                 case _:
                     pass
-        self._has_ended |= isinstance(event, RunEnded | ControllerFailed)
+        self._has_ended |= isinstance(event, events.RunEnded | live_events.ControllerFailed)
 
     def _call_after_exception(
         self, callback: UserCallback, failures: Sequence[WorkerFailure]
@@ -124,7 +114,7 @@ class CallbackRunner:
         wait([last], DRAIN_NOTICE_S)
         if not last.done():
             emit(
-                Notice(
+                live_events.Notice(
                     f"Waiting for callback {self._current_callback}, which has not returned. Call "
                     "stop() or press Ctrl-C to stop waiting."
                 )
@@ -141,7 +131,7 @@ class CallbackRunner:
         self._drained.set()
 
 
-def _describe_attempt(start: AttemptStarted, num_workers: int) -> AttemptInfo:
+def _describe_attempt(start: events.AttemptStarted, num_workers: int) -> AttemptInfo:
     return AttemptInfo(
         attempt=start.attempt,
         num_workers=num_workers,
@@ -150,8 +140,8 @@ def _describe_attempt(start: AttemptStarted, num_workers: int) -> AttemptInfo:
     )
 
 
-def _describe_end(event: RunEnded | ControllerFailed) -> RunEndInfo:
-    status = "failed" if isinstance(event, ControllerFailed) else event.outcome
+def _describe_end(event: events.RunEnded | live_events.ControllerFailed) -> RunEndInfo:
+    status = "failed" if isinstance(event, live_events.ControllerFailed) else event.outcome
     return RunEndInfo(status=status, error=event.error)
 
 
@@ -198,4 +188,4 @@ class BackendHooks:
             self._backend.on_shutdown(self._group, self._config)
         except Exception as error:
             name = type(self._backend).__name__
-            self._emit(Notice(f"{name}.on_shutdown failed: {error!r}"))
+            self._emit(live_events.Notice(f"{name}.on_shutdown failed: {error!r}"))

@@ -364,5 +364,7 @@ def get_end_cause(failure: WorkerFailure) -> AttemptEndCause:
     match failure.kind:
         case "configuration" | "storage" | "rollback":
             return failure.kind
+        case "evicted":
+            return "preemption"
         case _:
             return "worker"

@@ -64,6 +64,7 @@ def _to_dict(record: RunRecord, checkpoints: Sequence[Manifest]) -> dict[str, An
         "goodput": record.goodput.to_dict(),
         "stragglers": record.stragglers,
         "recoveries": record.recoveries,
+        "health_decisions": record.health_decisions,
         "checkpoints": [
             {
                 "name": checkpoint.name,
@@ -109,6 +110,8 @@ def _write(
         _write_goodput(record)
         for recovery in record.recoveries:
             print(f"  attempt {recovery.attempt}: {escape_control_chars(recovery.describe())}")
+        for decision in record.health_decisions:
+            print(f"  {escape_control_chars(decision.describe())}")
         for straggler in record.stragglers:
             print(f"  {escape_control_chars(straggler.describe())} (drawbar show --ranks)")
     error, hint = record.error, record.resume_hint

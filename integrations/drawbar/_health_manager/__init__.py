@@ -1,0 +1,1 @@
+"""Run probes on the nodes of a run, and act on the decisions of evaluators."""
