@@ -10,8 +10,8 @@
 #   no checkpoint:            counter 0, weight 0.9000
 #   optimizer.state_dict():   counter 0, weight 0.9000
 #   get_optimizer_state_dict: counter 1, weight 0.9256
-# Why it matters: many programs save a checkpoint at step 0, to test the storage before hours of
-#   training. The first updates are then smaller, and runs with and without this checkpoint differ.
+# Why it matters: a checkpoint at step 0 tests the storage before hours of training. With it, the
+#   first updates are smaller, so runs with and without this checkpoint differ.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
