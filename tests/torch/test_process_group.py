@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,16 @@ def test_process_group_with_existing_group_raises(fit: Callable[..., Result]) ->
     with pytest.raises(WorkerGroupError, match=r"Call torch.distributed.destroy_process_group\(\)"):
         fit(lambda: None)
     assert dist.is_initialized()
+
+
+def test_process_group_after_failed_creation_is_named_as_in_other_processes(
+    fit: Callable[..., Result],
+) -> None:
+    limit = timedelta(seconds=0.01)
+    with pytest.raises(dist.DistStoreError):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=limit)  # type: ignore[attr-defined]  # public, not in its __all__
+
+    assert fit(lambda: dist.group.WORLD.group_name).return_value == "0"  # type: ignore[union-attr]  # it exists here
 
 
 def test_torch_checkpoint_roundtrip(fit: Callable[..., Result]) -> None:

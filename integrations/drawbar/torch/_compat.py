@@ -45,6 +45,17 @@ def abort_default_group() -> None:
     abort()
 
 
+def reset_group_names() -> None:
+    """Name the next default group as in a new process.
+
+    torch counts groups to name them, also one whose creation fails, and does not start again then.
+    Ranks that give a group different names wait for each other until the time limit.
+    """
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if hasattr(world, "group_count"):
+        world.group_count = 0
+
+
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: object) -> object:
     """Apply a function to the tensors of a structure, also in registered classes of users.
 
