@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from drawbar._modes.control_socket import ControlSocket
+from drawbar._modes.fork_servers import make_fork_server_spec
 from drawbar._modes.watchers import make_watchers
 from drawbar.train._controller.run import MakeWatcher, RunSpec
 from drawbar.train._driver.controller_thread import ControllerThread
-from drawbar.train._driver.fork_servers import make_fork_server_spec
 from drawbar.train._driver.run_view import RunView
 from drawbar.train._worker_group.cluster import (
     check_cluster_fits,

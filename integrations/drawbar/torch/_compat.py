@@ -51,7 +51,7 @@ def reset_group_names() -> None:
     torch counts groups to name them, also one whose creation fails, and does not start again then.
     Ranks that give a group different names wait for each other until the time limit.
     """
-    world = getattr(dist.distributed_c10d, "_world", None)
+    world: Any = getattr(dist.distributed_c10d, "_world", None)
     if hasattr(world, "group_count"):
         world.group_count = 0
 
