@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ from drawbar.train import (
     TrainingFailedError,
     runs,
 )
+from drawbar.train._worker_group import actor_pool
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -223,6 +226,40 @@ def test_in_place_recovery_equals_undisturbed_run(
     recovered = get_events(result, "recovered_in_place")
     assert sum(len(event["ranks"]) for event in recovered) == len(kills)
     assert len(get_events(result, "attempt_started")) == 1
+
+
+def die_when_spare_is_ready(config: dict[str, Any]) -> float:
+    """Let rank 1 die as soon as the run has a spare process. Return when this process started."""
+    context, killed = train.get_context(), Path(config["directory"]) / "killed"
+    model: Any = prepare_model(make_model())
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _, x, y in prepare_data_loader(make_loader()):
+        loss: Any = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if context.get_world_rank() == 1 and not killed.exists():
+            while count_processes(str(killed.parents[1])) <= NUM_WORKERS:
+                time.sleep(0.05)
+            killed.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+    return psutil.Process().create_time()
+
+
+def count_processes(path: str) -> int:
+    """Return the number of processes of a run. Each has a sentinel."""
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return sum("sentinel.py" in " ".join(line) and path in " ".join(line) for line in lines)
+
+
+def test_in_place_recovery_uses_the_spare_process(
+    run: Callable[..., tuple[Result, list[int]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(actor_pool, "SPARE_DELAY_S", 0)
+    result, _ = run(function=die_when_spare_is_ready)
+    killed_at = float(next(tmp_path.rglob("killed")).read_text())
+    assert len(get_events(result, "recovered_in_place")) == 1
+    assert result.return_values[1] < killed_at
 
 
 def test_in_place_recovery_keeps_reports_and_checkpoints(
