@@ -46,9 +46,7 @@ def listen(run_id: str, rank: int) -> socket.socket:
         rank: Rank of this process.
     """
     prefix = _make_prefix(run_id)
-    for address in _find_addresses(f"{prefix}{rank}-"):
-        with contextlib.suppress(OSError), _connect(address) as connection:
-            connection.send(b'{"replace": true}')
+    _release(f"{prefix}{rank}-")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{prefix}{rank}-{os.getpid()}-{next(_numbers)}")
     listener.listen(_MAX_WAITING_READERS)
@@ -56,6 +54,21 @@ def listen(run_id: str, rank: int) -> socket.socket:
 
 
 _numbers = itertools.count()
+
+
+def release_copies(run_id: str) -> None:
+    """End the writers on this node whose ranks have ended, and the others with their ranks.
+
+    Args:
+        run_id: ID of the run.
+    """
+    _release(_make_prefix(run_id))
+
+
+def _release(prefix: str) -> None:
+    for address in _find_addresses(prefix):
+        with contextlib.suppress(OSError), _connect(address) as connection:
+            connection.send(b'{"release": true}')
 
 
 def _make_prefix(run_id: str) -> str:

@@ -6,8 +6,12 @@ thread, and inherits neither locks nor devices of the rank.
 
 It keeps the descriptors of the last two checkpoints: the one that it writes, and the one before.
 Processes of the same user can request the complete ones (see `memory_copies.py`). It ends when the
-rank ends the connection. If the rank is killed, it ends when the last process that has requested a
-checkpoint ends its connection, and `KEEP_S` after the last one was killed, too.
+rank ends the connection. If the rank is killed, it ends at the first of these events:
+
+- the run ends, or a new process of the rank saves a checkpoint: it receives "release"
+- the last process that has requested a checkpoint ends its connection
+- no process has a connection for `KEEP_S`
+- the node's raylet ends
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ class Writer:
         self._raylet = raylet
         self._readers: list[socket.socket] = []
         self._kept_until = 0.0  # if there is neither the rank nor a reader
+        self._is_released = False
         # Descriptors and sizes by path, by the ID of the checkpoint. The oldest one is first.
         self._files: dict[str, dict[str, tuple[int, int]]] = {}
         self._complete: dict[str, str] = {}  # IDs by the names under which readers request them
@@ -110,6 +115,8 @@ class Writer:
 
     def _on_death(self) -> None:
         self._rank = None
+        if self._is_released:
+            raise SystemExit
         if self._complete:
             self._kept_until = time.monotonic() + KEEP_S
         for checkpoint in self._files.keys() - self._complete.values():
@@ -166,14 +173,14 @@ class Writer:
             request = None
         self._readers.remove(reader)
         reader.close()
+        if request is not None and "release" in request:
+            self._is_released = True
         if self._rank is not None:
             return
-        if request is None:  # it was killed
-            self._kept_until = time.monotonic() + KEEP_S
-        elif "replace" in request:  # the rank has a new process, which saves a checkpoint
+        if self._is_released:
             raise SystemExit
-        elif not self._readers:  # the run has ended
-            self._kept_until = 0.0
+        # If it was killed, another process may follow.
+        self._kept_until = time.monotonic() + KEEP_S if request is None else 0.0
 
     def _send_files(self, reader: socket.socket, name: str) -> None:
         checkpoint = self._complete.get(name, "")

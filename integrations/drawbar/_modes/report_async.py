@@ -1,23 +1,18 @@
-"""Report a checkpoint that another process writes, and resume from its copy in memory."""
+"""Report a checkpoint that another process writes while training continues."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 from drawbar._base.metrics import normalize
 from drawbar._storage.background_writer import BackgroundWrite, BackgroundWriter
-from drawbar._storage.memory_copies import read_from_memory
 from drawbar._storage.memory_files import MemoryFiles
 from drawbar.train._config.checkpoint_modes import CheckpointUploadMode
 from drawbar.train._config.validation_config import ValidationTaskConfig
-from drawbar.train._protocol.assignment import WorkerAssignment
-from drawbar.train._protocol.messages import Observation
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.report_checks import UploadOptions
 
@@ -78,26 +73,3 @@ def report_async(
         write.report_index.cancel()  # has no effect if the checkpoint was reported
         writes.append(write)
     return time.monotonic() - start
-
-
-@contextmanager
-def resume_from_memory(
-    assignment: WorkerAssignment, send: Callable[[Observation], None]
-) -> Iterator[None]:
-    """Let a rank read the resume checkpoint from memory, and report the source of each read.
-
-    Args:
-        assignment: Assignment of the rank.
-        send: Callback that sends messages to the controller.
-    """
-    checkpoint = assignment.resume_checkpoint
-    if checkpoint is None:
-        yield
-        return
-    name = Path(checkpoint.path).name
-
-    def on_read(source: str) -> None:
-        send(Observation(kind="checkpoint_read", payload={"name": name, "source": source}))
-
-    with read_from_memory(checkpoint.path, assignment.run_id, on_read):
-        yield

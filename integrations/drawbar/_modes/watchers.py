@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from drawbar._console.console import Console
-from drawbar._modes.report_async import resume_from_memory
+from drawbar._modes.memory_restore import CopyReleaser, resume_from_memory
 from drawbar._observe.metrics_publisher import MetricsPublisher
 from drawbar._observe.observation_recorder import ObservationRecorder
 from drawbar._observe.resource_sampler import sample_resources
@@ -50,6 +50,7 @@ def make_remote_watchers(
 def _make_observers(*, is_on_ray: bool) -> list[MakeWatcher]:
     return [
         partial(MetricsPublisher, is_on_ray=is_on_ray),
+        lambda run, emit: CopyReleaser(run.run_id),
         # Last: it emits events about others, which the watchers before it receive in order.
         lambda run, emit: ObservationRecorder(run.directory, emit),
     ]
