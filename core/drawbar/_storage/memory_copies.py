@@ -234,7 +234,7 @@ def _has_all_files(manifest: Manifest, files: dict[str, tuple[int, int]]) -> boo
 
 
 def _make_directory() -> Path:
-    """Return a new directory, and remove those of killed processes."""
+    """Return a new directory, and remove the directories of killed processes."""
     parent = get_user_temp_directory()
     for other in parent.glob("memory-*-*"):
         if not Path("/proc", other.name.split("-")[1]).exists():

@@ -48,7 +48,7 @@ class SharedMemory:
         return True
 
     def truncate(self, size: int) -> None:
-        """Give the memory exactly this size, so that it can be read as a file."""
+        """Change the size, so that the memory can be read as a file."""
         os.ftruncate(self.fd, size)
         self.size = size
 
@@ -179,7 +179,7 @@ class MemoryFiles:
         return memory
 
     def truncate(self) -> None:
-        """Give the memory of each file the size of the file."""
+        """Truncate the memory of each file to the size of the file."""
         for file in self._files.values():
             file.memory.truncate(file.size)
 
