@@ -20,7 +20,7 @@ from drawbar._process.sentinel import WORKER_MARKER_VARIABLE
 from drawbar._process.threads import DaemonThreadPool
 from drawbar._storage import writer_process
 from drawbar._storage.contents import FileEntry, format_exact_size
-from drawbar._storage.memory_copies import listen, make_copy_name
+from drawbar._storage.memory_copies import listen, make_copy_name, open_owners
 from drawbar._storage.memory_files import MemoryFiles
 from drawbar._storage.retries import add_context, is_transient
 
@@ -165,20 +165,22 @@ class _WriterProcess:
             self._connection, child = socket.socketpair()
             # Without the variable by which the sentinel of a killed rank finds its processes.
             env = {key: value for key, value in os.environ.items() if key != WORKER_MARKER_VARIABLE}
-            raylet = os.environ.get("RAY_RAYLET_PID", "")
             script = os.path.abspath(writer_process.__file__)
             with child, listen(self._run_id, self._rank) as listener:
+                descriptors = [listener.fileno(), *(owners := open_owners(self._run_id))]
                 self._process = subprocess.Popen(
-                    [sys.executable, *_OPTIONS, script, str(listener.fileno()), raylet],
+                    [sys.executable, *_OPTIONS, script, *map(str, descriptors)],
                     stdin=child.fileno(),
                     # It must not keep the output of the attempt open.
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd="/",  # so that it does not keep a filesystem busy
                     env=env,
-                    pass_fds=[listener.fileno()],
+                    pass_fds=descriptors,
                     start_new_session=True,  # the sentinel kills the process group of the rank
                 )
+                for owner in owners:
+                    os.close(owner)
         return self._connection
 
     def _wait(self) -> str:

@@ -31,6 +31,7 @@ from drawbar._storage.writer_process import MAX_REQUEST_BYTES, is_same_user
 
 _TIMEOUT_S = 5.0
 _MAX_WAITING_READERS = 128
+_MAX_WRITERS = 4096
 
 
 def make_copy_name(attempt: int, report_index: int) -> str:
@@ -56,13 +57,44 @@ def listen(run_id: str, rank: int) -> socket.socket:
 _numbers = itertools.count()
 
 
-def release_copies(run_id: str) -> None:
-    """End the writers on this node whose ranks have ended, and the others with their ranks.
+class RunAnchor:
+    """Socket of the process that controls a run, which ends with this process or object.
+
+    The writers on this node have connections to it, and so they detect its end.
 
     Args:
         run_id: ID of the run.
     """
-    _release(_make_prefix(run_id))
+
+    def __init__(self, run_id: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(_make_anchor_address(run_id))
+            self._listener.listen(_MAX_WRITERS)
+        except OSError:  # not Linux: there are no writers
+            self.close()
+
+    def close(self) -> None:
+        """End the connections of the writers."""
+        self._listener.close()
+
+
+def _make_anchor_address(run_id: str) -> str:
+    return f"\0drawbar-run-{run_id}"
+
+
+def open_owners(run_id: str) -> list[int]:
+    """Return descriptors that are readable when the raylet or the controlling process has ended.
+
+    Args:
+        run_id: ID of the run.
+    """
+    owners = []
+    with contextlib.suppress(OSError):  # it is on another node
+        owners.append(_connect(_make_anchor_address(run_id)).detach())
+    with contextlib.suppress(AttributeError, KeyError, OSError):  # without Ray, or old Linux
+        owners.append(os.pidfd_open(int(os.environ["RAY_RAYLET_PID"])))
+    return owners
 
 
 def _release(prefix: str) -> None:

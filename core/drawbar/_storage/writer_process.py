@@ -8,10 +8,10 @@ It keeps the descriptors of the last two checkpoints: the one that it writes, an
 Processes of the same user can request the complete ones (see `memory_copies.py`). It ends when the
 rank ends the connection. If the rank is killed, it ends at the first of these events:
 
-- the run ends, or a new process of the rank saves a checkpoint: it receives "release"
+- the node's raylet ends, or the process that controls the run, if it is on this node
+- a new process of the rank saves a checkpoint, and sends "release"
 - the last process that has requested a checkpoint ends its connection
 - no process has a connection for `KEEP_S`
-- the node's raylet ends
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Writer:
     Args:
         rank: Connection to the rank.
         listener: Socket to which readers connect.
-        raylet: Descriptor of the node's raylet, with which this process ends; None without Ray.
+        owners: Descriptors that are readable when their process has ended.
     """
 
-    def __init__(self, rank: socket.socket, listener: socket.socket, raylet: int | None) -> None:
+    def __init__(self, rank: socket.socket, listener: socket.socket, owners: list[int]) -> None:
         self._rank: socket.socket | None = rank
         self._listener = listener
-        self._raylet = raylet
+        self._owners = owners
         self._readers: list[socket.socket] = []
         self._kept_until = 0.0  # if there is neither the rank nor a reader
         self._is_released = False
@@ -74,14 +74,15 @@ class Writer:
     def serve(self) -> None:
         """Serve until this process must end."""
         while (timeout := self._get_timeout()) is None or timeout > 0:
-            sources = [self._rank, self._listener, self._raylet, *self._readers]
+            sources = [self._rank, self._listener, *self._owners, *self._readers]
             ready, _, _ = select.select(
                 [each for each in sources if each is not None], [], [], timeout
             )
-            if self._raylet in ready:
-                return
             for source in ready:
-                if source is self._listener:
+                if source in self._owners:
+                    self._owners.remove(source)
+                    self._release()
+                elif source is self._listener:
                     self._accept()
                 elif source is self._rank:
                     self._on_rank(source)
@@ -92,6 +93,12 @@ class Writer:
         if self._rank is not None or self._readers:
             return None
         return self._kept_until - time.monotonic()
+
+    def _release(self) -> None:
+        """End when the rank has ended."""
+        self._is_released = True
+        if self._rank is None:
+            raise SystemExit
 
     # -- rank
 
@@ -174,11 +181,7 @@ class Writer:
         self._readers.remove(reader)
         reader.close()
         if request is not None and "release" in request:
-            self._is_released = True
-        if self._rank is not None:
-            return
-        if self._is_released:
-            raise SystemExit
+            self._release()
         # If it was killed, another process may follow.
         self._kept_until = time.monotonic() + KEEP_S if request is None else 0.0
 
@@ -198,12 +201,12 @@ class Writer:
         reader.sendall(b"{}")
 
 
-def main(rank: socket.socket, listener: socket.socket, raylet: int | None) -> None:
+def main(rank: socket.socket, listener: socket.socket, owners: list[int]) -> None:
     """Write the requested files, and keep them, until this process must end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C must not end it before its rank
     with contextlib.suppress(OSError):  # a container may not permit it
         _lower_priority()
-    Writer(rank, listener, raylet).serve()
+    Writer(rank, listener, owners).serve()
 
 
 def _lower_priority() -> None:
@@ -242,14 +245,6 @@ def _write_file(directory: str, path: str, memory: int, size: int, rank: socket.
     return True
 
 
-def _open_raylet(pid: str) -> int | None:
-    """Return the pidfd of the node's raylet."""
-    try:
-        return os.pidfd_open(int(pid))
-    except (AttributeError, ValueError, OSError):  # without Ray, or Linux before 5.3
-        return None
-
-
 if __name__ == "__main__":
     with socket.socket(fileno=0) as rank, socket.socket(fileno=int(sys.argv[1])) as listener:
-        main(rank, listener, _open_raylet(sys.argv[2]))
+        main(rank, listener, [int(owner) for owner in sys.argv[2:]])

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from drawbar._records.live_events import Event
-from drawbar._storage.memory_copies import read_from_memory, release_copies
+from drawbar._storage.memory_copies import RunAnchor, read_from_memory
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.messages import Observation
 
@@ -36,7 +36,7 @@ def resume_from_memory(
 
 
 class CopyReleaser:
-    """Watcher that releases the copies on this node when the run ends.
+    """Watcher that releases the copies on this node when the run, or this process, ends.
 
     The copies on other nodes are released by their ranks, or expire.
 
@@ -45,11 +45,11 @@ class CopyReleaser:
     """
 
     def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+        self._anchor = RunAnchor(run_id)
 
     def on_event(self, event: Event) -> None:
         """Ignore the event."""
 
     def close(self) -> None:
         """Release the copies."""
-        release_copies(self._run_id)
+        self._anchor.close()

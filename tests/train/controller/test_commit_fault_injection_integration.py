@@ -249,4 +249,4 @@ def test_driver_killed_takes_writer_process_with_it(
     with drivers(lambda: fit(function, run_config, num_workers=1)) as driver:
         (writer,) = pipe.receive()
         driver.kill()
-        wait_until_gone([int(writer)])
+        wait_until_gone([int(writer)], 45)  # less than the time for which it waits for a restart
