@@ -54,8 +54,12 @@ def with_restart(run_config: RunConfig) -> RunConfig:
 def find_writer() -> psutil.Process:
     """Return the process that writes the checkpoints of this rank."""
     children = psutil.Process().children()
-    (writer,) = [each for each in children if each.cmdline()[-1].endswith("writer_process.py")]
+    (writer,) = [each for each in children if is_writer(each)]
     return writer
+
+
+def is_writer(process: psutil.Process) -> bool:
+    return any(part.endswith("writer_process.py") for part in process.cmdline())
 
 
 def save(step: int) -> float:

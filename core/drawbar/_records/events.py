@@ -253,6 +253,15 @@ class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint
         check_checkpoint_name(self.name)
 
 
+class CheckpointRead(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_read"):
+    """A rank reads the resume checkpoint; `source` is "memory" or "storage"."""
+
+    attempt: int
+    rank: int
+    name: str
+    source: str
+
+
 class ProgressRecorded(JournalEntry, frozen=True, kw_only=True, tag="progress"):
     """Progress of an attempt: at commits, at its end, and at most every 30 s."""
 
@@ -473,6 +482,7 @@ JournaledEvent = (
     | CheckpointCommitted
     | CheckpointValidated
     | CheckpointDeleted
+    | CheckpointRead
     | ProgressRecorded
     | AttemptEnded
     | RanksRecovered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,17 +10,21 @@ import socket
 import subprocess
 import sys
 import weakref
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from drawbar._process.errors import CheckpointError, StorageError
+from drawbar._process.sentinel import WORKER_MARKER_VARIABLE
 from drawbar._process.threads import DaemonThreadPool
 from drawbar._storage import writer_process
 from drawbar._storage.contents import FileEntry, format_exact_size
+from drawbar._storage.memory_copies import listen, make_copy_name, open_owners
 from drawbar._storage.memory_files import MemoryFiles
 from drawbar._storage.retries import add_context, is_transient
 
+_OPTIONS = ("-I", "-S", "-E")
 _END_TIMEOUT_S = 1.0
 _MAX_REPLY_BYTES = 1 << 16
 
@@ -31,36 +36,65 @@ class BackgroundWrite:
     Attributes:
         files: The files.
         done: Future that has no result. Its exception states why the files are not written.
+        report_index: Future with the number of the report. If it is cancelled, no restart reads the
+            files from memory.
     """
 
     files: tuple[FileEntry, ...]
     done: Future[None]
+    report_index: Future[int] = field(default_factory=Future)
 
 
 class BackgroundWriter:
     """Process that writes files from shared memory, one checkpoint at a time.
 
-    The process starts with the first checkpoint and ends with this object or with its process.
+    The process starts with the first checkpoint and ends with this object. If this process is
+    killed, it keeps the last checkpoints for a while (see `memory_copies.py`).
 
-    Attributes:
-        files: Files of the next checkpoint. They must not change while a checkpoint is written.
+    Args:
+        run_id: ID of the run.
+        rank: Rank of this process.
     """
 
-    def __init__(self) -> None:
-        self.files = MemoryFiles()
-        self._process = _WriterProcess()
+    def __init__(self, run_id: str, rank: int) -> None:
+        # The first one has the next checkpoint, the second one the checkpoint before.
+        self._files = [MemoryFiles(), MemoryFiles()]
+        self._process = _WriterProcess(run_id, rank)
         self._thread = DaemonThreadPool(1, "drawbar-writer")
-        weakref.finalize(self, _end, self.files, self._process, self._thread)
+        weakref.finalize(self, _end, self._files, self._process, self._thread)
 
-    def submit(self, directory: Path) -> BackgroundWrite:
-        """Start to write all files of `files` to a directory."""
-        files, descriptors = self.files.list_files(), self.files.get_descriptors()
+    def clear_files(self) -> MemoryFiles:
+        """Return the files of the next checkpoint, which are empty.
+
+        They must not change while the checkpoint is written.
+        """
+        self._files[0].clear()
+        return self._files[0]
+
+    def submit(self, directory: Path, attempt: int) -> BackgroundWrite:
+        """Start to write all files of the next checkpoint to a directory.
+
+        Args:
+            directory: The directory.
+            attempt: Number of the attempt.
+        """
+        self._files[0].truncate()
+        files, descriptors = self._files[0].list_files(), self._files[0].get_descriptors()
+        self._files.reverse()
+        report_index = Future[int]()
         # A reference to this object until the end: its end frees the memory.
-        done = self._thread.submit(self._write, directory, files, descriptors)
-        return BackgroundWrite(files, done)
+        done = self._thread.submit(
+            self._write, directory, files, descriptors, attempt, report_index
+        )
+        return BackgroundWrite(files, done, report_index)
 
     def _write(
-        self, directory: Path, files: tuple[FileEntry, ...], descriptors: dict[str, int]
+        self,
+        directory: Path,
+        files: tuple[FileEntry, ...],
+        descriptors: dict[str, int],
+        attempt: int,
+        report_index: Future[int],
     ) -> None:
         """Write the files.
 
@@ -71,12 +105,19 @@ class BackgroundWriter:
         """
         for file in files:
             self._process.write(directory, file, descriptors[file.path])
+        try:
+            name = make_copy_name(attempt, report_index.result())
+        except CancelledError:  # the checkpoint was not reported
+            return
+        self._process.set_complete(directory, name)
 
 
 class _WriterProcess:
     """Connection to the process, which is started when it is needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str, rank: int) -> None:
+        self._run_id = run_id
+        self._rank = rank
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
 
@@ -91,37 +132,55 @@ class _WriterProcess:
         directory = directory.absolute()  # the process has another working directory
         path = directory / file.path
         fields = {"directory": str(directory), "path": file.path, "size": file.size}
-        request = json.dumps(fields).encode() + b"\n"
-        connection = self._connect()
-        try:
-            socket.send_fds(connection, [request], [descriptor])
-            reply = connection.recv(_MAX_REPLY_BYTES)
-        except ConnectionError:
-            reply = b""
-        if not reply:
+        reply = self._request({"id": str(directory), **fields}, [descriptor])
+        if reply is None:
             raise CheckpointError(
                 f"{path} is incomplete, because the process that was writing it {self._wait()}. "
                 "The checkpoint is not committed."
             )
-        if error := json.loads(reply):
-            cause = OSError(error["errno"], error["reason"])
+        if reply:
+            cause = OSError(reply["errno"], reply["reason"])
             cause = add_context(cause, f"writing {format_exact_size(file.size)} to {path}")
             raise cause if is_transient(cause) else StorageError(*cause.args)
+
+    def set_complete(self, directory: Path, name: str) -> None:
+        """Let readers read the files of a directory from memory; see `make_copy_name`."""
+        # Without a reply, the process has died: the files are written, so this is no error.
+        self._request({"id": str(directory.absolute()), "complete": name}, [])
+
+    def _request(self, request: dict[str, object], descriptors: list[int]) -> dict[str, Any] | None:
+        """Return the reply; None if the process has died."""
+        connection = self._connect()
+        try:
+            socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], descriptors)
+            reply = connection.recv(_MAX_REPLY_BYTES)
+        except ConnectionError:
+            return None
+        return json.loads(reply) if reply else None
 
     def _connect(self) -> socket.socket:
         # If the process has died between two checkpoints, no file is lost.
         if self._connection is None or self._process is None or self._process.poll() is not None:
             self.end()
             self._connection, child = socket.socketpair()
-            with child:
+            # Without the variable by which the sentinel of a killed rank finds its processes.
+            env = {key: value for key, value in os.environ.items() if key != WORKER_MARKER_VARIABLE}
+            script = os.path.abspath(writer_process.__file__)
+            with child, listen(self._run_id, self._rank) as listener:
+                descriptors = [listener.fileno(), *(owners := open_owners(self._run_id))]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-E", os.path.abspath(writer_process.__file__)],
+                    [sys.executable, *_OPTIONS, script, *map(str, descriptors)],
                     stdin=child.fileno(),
                     # It must not keep the output of the attempt open.
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd="/",  # so that it does not keep a filesystem busy
+                    env=env,
+                    pass_fds=descriptors,
+                    start_new_session=True,  # the sentinel kills the process group of the rank
                 )
+                for owner in owners:
+                    os.close(owner)
         return self._connection
 
     def _wait(self) -> str:
@@ -135,6 +194,8 @@ class _WriterProcess:
     def end(self) -> None:
         """End the process."""
         if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(b'{"end": true}\n')
             self._connection.close()
         if self._process is not None:
             try:
@@ -144,7 +205,8 @@ class _WriterProcess:
                 self._process.wait()
 
 
-def _end(files: MemoryFiles, process: _WriterProcess, thread: DaemonThreadPool) -> None:
+def _end(files: list[MemoryFiles], process: _WriterProcess, thread: DaemonThreadPool) -> None:
     thread.shutdown(wait=False)
     process.end()
-    files.release()
+    for each in files:
+        each.release()

@@ -29,6 +29,7 @@ from drawbar._storage.manifest import (
     read_checksums,
     read_manifest,
 )
+from drawbar._storage.memory_copies import open_memory_copy
 from drawbar._storage.remote_path import RemotePath, is_same_filesystem
 from drawbar._storage.storage_path import LocalPath, StoragePath, suggest_remote
 
@@ -133,7 +134,8 @@ class Checkpoint:
 
         A local checkpoint is not copied, so do not write to it. A remote one is downloaded once
         per node for all processes that read it at the same time. The last process that leaves the
-        block deletes the copy.
+        block deletes the copy. After a restart, a checkpoint of `save_async` is read from memory if
+        this node still has it.
 
         Yields:
             Local path of the directory.
@@ -147,6 +149,10 @@ class Checkpoint:
                 with checkpoint.as_directory() as path:
                     state = torch.load(os.path.join(path, "state.pt"))
         """
+        with open_memory_copy(self._storage_path) as copy:
+            if copy is not None:
+                yield str(copy)
+                return
         self.check_exists()
         if isinstance(self._storage_path, RemotePath):
             with use_cached_copy(self._storage_path) as path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import mmap
 import os
@@ -23,6 +24,9 @@ class SharedMemory:
     It has no name that must be deleted, and is not limited by the size of `/dev/shm`, which is 64
     MB in many containers.
 
+    While its content changes, the memory has an exclusive lock, which the writer process releases.
+    A process that reads it has a shared lock. Locks end with their processes.
+
     Attributes:
         fd: File descriptor of the memory.
         mapping: The memory. Only the first `size` bytes may be used.
@@ -34,6 +38,19 @@ class SharedMemory:
         os.ftruncate(self.fd, _MIN_MAPPED_BYTES)
         self.mapping = mmap.mmap(self.fd, _MIN_MAPPED_BYTES)
         self.size = 0
+
+    def try_lock(self) -> bool:
+        """Acquire the exclusive lock; return False if a process reads the content."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def truncate(self, size: int) -> None:
+        """Change the size, so that the memory can be read as a file."""
+        os.ftruncate(self.fd, size)
+        self.size = size
 
     def grow(self, size: int) -> None:
         """Provide at least this number of bytes.
@@ -148,11 +165,23 @@ class MemoryFiles:
         """
         check_relative_path(path)
         self.remove(path)
+        self._files[path] = file = MemoryFile(self._take_memory())
+        yield cast("IO[bytes]", file)
+
+    def _take_memory(self) -> SharedMemory:
         # The first file has most of the bytes, so it gets the largest memory.
         self._unused.sort(key=lambda memory: memory.size)
         memory = self._unused.pop() if self._unused else SharedMemory()
-        self._files[path] = file = MemoryFile(memory)
-        yield cast("IO[bytes]", file)
+        if not memory.try_lock():  # the reader keeps it
+            memory.release()
+            memory = SharedMemory()
+            memory.try_lock()
+        return memory
+
+    def truncate(self) -> None:
+        """Truncate the memory of each file to the size of the file."""
+        for file in self._files.values():
+            file.memory.truncate(file.size)
 
     def rename(self, path: str, new_path: str) -> None:
         """Rename a file, and replace an earlier one with the new path.

@@ -127,6 +127,9 @@ class Console:
                     self._line_status.checkpoints[event.name] = event.metrics
                     if self._level <= logging.INFO:
                         self._display.on_commit()
+                case events.CheckpointRead(source="memory"):
+                    text = f"Rank {event.rank} reads {event.name} from memory."
+                    self._print(logging.INFO, text)
                 case events.CheckpointDeleted():
                     self._line_status.checkpoints.pop(event.name, None)
                 case events.CheckpointValidated():

@@ -55,17 +55,21 @@ def report_async(
     with session.timer.measure("checkpoint_blocked"):
         while writes:
             writes.popleft().done.result()
-    writer = cast("BackgroundWriter", session.cache.get(BackgroundWriter) or BackgroundWriter())
-    session.cache[BackgroundWriter] = writer  # all attempts of this process use it
+    assignment = session.assignment
+    writer = cast("BackgroundWriter | None", session.cache.get(BackgroundWriter))
+    if writer is None:
+        writer = BackgroundWriter(assignment.run_id, assignment.ranks.world_rank)
+        session.cache[BackgroundWriter] = writer  # all attempts of this process use it
     with session.checkpoint_dir() as directory:
-        writer.files.clear()
-        save(writer.files)
-        write = writer.submit(directory)
+        save(writer.clear_files())
+        write = writer.submit(directory, assignment.attempt)
         options = UploadOptions(None, CheckpointUploadMode.ASYNC, None, None, write)
         try:
             session.report_checkpoint(metrics, directory, options, validation)
         except BaseException:
+            write.report_index.cancel()
             wait([write.done])  # the directory is deleted
             raise
+        write.report_index.cancel()  # has no effect if the checkpoint was reported
         writes.append(write)
     return time.monotonic() - start

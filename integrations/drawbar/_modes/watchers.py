@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from drawbar._console.console import Console
+from drawbar._modes.memory_restore import CopyReleaser, resume_from_memory
 from drawbar._observe.metrics_publisher import MetricsPublisher
 from drawbar._observe.observation_recorder import ObservationRecorder
 from drawbar._observe.resource_sampler import sample_resources
@@ -13,7 +14,7 @@ from drawbar.train._config.run_config import RunConfig
 from drawbar.train._controller.run import MakeWatcher
 from drawbar.train._protocol.assignment import Sampler
 
-SAMPLERS: tuple[Sampler, ...] = (sample_resources,)
+SAMPLERS: tuple[Sampler, ...] = (sample_resources, resume_from_memory)
 """Observe each rank while its training function runs."""
 
 
@@ -49,6 +50,7 @@ def make_remote_watchers(
 def _make_observers(*, is_on_ray: bool) -> list[MakeWatcher]:
     return [
         partial(MetricsPublisher, is_on_ray=is_on_ray),
+        lambda run, emit: CopyReleaser(run.run_id),
         # Last: it emits events about others, which the watchers before it receive in order.
         lambda run, emit: ObservationRecorder(run.directory, emit),
     ]

@@ -22,6 +22,7 @@ from drawbar._records.event_stream import Emit
 from drawbar._records.events import (
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointRead,
     ProgressRecorded,
     RankTimesRecorded,
     StragglerFound,
@@ -81,6 +82,11 @@ class ObservationRecorder:
                 self._rank_times.add(event.rank, times)
             case ObservationReceived(kind="progress"):
                 self._progress.on_progress(msgspec.convert(event.payload, RunProgress))
+            case ObservationReceived(kind="checkpoint_read"):
+                read = CheckpointRead(
+                    time=time.time(), attempt=event.attempt, rank=event.rank, **event.payload
+                )
+                self._emit(read)
             case AttemptStarted():
                 self._start_attempt(event.attempt)
             case CheckpointCommitted():

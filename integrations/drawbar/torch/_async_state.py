@@ -34,8 +34,9 @@ def save_async(
     If the state contains DTensors, as with FSDP2, all ranks save their parts with
     `torch.distributed.checkpoint`. Otherwise rank 0 saves the file `state.pt`.
 
-    The copy stays in memory for the next call, and the first call takes several times as long as
-    the next ones, because the memory is new.
+    The memory of two copies is kept for the next calls. The first two calls take several times as
+    long as the next ones, because the memory is new. If a rank dies, the restart reads the last
+    checkpoint from memory, if this node still has it.
 
     Args:
         state: State dicts, tensors, and other objects that `torch.save` accepts, by name.

@@ -23,6 +23,7 @@ from drawbar.train import (
     WorkerGroupError,
     collective,
 )
+from drawbar.train.backend import MemoryFiles, report_async
 from drawbar.train.testing import FAULT_POINTS, check_run, kill_at
 from tests.train.runs import fit
 
@@ -223,3 +224,29 @@ def test_driver_killed_takes_workers_children_and_sentinels_with_it(
         wait_until_gone([*map(int, (worker_0, worker_1, child_0, child_1)), *sentinels])
     assert_intact(tmp_path / "run", latest_step=FATAL_STEP)
     assert_resumed(resume_in_threads(tmp_path, run_config), num_workers=2)
+
+
+def test_driver_killed_takes_writer_process_with_it(
+    ray_cluster: None,
+    run_config: RunConfig,
+    drivers: Drivers,
+    pipe: Pipe,
+    wait_until_gone: Callable[..., None],
+) -> None:
+    def save(files: MemoryFiles) -> None:
+        with files.open("state") as file:
+            file.write(b"state")
+
+    def function() -> None:
+        report_async({}, save)
+        train.get_all_reported_checkpoints()  # waits for the commit
+        (writer,) = [
+            child.pid for child in psutil.Process().children() if "writer" in str(child.cmdline())
+        ]
+        pipe.send(writer)
+        signal.pause()
+
+    with drivers(lambda: fit(function, run_config, num_workers=1)) as driver:
+        (writer,) = pipe.receive()
+        driver.kill()
+        wait_until_gone([int(writer)], 45)  # less than the time for which it waits for a restart

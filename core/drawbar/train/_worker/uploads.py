@@ -108,6 +108,7 @@ class Uploads:
         name = make_default_name(report_index) if options.name is None else options.name
         if options.background is not None:
             self._background_writes[name] = options.background
+            options.background.report_index.set_result(report_index)
             # Not a StagedOffer: the files are staged when they are written.
             return CheckpointOffer(
                 directory=checkpoint.path, files=options.background.files, checkpoint_name=name
