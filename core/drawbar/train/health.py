@@ -10,9 +10,65 @@ Example:
 """
 
 from drawbar._base.api import set_public_module
-from drawbar._health_manager import api
-from drawbar._health_manager.api import *
+from drawbar._health.decisions import (
+    Action,
+    Cause,
+    Diagnose,
+    Evaluator,
+    Evict,
+    FailedProbeEvaluator,
+    HealthDecision,
+    Noop,
+    Reattempt,
+)
+from drawbar._health.health_config import HealthConfig, HealthPolicy
+from drawbar._health.probes import (
+    HealthState,
+    NodeContext,
+    NodeProbe,
+    OnDemandProbe,
+    OnDemandProbeContext,
+    Probe,
+    ProbeResult,
+)
+from drawbar._health_manager.all_reduce import AllReducePeer
+from drawbar._health_manager.builtin_probes import (
+    AllReduceProbe,
+    ArithmeticProbe,
+    ClockProbe,
+    DiskProbe,
+    MemoryProbe,
+    builtin_probes,
+)
+from drawbar._health_manager.report import report
 
-__all__ = api.__all__
+__all__ = [
+    "Action",
+    "AllReducePeer",
+    "AllReduceProbe",
+    "ArithmeticProbe",
+    "Cause",
+    "ClockProbe",
+    "Diagnose",
+    "DiskProbe",
+    "Evaluator",
+    "Evict",
+    "FailedProbeEvaluator",
+    "HealthConfig",
+    "HealthDecision",
+    "HealthPolicy",
+    "HealthState",
+    "MemoryProbe",
+    "NodeContext",
+    "NodeProbe",
+    "Noop",
+    "OnDemandProbe",
+    "OnDemandProbeContext",
+    "Probe",
+    "ProbeResult",
+    "Reattempt",
+    "builtin_probes",
+    "report",
+]
 
 set_public_module(globals())
