@@ -66,6 +66,7 @@ def run(path: Path, name: str, num_workers: int, max_steps: int) -> Any:
     )
 
 
+@pytest.mark.nightly
 def test_global_batch_size_keeps_loss_curve_with_other_numbers_of_workers(
     ray_cluster: None, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def make_function(tiny: Any, path: Path, max_steps: int, num_rows: int = 102) ->
     return function
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 def test_global_batch_size_keeps_loss_curve_with_other_numbers_of_workers(
     tiny: Any, runs: Any, tmp_path: Path
