@@ -30,7 +30,8 @@ from packaging.requirements import Requirement
 
 from drawbar import train
 from drawbar.lightning import set_lightning_package
-from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
+from drawbar.torch import TorchTrainer
+from drawbar.train import RunConfig, ScalingConfig
 
 REPO = Path(__file__).parents[1]
 IN_THE_FUNCTION = "In the training function"
@@ -345,7 +346,7 @@ def run(code: Any, block: Block, module: types.ModuleType, folder: Path) -> None
             with train.checkpoint_dir() as path:
                 exec(code, {"path": path, **vars(module)})
 
-        DataParallelTrainer(
+        TorchTrainer(
             function,
             scaling_config=ScalingConfig(num_workers=0),
             run_config=RunConfig(name=f"line_{block.line}", storage_path=folder),

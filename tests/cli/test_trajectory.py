@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drawbar import train
-from drawbar.cli._trajectory import compare_curves, make_curves, relative_difference
+from drawbar.cli._trajectory import Curve, compare_curves, make_curves, relative_difference
 from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
 from tests.cli.conftest import Command
 
@@ -100,6 +100,16 @@ def test_make_curves_uses_lowest_rank_and_last_value_of_a_step() -> None:
     ]
     assert make_curves(rows, None)["loss"] == {0: (3.0, 0), 1: (2.0, 1)}
     assert make_curves(rows, "step") == {"loss": {1: (2.0, 1)}}
+    assert make_curves(rows, "loss")["step"] == {3.0: (1.0, 0), 2.0: (1.0, 1)}
+
+
+def test_make_curves_keeps_fractional_steps_and_skips_nan() -> None:
+    epochs = (0.25, 0.5, math.nan)
+    rows: list[dict[str, Any]] = [
+        {"rank": 0, "index": index, "attempt": 0, "time": 1.0, "loss": 1.0, "epoch": epoch}
+        for index, epoch in enumerate(epochs)
+    ]
+    assert list(make_curves(rows, "epoch")["loss"]) == [0.25, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -119,9 +129,9 @@ def test_relative_difference(first: float | None, second: float | None, expected
 
 
 def test_compare_curves_names_skipped_step_but_not_missing_end() -> None:
-    complete = {"loss": {step: (1.0, 0) for step in range(5)}}
-    shorter = {"loss": {step: (1.0, 0) for step in range(3)}}
-    with_gap = {"loss": {step: (1.0, 2) for step in (0, 2, 3)}}
+    complete: dict[str, Curve] = {"loss": {step: (1.0, 0) for step in range(5)}}
+    shorter: dict[str, Curve] = {"loss": {step: (1.0, 0) for step in range(3)}}
+    with_gap: dict[str, Curve] = {"loss": {step: (1.0, 2) for step in (0, 2, 3)}}
     (comparison,) = compare_curves([complete, shorter], ["loss"], 0.0)
     assert (comparison.num_steps, comparison.first_difference) == (3, None)
     (comparison,) = compare_curves([complete, with_gap], ["loss"], 0.0)

@@ -112,7 +112,7 @@ def test_global_batch_size_keeps_loss_curve_with_other_numbers_of_workers(tmp_pa
         find_run(str(tmp_path / name)).get_curves()["curve"] for name in ("four", "changed")
     )
     assert len(expected) == 2 * EPOCH_STEPS
-    assert curve == pytest.approx(expected, rel=1e-4)
+    assert curve == pytest.approx(expected, rel=1e-5)
     assert len(rows) == len(set(rows)) == 2 * EPOCH_STEPS * 48
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
 from drawbar.accelerate._compat import get_prepared_loaders
@@ -38,9 +39,10 @@ def set_global_batch_size(
         RuntimeError: Called outside a training function, or the Accelerator does not match the
             worker. See `check_accelerator()`.
         TypeError: `global_batch_size` is not an int.
-        ValueError: `global_batch_size` cannot be divided; or `data_loader` is not prepared, or has
-            no batch size; or its number of samples is not a multiple of `global_batch_size` and
-            `drop_last` is not set.
+        ValueError: `global_batch_size` is not a multiple of the batch size of the loader times the
+            number of workers; or `data_loader` is not prepared, or has no batch size; or its
+            number of samples is not a multiple of `global_batch_size` and `drop_last` is not set;
+            or the Accelerator uses DeepSpeed.
 
     Example:
         ```python
@@ -49,6 +51,13 @@ def set_global_batch_size(
         ```
     """
     check_accelerator(accelerator)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "set_global_batch_size() does not work with DeepSpeed, which reads "
+            "gradient_accumulation_steps in accelerator.prepare(). Set Accelerator("
+            "gradient_accumulation_steps=drawbar.train.get_context().accumulation_steps("
+            f"{global_batch_size}, batch_size))."
+        )
     if not any(each is data_loader for each in get_prepared_loaders(accelerator)):
         raise ValueError(
             "set_global_batch_size() needs a data loader from accelerator.prepare(). Pass the "

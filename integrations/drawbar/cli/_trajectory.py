@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from drawbar.cli._output import flatten
 
 _COLUMNS = {"rank", "index", "attempt", "time"}
 """Columns of a report that are no metrics."""
 
-Curve = Mapping[int, tuple[float, int]]
+Curve = Mapping[float, tuple[float, int]]
 """Value and attempt of a metric by step."""
 
 
@@ -26,7 +27,7 @@ class FirstDifference:
         difference: Relative difference of the values; infinite if one is missing or not finite.
     """
 
-    step: int
+    step: float
     values: tuple[float | None, float | None]
     attempts: tuple[int | None, int | None]
     difference: float
@@ -59,7 +60,7 @@ def make_curves(rows: Iterable[Mapping[str, object]], step: str | None) -> dict[
     Returns:
         The curve of each metric. If a step was reported several times, the last value counts.
     """
-    curves: dict[str, dict[int, tuple[float, int]]] = {}
+    curves: dict[str, dict[float, tuple[float, int]]] = {}
     last_index: object = None
     for row in rows:
         if row["index"] == last_index:
@@ -67,17 +68,13 @@ def make_curves(rows: Iterable[Mapping[str, object]], step: str | None) -> dict[
         last_index = row["index"]
         metrics = flatten({key: row[key] for key in row if key not in _COLUMNS})
         number = row["index"] if step is None else metrics.pop(step, None)
-        if not _is_number(number):
+        if not isinstance(number, int | float) or math.isnan(number):
             continue
+        attempt = cast("int", row["attempt"])
         for name, value in metrics.items():
-            if _is_number(value):
-                point = float(value), int(str(row["attempt"]))  # type: ignore[arg-type]  # a number
-                curves.setdefault(name, {})[int(number)] = point  # type: ignore[call-overload]  # a number
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                curves.setdefault(name, {})[number] = float(value), attempt
     return dict(curves)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def compare_curves(

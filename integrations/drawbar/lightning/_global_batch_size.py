@@ -71,7 +71,8 @@ class GlobalBatchSize(LateBoundBase, Callback, base="callbacks.Callback"):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that there is one training loader, whose steps are complete."""
         loader: Any = trainer.train_dataloader
-        if getattr(loader, "batch_size", None) != self.batch_size:
+        batches = getattr(loader, "batch_sampler", None)
+        if getattr(batches, "multiple", None) != self.accumulation_steps:
             _raise_unsupported(loader)
 
     def check_loader(self, loader: object) -> None:
@@ -119,5 +120,6 @@ def _raise_unsupported(loader: object) -> NoReturn:
     raise ValueError(
         f"GlobalBatchSize needs one training DataLoader with batch_size= and with or without "
         f"shuffle=True, found {type(loader).__name__}. Pass one DataLoader without a custom "
-        "sampler, and do not set Trainer(use_distributed_sampler=False)."
+        "sampler, use a strategy of drawbar.lightning, and do not set "
+        "Trainer(use_distributed_sampler=False)."
     )
