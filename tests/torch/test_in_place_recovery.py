@@ -243,7 +243,7 @@ def die_when_spare_is_ready(config: dict[str, Any]) -> float:
                 time.sleep(0.05)
             killed.write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
-    return psutil.Process().create_time()
+    return float(psutil.Process().create_time())
 
 
 def count_processes(path: str) -> int:
