@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from drawbar._boosting.reader import ColumnFormat
 from drawbar.lightgbm import LightGBMTrainer
 from drawbar.train import (
     FailureConfig,
@@ -238,22 +239,63 @@ def test_load_shards_with_invalid_data_raises(run_config: RunConfig, tmp_path: P
     assert "Column 'y' of datasets['train'] must be numeric, found string" in message(
         LABEL, {"y": ["no", "yes"], "a": [1, 2]}
     )
-    assert "1 labels of datasets['train'] are null or NaN" in message(
-        LABEL, {"y": [0, None], "a": [1, 2]}
-    )
     assert "'valid' differ from 'train': missing ['a'], additional ['b']" in message(
         LABEL, valid, valid={"y": [0], "b": [1]}
     )
     assert "must have integers from 0, found -3" in message(
         {"label": "y", "categorical": ["a"]}, {"y": [0, 1], "a": [1, -3]}
     )
-    assert "1 values of group 'g' of datasets['train'] are null" in message(
-        {"label": "y", "group": "g"}, {"y": [0, 1], "a": [1, 2], "g": [5, None]}
-    )
     assert "Rows of group 5 (column 'g' of datasets['train']) are not contiguous" in message(
         {"label": "y", "group": "g"}, {"y": [0, 0, 0], "a": [1, 2, 3], "g": [5, 6, 5]}
     )
     assert "datasets['train'] has no rows" in message(LABEL, {"y": [], "a": []})
+
+
+@pytest.mark.parametrize(
+    ("value", "state"), [(None, "null or NaN"), (np.nan, "null or NaN"), (1e39, "infinite")]
+)
+@pytest.mark.parametrize(
+    ("role", "argument"),
+    [
+        ("label", "label_column"),
+        ("weight", "weight_column"),
+        ("base_margin", "base_margin_column"),
+    ],
+)
+def test_load_shards_with_missing_or_infinite_number_raises(
+    run_config: RunConfig, value: float | None, state: str, role: str, argument: str
+) -> None:
+    """The value is in a dataset to evaluate, in the part of another rank."""
+    columns = {"label": "y", "weight": "w", "base_margin": "m"}
+    valid = {"y": [0.0, 1.0], "a": [1.0, 2.0], "w": [1.0, 2.0], "m": [0.5, 0.5]}
+    invalid = {**valid, columns[role]: pa.array([1.0, value], from_pandas=False)}
+    text = error_of(
+        run_config,
+        columns,
+        {"train": [valid], "valid": [valid]},
+        {"train": [valid], "valid": [valid, invalid]},
+    )
+    name = columns[role]
+    assert f"1 of 6 values in column '{name}' ({argument}) of datasets['valid'] are {state}" in text
+
+
+@pytest.mark.parametrize("value", [None, np.nan])
+def test_load_shards_with_missing_group_raises(run_config: RunConfig, value: float | None) -> None:
+    rows = {"y": [0, 1], "a": [1, 2], "g": pa.array([5.0, value], from_pandas=False)}
+    text = error_of(run_config, {"label": "y", "group": "g"}, {"train": [rows]})
+    assert "1 values of group 'g' of datasets['train'] are null or NaN" in text
+
+
+def test_load_shards_without_any_base_margin_needs_default_of_library(
+    run_config: RunConfig,
+) -> None:
+    columns = {"label": "y", "base_margin": "m"}
+    ranks = {"train": [{"y": [0, 1], "a": [1, 2], "m": [None, np.nan]}]}
+    (loaded,) = load_on_ranks(run_config, columns, ranks)
+    assert np.isnan(loaded["train"][0].base_margin).all()
+    reading = ColumnFormat(has_default_margin=False)
+    with pytest.raises(WorkerGroupError, match="2 of 2 values in column 'm'"):
+        load_on_ranks(run_config, columns, ranks, reading=reading)
 
 
 def test_load_shards_with_different_columns_raises_on_all_ranks(run_config: RunConfig) -> None:
@@ -294,7 +336,7 @@ def test_error_of_a_check_shows_only_its_message(run_config: RunConfig) -> None:
         scaling_config=ScalingConfig(num_workers=0),
         run_config=run_config,
     )
-    with pytest.raises(WorkerGroupError, match="1 labels of datasets") as raised:
+    with pytest.raises(WorkerGroupError, match="1 of 2 values in column 'y'") as raised:
         trainer.fit()
     (failure,) = raised.value.failures
     assert (failure.traceback, failure.location) == ("", "")

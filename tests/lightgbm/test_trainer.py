@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,14 @@ import ray
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.metrics import log_loss, r2_score, roc_auc_score
 
-from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer, RayTrainReportCallback
+from drawbar.lightgbm import LightGBMConfig, LightGBMTrainer, RayTrainReportCallback, train
 from drawbar.train import (
     Checkpoint,
     Result,
     RunConfig,
     ScalingConfig,
     ValidationConfig,
+    WorkerGroupError,
 )
 from tests.boosting.shards import train_in_threads
 
@@ -443,3 +445,45 @@ def test_checkpoints_are_validated(declare: Callable[..., Result], binary: Any) 
         validation_config=ValidationConfig(validate),
     )
     assert [metrics["trees"] for _, metrics in result.best_checkpoints] == [10, 15]
+
+
+@pytest.mark.parametrize("column", ["w", "m"])
+def test_missing_number_of_a_row_raises(declare: Callable[..., Result], column: str) -> None:
+    """LightGBM itself would train with 0."""
+    data = frame(np.zeros((40, 1)), np.arange(40.0), w=1.0, m=0.5)
+    data.loc[7, column] = None
+    with pytest.raises(WorkerGroupError, match=f"1 of 40 values in column '{column}'"):
+        declare({}, data, weight_column="w", base_margin_column="m")
+
+
+VALID: dict[str, Any] = {
+    "label": [1.0, 2.0, 3.0],
+    "weight": [1.0, 1.0, 1.0],
+    "init_score": [0.0, 0.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("field", VALID)
+@pytest.mark.parametrize(
+    "invalid",
+    [
+        np.array([1.0, np.nan, 1.0]),
+        np.array([1.0, np.inf, 1.0]),
+        [1.0, math.nan, 1.0],
+        pd.Series([1.0, None, 1.0]),
+        pa.chunked_array([[1.0, None], [1.0]]),
+    ],
+    ids=["NaN", "infinite", "list", "pandas", "Arrow"],
+)
+@pytest.mark.parametrize("name", ["train_set", r"valid_sets\[0\]"])
+def test_missing_number_in_dataset_of_training_function_raises(
+    fit: Callable[..., Result], field: str, invalid: Any, name: str
+) -> None:
+    def function() -> None:
+        datasets = [lightgbm.Dataset(np.zeros((3, 1)), **VALID) for _ in range(2)]
+        changed = lightgbm.Dataset(np.zeros((3, 1)), **{**VALID, field: invalid})
+        datasets[name != "train_set"] = changed
+        train({"verbosity": -1}, datasets[0], 2, valid_sets=datasets[1])
+
+    with pytest.raises(WorkerGroupError, match=f"1 of 3 values in the {field} of {name}"):
+        fit(function, num_workers=1)

@@ -130,3 +130,18 @@ def test_deepspeed_engine_has_config() -> None:
 
     assert "self._config" in inspect.getsource(DeepSpeedEngine)
     assert "self.load_universal_checkpoint" in inspect.getsource(DeepSpeedConfig)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, in Lightning
+def test_trainer_has_fetcher_with_prefetched_batches() -> None:
+    from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+
+    trainer = L.Trainer(logger=False, enable_progress_bar=False)
+    assert not _compat.is_prefetching(trainer)
+    assert not _compat.has_prefetched_batch(trainer)
+    fetcher: Any = _PrefetchDataFetcher()
+    fetcher.setup(CombinedLoader(x for x in range(2)))
+    vars(trainer.fit_loop)["_data_fetcher"] = fetcher
+    iter(fetcher)
+    assert _compat.is_prefetching(trainer)
+    assert _compat.has_prefetched_batch(trainer)

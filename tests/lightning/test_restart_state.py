@@ -202,6 +202,43 @@ def test_loader_that_repeats_batches_is_a_warning(tmp_path: Path) -> None:
         run(tmp_path, unresumable, (0, 3))
 
 
+def stateful_stream(num_workers: int, fail_at: FailAt) -> tuple[Steps, list[float]]:
+    import lightning.pytorch as pl
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Rows(torch.utils.data.IterableDataset[torch.Tensor]):
+        row = 0
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while self.row < 6:
+                self.row += 1
+                yield torch.tensor([float(self.row)])
+            self.row = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"row": self.row}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.row = state["row"]
+
+    return fit(
+        make_module(fail_at, linear),
+        StatefulDataLoader(Rows(), batch_size=1, num_workers=num_workers),
+        callbacks=[pl.callbacks.ModelCheckpoint(every_n_train_steps=1)],
+        max_epochs=2,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("fail_at", [((0, 1),), ((0, 3), (0, 5)), ((1, 4),)], ids=str)
+def test_stateful_loader_without_length_trains_each_batch_once(
+    tmp_path: Path, num_workers: int, fail_at: tuple[tuple[int, int], ...]
+) -> None:
+    """Lightning prefetches a batch of it, also in the epoch after a restart."""
+    check_restart(tmp_path, functools.partial(stateful_stream, num_workers), *fail_at)
+
+
 def unfreezes(fail_at: FailAt) -> tuple[Steps, list[float]]:
     import lightning.pytorch as pl
 

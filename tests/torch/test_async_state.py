@@ -128,14 +128,15 @@ def test_save_async_of_fsdp_model_resumes_with_other_number_of_workers(
         fully_shard(model)
         optimizer = torch.optim.Adam(model.parameters())
 
-        def get_state(step: int) -> dict[str, Any]:
+        def get_state(step: int = -1) -> dict[str, Any]:
             model_state, optimizer_state = get_state_dict(model, optimizer)
             return {"model": model_state, "optimizer": optimizer_state, "step": step}
 
         def get_values() -> list[torch.Tensor]:
             return [value.full_tensor().clone() for value in get_state(0)["model"].values()]
 
-        state, start = load_state(get_state(-1)), 0
+        state, start = load_state(get_state), 0
+        assert bool(optimizer.state) == (state is not None)  # otherwise, Adam would count a step
         if state is not None:
             start = state["step"] + 1
             set_state_dict(

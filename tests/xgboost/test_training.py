@@ -374,3 +374,21 @@ def test_continuous_features_lose_nothing_on_held_out_rows(fit_in_threads: FitIn
         return float(-np.log(np.where(held_out.target == 1, p, 1 - p)).mean())
 
     assert loss(booster) == pytest.approx(loss(expected), rel=0.02)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_missing_base_margin_in_training_function_raises(
+    run_config: RunConfig, value: float
+) -> None:
+    """XGBoost itself would train no trees."""
+
+    def function() -> None:
+        margin = np.array([0.5, value, 0.5])
+        valid = DMatrix(np.eye(3), np.arange(3.0), base_margin=margin)
+        data = DMatrix(np.eye(3), np.arange(3.0), base_margin=np.ones(3))
+        drawbar.xgboost.train({}, data, evals=[(valid, "valid")])
+
+    with pytest.raises(TrainingFailedError, match="1 of 3 values in the base_margin of valid"):
+        run_in_threads(
+            function, num_workers=1, backend_config=XGBoostConfig(), run_config=run_config
+        )

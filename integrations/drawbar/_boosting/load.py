@@ -58,7 +58,7 @@ def load_shards(
     stores, local_summaries = loaded
     gathered: list[dict[str, ShardSummary]] = collective.all_gather(local_summaries)
     summaries = {name: [by_name[name] for by_name in gathered] for name in datasets}
-    schema = build_schema(summaries)
+    schema = build_schema(summaries, columns, reading or ColumnFormat())
     return {
         name: Shard(name, stores[name], summaries[name], rank, schema, columns) for name in datasets
     }

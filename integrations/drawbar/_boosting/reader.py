@@ -7,6 +7,7 @@ all ranks have exchanged their summaries, so codes are converted when blocks are
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +35,13 @@ class ColumnFormat:
             than 16 bits) are read as float64. Otherwise, all features are float32.
         negative_is_missing: Whether negative integer categories are missing values. Otherwise, they
             are rejected.
+        has_default_margin: Whether the library has a base margin for a dataset in which all of
+            them are missing. Otherwise, this dataset is rejected.
     """
 
     keep_float64: bool = False
     negative_is_missing: bool = False
+    has_default_margin: bool = True
 
 
 @dataclass
@@ -48,18 +52,15 @@ class LabelRange:
         low: Smallest label.
         high: Largest label.
         whole_numbers: Whether all labels are integers.
-        missing: Number of labels that are null or NaN.
     """
 
     low: float = np.inf
     high: float = -np.inf
     whole_numbers: bool = True
-    missing: int = 0
 
     def update(self, labels: Array) -> None:
         """Add labels to the range."""
         valid = labels[~np.isnan(labels)]
-        self.missing += labels.size - len(valid)
         if len(valid):
             self.low = min(self.low, float(valid.min()))
             self.high = max(self.high, float(valid.max()))
@@ -71,7 +72,6 @@ class LabelRange:
             low=min(self.low, other.low),
             high=max(self.high, other.high),
             whole_numbers=self.whole_numbers and other.whole_numbers,
-            missing=self.missing + other.missing,
         )
 
 
@@ -87,6 +87,8 @@ class ShardSummary:
         string_features: Features that are plain strings, so that the order of values is arbitrary.
         max_codes: Highest code of each categorical feature of integers.
         label: Range of the labels.
+        missing: Number of values that are null or NaN in each label, weight, and base margin.
+        infinite: Number of values that are infinite as float32 in these columns.
     """
 
     rows: int = 0
@@ -96,6 +98,8 @@ class ShardSummary:
     string_features: set[str] = field(default_factory=set)
     max_codes: dict[str, int] = field(default_factory=dict)
     label: LabelRange = field(default_factory=LabelRange)
+    missing: Counter[str] = field(default_factory=Counter)
+    infinite: Counter[str] = field(default_factory=Counter)
 
 
 def read_blocks(
@@ -188,18 +192,24 @@ class BlockReader:
             if self._in_object_store and _shares_memory(table[name], features[number])
         )
         columns = self._columns
-        labels = [to_float_array(table[name]) for name in columns.labels]
+        labels = [self._read_numbers(table, name) for name in columns.labels]
         label = labels[0] if len(labels) == 1 else np.stack(labels, axis=1)
         self.summary.label.update(label)
-        margins = [to_float_array(table[name]) for name in columns.base_margins]
+        margins = [self._read_numbers(table, name) for name in columns.base_margins]
         return Block(
             features=features,
             label=label,
-            weight=None if columns.weight is None else to_float_array(table[columns.weight]),
+            weight=None if columns.weight is None else self._read_numbers(table, columns.weight),
             group=None if columns.group is None else self._number_groups(table[columns.group]),
             base_margin=np.stack(margins, axis=1) if margins else None,
             shared_features=shared,
         )
+
+    def _read_numbers(self, table: pa.Table, name: str) -> Array:
+        values = to_float_array(table[name])
+        self.summary.missing[name] += int(np.isnan(values).sum())
+        self.summary.infinite[name] += int(np.isinf(values).sum())
+        return values
 
     def _convert_feature(self, name: str, column: pa.ChunkedArray) -> Array:
         if is_type.is_dictionary(column.type):
@@ -244,12 +254,15 @@ class BlockReader:
         """Return the index of each row's query."""
         if is_type.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        if column.null_count:  # to_numpy() would round large integers
+        missing = column.null_count
+        if not missing:  # otherwise, to_numpy() would round large integers
+            values = column.to_numpy()
+            missing = int(np.isnan(values).sum()) if values.dtype.kind == "f" else 0
+        if missing:
             raise ValueError(
-                f"{column.null_count} values of group {self._columns.group!r} of "
-                f"datasets[{self._dataset!r}] are null. Drop these rows."
+                f"{missing} values of group {self._columns.group!r} of "
+                f"datasets[{self._dataset!r}] are null or NaN. Drop these rows."
             )
-        values = column.to_numpy()
         if not len(values):
             return np.empty(0, dtype=np.int64)
         begins = np.append(True, values[1:] != values[:-1])

@@ -7,6 +7,7 @@ of all ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from drawbar._boosting.block import Array, Block
-from drawbar._boosting.reader import LabelRange, ShardSummary
+from drawbar._boosting.columns import ColumnRoles
+from drawbar._boosting.reader import ColumnFormat, LabelRange, ShardSummary
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,15 @@ class Schema:
         }
 
 
-def build_schema(summaries: Mapping[str, Sequence[ShardSummary]]) -> Schema:
+def build_schema(
+    summaries: Mapping[str, Sequence[ShardSummary]], columns: ColumnRoles, reading: ColumnFormat
+) -> Schema:
     """Derive the schema from all datasets of all ranks.
 
     Args:
         summaries: Summaries of all ranks for each dataset. The first dataset is the training one.
+        columns: Roles of the columns.
+        reading: Column formats that the library accepts.
 
     Raises:
         ValueError: The datasets are not compatible.
@@ -92,7 +98,7 @@ def build_schema(summaries: Mapping[str, Sequence[ShardSummary]]) -> Schema:
         _require_same_features(
             training, names, dataset, _common_features(dataset, summaries[dataset])
         )
-        _check_labels(dataset, label_range(summaries[dataset]))
+        _check_numbers(dataset, summaries[dataset], columns, reading)
     all_summaries = [summary for ranks in summaries.values() for summary in ranks]
     return Schema(tuple(_merge_feature(name, all_summaries) for name in names))
 
@@ -123,11 +129,28 @@ def _require_same_features(
         )
 
 
-def _check_labels(dataset: str, label: LabelRange) -> None:
-    if label.missing:
-        raise ValueError(
-            f"{label.missing} labels of datasets[{dataset!r}] are null or NaN. Drop these rows."
-        )
+def _check_numbers(
+    dataset: str, summaries: Sequence[ShardSummary], columns: ColumnRoles, reading: ColumnFormat
+) -> None:
+    """Check labels, weights, and base margins.
+
+    LightGBM would replace invalid values by 0 or 1e38. XGBoost would train no trees with base
+    margins that are NaN.
+    """
+    rows = sum(summary.rows for summary in summaries)
+    missing = sum((summary.missing for summary in summaries), Counter[str]())
+    infinite = sum((summary.infinite for summary in summaries), Counter[str]())
+    margins = columns.base_margins
+    if reading.has_default_margin and all(missing[name] == rows for name in margins):
+        for name in margins:
+            del missing[name]
+    for counts, state in ((missing, "null or NaN"), (infinite, "infinite as float32")):
+        for name, count in counts.items():
+            role = next(role for role, column in columns.assignments() if column == name)
+            raise ValueError(
+                f"{count} of {rows} values in column {name!r} ({role}) of datasets[{dataset!r}] "
+                f"are {state}. Drop these rows, or replace these values."
+            )
 
 
 def _merge_feature(name: str, summaries: Sequence[ShardSummary]) -> Feature:

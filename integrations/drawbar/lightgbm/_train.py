@@ -17,6 +17,7 @@ from lightgbm.callback import CallbackEnv, EarlyStopException
 from drawbar._boosting.progress import BoostingProgress
 from drawbar.lightgbm import _c_api
 from drawbar.lightgbm._backend import add_network_parameters
+from drawbar.lightgbm._dataset_values import check_values
 from drawbar.lightgbm._evaluation import EvalResult, make_eval_result
 from drawbar.lightgbm._parameters import (
     check_num_workers,
@@ -75,8 +76,9 @@ def train(
     Raises:
         RuntimeError: Called outside a training function.
         ValueError: A parameter or its use with several workers is invalid, the weights of a rank
-            are all 0, or a dataset has an `init_score` and training resumes or has an `init_model`.
-            LightGBM would replace the `init_score`.
+            are all 0, or a label, weight, or `init_score` is missing or infinite in a dataset that
+            is not constructed. Also if a dataset has an `init_score` and training resumes or has
+            an `init_model`: LightGBM would replace the `init_score`.
 
     Example:
         ```python
@@ -88,13 +90,14 @@ def train(
         ```
     """
     check_num_workers(params, get_context().get_world_size())
+    valid_sets = [valid_sets] if isinstance(valid_sets, Dataset) else list(valid_sets or ())
+    check_values(train_set, valid_sets)
     weight: Any = train_set.weight
     check_rank_weights(weight is None or bool(np.any(weight)), params)
     params = add_network_parameters(params)
     rounds = int(get_parameter(params, "num_iterations", num_boost_round))
     all_callbacks = [*(callbacks or ()), *_early_stopping_callbacks(params)]
     params = drop_parameters(params, "num_iterations", "early_stopping_round")
-    valid_sets = [valid_sets] if isinstance(valid_sets, Dataset) else list(valid_sets or ())
     valid_names = [valid_names] if isinstance(valid_names, str) else list(valid_names or ())
 
     all_callbacks = add_report_callback(all_callbacks)

@@ -45,7 +45,9 @@ class LightGBMTrainingSpec(TrainingSpec):
         feval: Custom metric of `lightgbm.train`, or a list of them.
     """
 
-    column_format = ColumnFormat(keep_float64=True, negative_is_missing=True)  # as in LightGBM
+    column_format = ColumnFormat(  # as in LightGBM
+        keep_float64=True, negative_is_missing=True, has_default_margin=False
+    )
 
     num_boost_round: int = 100
     feval: Any | None = None

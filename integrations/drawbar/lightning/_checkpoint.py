@@ -22,6 +22,7 @@ from drawbar.lightning._compat import has_weights_only_argument
 from drawbar.lightning._data_position import ShardBatches, TrainLoaderTracker
 from drawbar.lightning._environment import is_in_training_function
 from drawbar.lightning._epoch_start import resume_within_epoch
+from drawbar.lightning._prefetching import LoaderWithoutPrefetchedBatch
 from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
 from drawbar.train.backend import discard_checkpoint, sync_report_index
 
@@ -133,11 +134,12 @@ class CheckpointStrategyMixin(ParallelStrategy):
         if ShardBatches.is_shard_loader(dataloader):
             return ShardBatches(dataloader)
         trainer = _get_trainer(self)
-        return (
-            self._train_loaders.make_resumable(dataloader, trainer)
-            if trainer.training
-            else dataloader
-        )
+        if not trainer.training:
+            return dataloader
+        loader = self._train_loaders.make_resumable(dataloader, trainer)
+        if loader is dataloader and LoaderWithoutPrefetchedBatch.is_stateful(loader):
+            return LoaderWithoutPrefetchedBatch(loader, trainer)
+        return loader
 
     def on_train_start(self) -> None:
         """Adapt Lightning to an epoch that resumes in its middle."""

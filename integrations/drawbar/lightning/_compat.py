@@ -107,6 +107,21 @@ def is_creating_train_loaders(trainer: object) -> bool:
     return fit_loop._combined_loader is None or fit_loop._should_reload_train_dl
 
 
+def is_prefetching(trainer: object) -> bool:
+    """Return whether `fit` reads training batches one ahead, because their number is unknown.
+
+    False if Lightning's fetcher of batches does not have the attributes.
+    """
+    fetcher = getattr(cast("Any", trainer).fit_loop, "_data_fetcher", None)
+    return hasattr(fetcher, "batches") and getattr(fetcher, "length", 0) is None
+
+
+def has_prefetched_batch(trainer: object) -> bool:
+    """Return whether `fit` has read a training batch that it has not passed to the module."""
+    fetcher = getattr(cast("Any", trainer).fit_loop, "_data_fetcher", None)
+    return bool(getattr(fetcher, "batches", None))
+
+
 def get_reload_epochs(trainer: object) -> tuple[float, float]:
     """Return the epochs in which the training and validation loaders were created.
 

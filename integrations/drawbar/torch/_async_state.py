@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -131,16 +131,20 @@ def _without_crc32() -> Iterator[None]:
         torch.serialization.set_crc32_options(previous)
 
 
-def load_state(like: dict[str, Any] | None = None) -> dict[str, Any] | None:
+def load_state(
+    like: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
+) -> dict[str, Any] | None:
     """Load the state of the latest checkpoint that `save_async` has saved.
 
     Call it on all ranks. Tensors without sharding are loaded to the CPU. The files are unpickled,
     which can execute arbitrary code, so load only checkpoints that you trust.
 
     Args:
-        like: State of the same structure, such as the one of a new model. Required if the state
-            contains DTensors: they are loaded into the tensors of `like`, with any number of
-            workers. Otherwise it is not used.
+        like: State of the same structure, such as the one of a new model, or a function that
+            returns it. Required if the state contains DTensors: they are loaded into the tensors
+            of `like`, with their data types and any number of workers. Otherwise it is not used.
+            A function is called only if it is used. Pass a function if it calls `get_state_dict`,
+            which counts as an optimizer step before the first step.
 
     Returns:
         The state; None if the run has no checkpoint yet.
@@ -151,8 +155,11 @@ def load_state(like: dict[str, Any] | None = None) -> dict[str, Any] | None:
 
     Example:
         ```python
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = load_state({"model": model_state, "optimizer": optimizer_state, "epoch": 0})
+        def get_state():
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            return {"model": model_state, "optimizer": optimizer_state, "epoch": 0}
+
+        state = load_state(get_state)
         if state is not None:
             set_state_dict(
                 model,
@@ -182,5 +189,6 @@ def load_state(like: dict[str, Any] | None = None) -> dict[str, Any] | None:
             )
         from torch.distributed.checkpoint.state_dict_loader import load  # takes time
 
-        load(like, checkpoint_id=directory)
-    return like
+        template = like() if callable(like) else like
+        load(template, checkpoint_id=directory)
+    return template

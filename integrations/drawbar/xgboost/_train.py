@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 from xgboost import Booster, DMatrix
 from xgboost.callback import (
     CallbackContainer,
@@ -83,6 +84,7 @@ def train(
     Raises:
         ValueError: With the objective and the workers' rows and weights, XGBoost would train
             another model than in one process, or it cannot evaluate a metric on several workers.
+            Also if a base margin is NaN or infinite.
 
     Example:
         ```python
@@ -135,9 +137,10 @@ def _validate(
     """Check objective, metrics, weights, and queries of all ranks. Collective."""
     workers = get_context().get_world_size()
     validate_num_workers(params, workers)
+    matrices = [dtrain, *(matrix for matrix, _ in evals)]
+    _require_base_margins(["dtrain", *(name for _, name in evals)], matrices)
     if workers == 1:
         return
-    matrices = [dtrain, *(matrix for matrix, _ in evals)]
     own = [len(matrix.get_uint_info("group_ptr")) > 1 for matrix in matrices]
     by_matrix = zip(*collective.all_gather(own), strict=True)  # a rank without rows has no queries
     train_queries, *eval_queries = map(any, by_matrix)
@@ -146,6 +149,18 @@ def _validate(
     if not all(eval_queries):
         check_metrics_without_queries(params)
     validate_worker_weights(params, dtrain)
+
+
+def _require_base_margins(names: Sequence[str], matrices: Sequence[DMatrix]) -> None:
+    """Check for base margins with which XGBoost trains no trees, without an error."""
+    for name, matrix in zip(names, matrices, strict=True):
+        margins = matrix.get_base_margin()
+        count = margins.size - int(np.isfinite(margins).sum())
+        if count:
+            raise ValueError(
+                f"{count} of {margins.size} values in the base_margin of {name} are NaN or "
+                "infinite. Drop these rows, or replace these values."
+            )
 
 
 def _make_default_callbacks(
