@@ -26,8 +26,11 @@ class LoaderWithoutPrefetchedBatch:
         trainer: Trainer that reads it.
     """
 
+    _previous_state: object = None
+    """State of the loader before it read its newest batch."""
+
     def __init__(self, loader: Any, trainer: Trainer) -> None:
-        vars(self).update(_loader=loader, _trainer=trainer, _previous_state=None)
+        vars(self).update(_loader=loader, _trainer=trainer)
 
     @staticmethod
     def is_stateful(loader: object) -> bool:
