@@ -190,3 +190,34 @@ def test_rollback_between_epochs_begins_the_next_epoch(tmp_path: Path) -> None:
     )
     rows = [0.0, 1.0, 2.0, 3.0]
     assert trainer.fit().return_value == [(1, rows), (2, rows)]
+
+
+def test_rollback_to_checkpoint_of_earlier_epoch_leaves_out_epochs_in_between(
+    tmp_path: Path,
+) -> None:
+    def function() -> list[tuple[int, list[list[float]]]]:
+        loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
+        sampler = loader.sampler
+        assert isinstance(sampler, EpochSampler)
+        checkpoint, epochs = train.get_checkpoint(), []
+        first = 0 if checkpoint is None else int(Path(checkpoint.path, "epoch").read_text())
+        for epoch in range(first, 4):
+            sampler.set_epoch(epoch)
+            epochs.append((epoch, rows := []))
+            for number, (batch,) in enumerate(loader):
+                rows.append(batch.tolist())
+                if (epoch, number) == (0, 1) and checkpoint is None:
+                    with train.checkpoint_dir() as path:
+                        (path / "epoch").write_text(str(epoch))
+                        train.report({"epoch": epoch}, checkpoint=path)
+                if (epoch, number) == (2, 0) and train.get_context().get_attempt() == 0:
+                    train.rollback("spike")
+        return epochs
+
+    trainer = TorchTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    batches = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert trainer.fit().return_value == [(0, []), (1, []), (2, batches[1:]), (3, batches)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from drawbar.torch._sampler import EpochPosition, EpochSampler
@@ -73,6 +73,9 @@ class SamplerPositionTracker:
         self._iteration += 1
         self._begin = self.next_position
         self._next = EpochPosition(seed=self._begin.seed, epoch=self._begin.epoch + 1)
+        sampler = self._sampler()
+        if sampler is not None and sampler.is_left_out:
+            self._next = self._begin
         self._num_received = 0
         self._has_load_error, self._last_batch = False, ""
         self.epoch_start = (self._begin.epoch, self._begin.consumed)
@@ -128,6 +131,7 @@ class SamplerPositionTracker:
             RuntimeError: The samples of the iteration cannot be counted.
         """
         position = EpochPosition(**cast("dict[str, Any]", self.position()))
+        position = replace(position, is_rollback=True)
         if not num_batches:
             return asdict(position)
         if position.length is None or not self._items_per_batch:

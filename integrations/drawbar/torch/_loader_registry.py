@@ -260,8 +260,9 @@ class LoaderRegistry:
             if records and len(sampled) == len(self._sequences) and not num_batches:
                 return records  # between two epochs
             raise RuntimeError(
-                "rollback() needs a running loop over a data loader that draws its samples from a "
-                "sampler, not from an IterableDataset. Call it inside this loop."
+                "rollback() needs a running loop over a loader of prepare_data_loader that draws "
+                "its samples from a sampler. It cannot skip batches of an IterableDataset or of a "
+                "DistributedSampler. Call it inside this loop."
             )
         # The newest one: a loop over validation data may be inside the loop over training data.
         sequence, tracker = sampled[max(running)]

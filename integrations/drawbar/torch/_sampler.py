@@ -38,6 +38,7 @@ class EpochPosition:
         consumed: Items that all ranks together have consumed, without padding.
         length: Items of the epoch; None before it has begun, or if the sampler has no length.
         check: Checksum with which a resumed run verifies that the order is the same.
+        is_rollback: Whether a rollback has left out the epochs between a checkpoint and this one.
 
     Example:
         >>> EpochPosition(seed=0, consumed=8).advance(4).consumed
@@ -49,6 +50,7 @@ class EpochPosition:
     consumed: int = 0
     length: int | None = None
     check: int = 0
+    is_rollback: bool = False
 
     def advance(self, items: int) -> EpochPosition:
         """Return the position after more items, at most at the end of the epoch."""
@@ -76,6 +78,7 @@ class EpochSampler(Sampler[T_co]):
     Attributes:
         next_position: Position at which the next iteration begins.
         current_position: Position at which the newest iteration began.
+        is_left_out: Whether the next iteration is of an epoch that a rollback has left out.
 
     Raises:
         TypeError: The source is a generator or another iterator that can be read only once.
@@ -107,6 +110,7 @@ class EpochSampler(Sampler[T_co]):
         self.num_replicas = world_size
         self.drop_last = drop_last
         self.next_position = self.current_position = EpochPosition(seed=seed)
+        self.is_left_out = False
         self._requested_epoch: int | None = None
         self._stream: OrderStream[T_co] | None = None  # of the newest iteration
         self._share: Sequence[T_co] = ()  # items of this rank in the newest iteration
@@ -127,9 +131,13 @@ class EpochSampler(Sampler[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; the default is the one after the previous epoch.
 
-        If the next iteration would resume inside this epoch, it still does.
+        If the next iteration would resume inside this epoch, it still does. The iteration of an
+        epoch that a rollback has left out has no items.
         """
         self._requested_epoch = epoch
+        self.is_left_out = self.next_position.is_rollback and epoch < self.next_position.epoch
+        if self.is_left_out:
+            return
         if epoch != self.next_position.epoch:
             self.next_position = EpochPosition(seed=self.next_position.seed, epoch=epoch)
 
@@ -151,10 +159,14 @@ class EpochSampler(Sampler[T_co]):
 
     def _begin_epoch(self) -> Iterator[T_co]:
         begin = self.next_position
+        self._share = ()
+        if self.is_left_out:
+            self.is_left_out, self._requested_epoch, self._stream = False, None, None
+            return iter(())
+        begin = replace(begin, is_rollback=False)
         # Set this now: a loop that ends with `break` never reaches the end of the epoch.
         self.next_position = EpochPosition(seed=begin.seed, epoch=begin.epoch + 1)
         self._requested_epoch = None
-        self._share = ()
         for sampler in (getattr(self.source, "sampler", None), self.source):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(begin.epoch)
