@@ -64,6 +64,26 @@ def test_verify_trajectory_prints_first_step_that_differs(cli: Command, runs: Pa
     assert metric["max_difference"] == pytest.approx(0.375)
 
 
+def test_verify_trajectory_names_metrics_that_one_run_lacks(cli: Command, tmp_path: Path) -> None:
+    for name, number in (("both", 4), ("half", 2)):
+
+        def function(number: int = number) -> None:
+            for step in range(4):
+                train.report({"step": step, **({"loss": 1.0} if step < number else {})})
+
+        DataParallelTrainer(
+            function,
+            scaling_config=ScalingConfig(num_workers=0),
+            run_config=RunConfig(name=name, storage_path=tmp_path),
+        ).fit()
+    make_run(tmp_path, "more", 1.0, 1.0, 1.0, 1.0, first_step=0)
+    half = cli("verify", tmp_path / "half", "--trajectory", tmp_path / "both")
+    assert half.code == 1
+    assert "loss: differs first at report 2 by inf (relative)  half: missing" in half.out
+    more = cli("verify", tmp_path / "both", "--trajectory", tmp_path / "more")
+    assert (more.code, more.out.splitlines()[-1]) == (1, "val/acc: missing in both")
+
+
 def test_verify_trajectory_by_step_compares_common_steps(cli: Command, runs: Path) -> None:
     arguments = "verify", runs / "late", "--trajectory", runs / "four"
     assert cli(*arguments).code == 1

@@ -199,7 +199,8 @@ def test_rollback_to_checkpoint_of_earlier_epoch_leaves_out_epochs_in_between(
         loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
         sampler = loader.sampler
         assert isinstance(sampler, EpochSampler)
-        checkpoint, epochs = train.get_checkpoint(), []
+        checkpoint = train.get_checkpoint()
+        epochs: list[tuple[int, list[list[float]]]] = []
         first = 0 if checkpoint is None else int(Path(checkpoint.path, "epoch").read_text())
         for epoch in range(first, 4):
             sampler.set_epoch(epoch)

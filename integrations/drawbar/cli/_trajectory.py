@@ -87,12 +87,17 @@ def compare_curves(
         metrics: Metrics to compare.
         tolerance: Largest relative difference of values that count as equal.
     """
-    return [_compare(name, curves[0][name], curves[1][name], tolerance) for name in metrics]
+    # Afterwards, only one run has steps.
+    last_step = min(max(map(max, run.values()), default=-math.inf) for run in curves)
+    return [
+        _compare(name, curves[0][name], curves[1][name], tolerance, last_step) for name in metrics
+    ]
 
 
-def _compare(metric: str, first: Curve, second: Curve, tolerance: float) -> MetricComparison:
+def _compare(
+    metric: str, first: Curve, second: Curve, tolerance: float, last_step: float
+) -> MetricComparison:
     common = first.keys() & second.keys()
-    last_step = min(max(first), max(second))  # afterwards, only one run has steps
     largest, found = 0.0, None
     for step in sorted(first.keys() | second.keys()):
         if step > last_step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -94,6 +95,8 @@ def _verify_trajectory(
                 f"{', '.join(common) or 'none'}."
             )
     comparisons = compare_curves(curves, names or common, tolerance)
+    # Equal runs have the same metrics.
+    missing = {} if names else _find_missing(curves, records)
     if not any(each.num_steps for each in comparisons):
         raise CommandError(
             f"{records[0].name} and {records[1].name} have no numeric metric at the same "
@@ -101,12 +104,25 @@ def _verify_trajectory(
         )
     if as_json:
         paths = [record.path for record in records]
-        write_json({"runs": paths, "tolerance": tolerance, "metrics": comparisons})
+        write_json(
+            {"runs": paths, "tolerance": tolerance, "metrics": comparisons, "missing": missing}
+        )
     else:
         for comparison in comparisons:
             print(escape_control_chars(_format(comparison, records, step or "report")))
-    if any(each.first_difference for each in comparisons):
+        for name, run in missing.items():
+            print(escape_control_chars(f"{name}: missing in {run}"))
+    if missing or any(each.first_difference for each in comparisons):
         raise typer.Exit(1)
+
+
+def _find_missing(
+    curves: Sequence[Mapping[str, object]], records: tuple[RunRecord, RunRecord]
+) -> dict[str, str]:
+    """Return the metrics that one run lacks, with the name of this run."""
+    first, second = curves
+    lacks = [(name, records[1].name) for name in first if name not in second]
+    return dict([*lacks, *((name, records[0].name) for name in second if name not in first)])
 
 
 def _format(
