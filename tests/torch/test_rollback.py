@@ -20,6 +20,8 @@ from drawbar.torch import TorchTrainer, prepare_data_loader, prepare_model
 from drawbar.torch._sampler import EpochSampler
 from drawbar.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError, runs
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 NUM_BATCHES = 16
 BAD_BATCHES = (9, 10, 11)
 SAVE_EVERY = 4

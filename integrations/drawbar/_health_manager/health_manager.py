@@ -60,9 +60,19 @@ class _Policy:
 
     @classmethod
     def of(cls, policy: HealthPolicy) -> _Policy:
-        probes = policy.probe_creator() if policy.probe_creator is not None else ()
+        probes = policy.probe_creator() if policy.probe_creator is not None else []
         create = policy.evaluators_creator or (lambda: [FailedProbeEvaluator()])
-        return cls(list(probes), list(create()), policy.preflight)
+        evaluators = create()
+        for name, found, kind in (
+            ("probe_creator", probes, Probe),
+            ("evaluators_creator", evaluators, Evaluator),
+        ):
+            if not isinstance(found, Sequence) or not all(isinstance(each, kind) for each in found):
+                raise TypeError(
+                    f"HealthPolicy.{name} must return a list of instances of {kind.__name__}, "
+                    f"found {found!r}"
+                )
+        return cls(list(probes), list(evaluators), policy.preflight)
 
 
 class HealthManager:
@@ -80,6 +90,7 @@ class HealthManager:
         self._runtime_env = run_config.worker_runtime_env
         self._scaling = scaling
         self._evicted: set[str] = set()
+        self._failed_evaluators: list[Evaluator] = []
         self._state = HealthState()
         self._lock = threading.Lock()
         self._wake_up = threading.Event()
@@ -253,7 +264,7 @@ class HealthManager:
             decision
             for policy in self._policies
             for evaluator in policy.evaluators
-            for decision in evaluator.evaluate(view)
+            for decision in self._evaluate(evaluator, view)
         ]
         decision = merge_decisions(decisions)
         if decision is None or state is not self._state:
@@ -266,6 +277,31 @@ class HealthManager:
                 self._evicted |= set(decision.target_nodes)
             self.pause()  # until the next attempt: the same signal would trigger it again
             act(decision)
+
+    def _evaluate(self, evaluator: Evaluator, state: HealthState) -> Sequence[HealthDecision]:
+        """Return the decisions of an evaluator; none from one that has failed."""
+        if evaluator in self._failed_evaluators:
+            return []
+        try:
+            decisions = list(evaluator.evaluate(state))
+            for decision in decisions:
+                if not isinstance(decision, HealthDecision):
+                    raise TypeError(f"evaluate() must return decisions, found {decision!r}")
+                nodes = decision.target_nodes if isinstance(decision, Evict) else []
+                if unknown := set(nodes) - state.hostnames.keys():
+                    raise ValueError(
+                        f"target_nodes has {sorted(unknown)}, but the IDs of the nodes are "
+                        f"{sorted(state.hostnames)}"
+                    )
+        except Exception as error:
+            self._failed_evaluators.append(evaluator)
+            text = (
+                f"The evaluator {type(evaluator).__name__} of the health checks raised "
+                f"{type(error).__name__}: {error}. The run continues without it."
+            )
+            self._call_in_loop(self._emit, Notice(text))
+            return []
+        return decisions
 
     def _diagnose(self, decision: Diagnose, state: HealthState, monitors: NodeMonitors) -> None:
         nodes = list(decision.target_nodes)

@@ -18,6 +18,10 @@ from drawbar._health_manager.builtin_probes import AllReduceProbe, ClockProbe
 _RESULT = msgspec.json.Decoder(ProbeResult)
 
 
+START_S = 600.0
+"""Time limit for the start of the processes that run probes."""
+
+
 class NodeMonitor(AllReducePeer):
     """Ray actor that runs probes on one node, with zero CPUs."""
 
@@ -69,6 +73,9 @@ class NodeMonitors:
             nodes: IDs of nodes. Default: all.
         """
         nodes = [n for n in (nodes or list(self.hostnames)) if n in self.hostnames]
+        # The time limit of a probe does not include the start of a process on a busy node.
+        ready = [self._get(node).__ray_ready__.remote() for node in nodes]
+        ray.wait(ready, num_returns=len(ready), timeout=START_S)
         references = {}
         sent = time.time()
         for node in nodes:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from drawbar.train import (
     runs,
 )
 from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 DriversFixture = Callable[..., Any]
 SHOWN = "shown: "
@@ -87,6 +90,58 @@ def test_eviction_without_room_ends_the_run_with_evidence(tmp_path: Path) -> Non
     assert not caught.value.should_retry
     (decision,) = runs.find_run(tmp_path / "run").health_decisions
     assert (decision.action, decision.is_preflight) == ("EVICT", False)
+
+
+def test_evaluators_that_fail_are_named_and_do_not_stop_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class EvictsUnknownNode(health.Evaluator):
+        def evaluate(self, state: health.HealthState) -> list[health.HealthDecision]:
+            return [health.Evict(target_nodes=["no such node"])]
+
+    class LacksMetric(health.Evaluator):
+        def evaluate(self, state: health.HealthState) -> list[health.HealthDecision]:
+            (tmp_path / "evaluated").touch()
+            raise KeyError("temperature")
+
+    class Quick(health.NodeProbe):
+        name = "quick"
+        interval_s = 0.1
+
+        def poll(self, ctx: health.NodeContext) -> health.ProbeResult:
+            return health.ProbeResult(passed=True)
+
+    def function() -> None:
+        while not (tmp_path / "evaluated").exists():
+            time.sleep(0.01)
+
+    policy = health.HealthPolicy(
+        probe_creator=lambda: [Quick()],
+        evaluators_creator=lambda: [EvictsUnknownNode(), LacksMetric()],
+    )
+    DataParallelTrainer(
+        function,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(
+            name="run", storage_path=tmp_path, health_config=health.HealthConfig(policies=[policy])
+        ),
+    ).fit()
+    assert "EvictsUnknownNode of the health checks raised ValueError: target_nodes has" in (
+        capsys.readouterr().err
+    )
+
+
+def test_probe_creator_without_list_raises_before_the_start(tmp_path: Path) -> None:
+    policy = health.HealthPolicy(probe_creator=lambda: 5)  # type: ignore[arg-type, return-value]
+    trainer = DataParallelTrainer(
+        lambda: None,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(
+            storage_path=tmp_path, health_config=health.HealthConfig(policies=[policy])
+        ),
+    )
+    with pytest.raises(TypeError, match="probe_creator must return a list of instances of Probe"):
+        trainer.fit()
 
 
 def test_health_config_without_ray_raises(tmp_path: Path) -> None:
