@@ -60,8 +60,8 @@ class Probe:
 
     name: str = ""
     timeout_s: float = 600.0
-    """The probe has failed if there is no result after this time, in seconds. It includes the start
-    of the process that runs the probe, and must be long enough for a busy machine."""
+    """The probe has failed if there is no result after this time, in seconds. It does not include
+    the start of the process that runs the probe, and must be long enough for a busy machine."""
 
     @property
     def title(self) -> str:
