@@ -72,6 +72,20 @@ class _Policy:
                     f"HealthPolicy.{name} must return a list of instances of {kind.__name__}, "
                     f"found {found!r}"
                 )
+        if policy.preflight and not probes:
+            raise ValueError(
+                "HealthPolicy.preflight=True needs probes. Set probe_creator, for example to "
+                "health.builtin_probes"
+            )
+        for probe in probes:
+            seconds = {"timeout_s": probe.timeout_s}
+            if isinstance(probe, NodeProbe):
+                seconds["interval_s"] = probe.interval_s
+            for name, value in seconds.items():
+                if value <= 0:
+                    raise ValueError(
+                        f"{type(probe).__name__}.{name} must be above 0 seconds, found {value!r}"
+                    )
         return cls(list(probes), list(evaluators), policy.preflight)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from drawbar._health_manager.all_reduce import AllReducePeer, last_line
 from drawbar._health_manager.builtin_probes import AllReduceProbe, ClockProbe
 
 _RESULT = msgspec.json.Decoder(ProbeResult)
+_logger = logging.getLogger("drawbar.train")
 
 
 START_S = 600.0
@@ -31,13 +33,19 @@ class NodeMonitor(AllReducePeer):
             del os.environ["CUDA_VISIBLE_DEVICES"]
 
     def run_probe(self, probe: Any, context: NodeContext) -> bytes:
-        """Run a probe. Returns its result as JSON. Exceptions but MemoryError fail it."""
+        """Run a probe. Returns its result as JSON. Exceptions but MemoryError fail it.
+
+        Raises:
+            TypeError: The probe did not return a result. This says nothing about the node.
+        """
         try:
             result = probe.poll(context)
         except MemoryError as error:  # a busy node is not unhealthy
             result = ProbeResult(detail=f"{type(error).__name__}: {error}")
         except Exception as error:
             result = ProbeResult(passed=False, detail=f"{type(error).__name__}: {error}")
+        if not isinstance(result, ProbeResult | None):
+            raise TypeError(f"poll() must return a ProbeResult or None, found {result!r}")
         return msgspec.json.encode(result if result is not None else ProbeResult())
 
 
@@ -97,6 +105,10 @@ class NodeMonitors:
         except ray.exceptions.OutOfMemoryError as error:  # a busy node is not unhealthy
             self._kill(node)
             return ProbeResult(detail=last_line(error))
+        except TypeError as error:
+            detail = last_line(error)
+            _logger.warning("the health probe %s has no result: %s", probe.title, detail)
+            return ProbeResult(detail=detail)
         except ray.exceptions.GetTimeoutError:
             detail = f"no result after {probe.timeout_s:g} s"
         except Exception as error:

@@ -95,7 +95,7 @@ def test_exit_handler_that_never_ends_is_killed(
         atexit.register(threading.Event().wait)
         return os.getpid()
 
-    wait_until_gone(fit(function, run_config, num_workers=1).return_values, seconds=0.5)
+    wait_until_gone(fit(function, run_config, num_workers=1).return_values)
 
 
 def test_process_whose_import_was_interrupted_is_replaced(

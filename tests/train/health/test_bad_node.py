@@ -9,7 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -131,8 +131,30 @@ def test_evaluators_that_fail_are_named_and_do_not_stop_the_run(
     )
 
 
-def test_probe_creator_without_list_raises_before_the_start(tmp_path: Path) -> None:
-    policy = health.HealthPolicy(probe_creator=lambda: 5)  # type: ignore[arg-type, return-value]
+class Quick(health.NodeProbe):
+    """Probe with settings of a test."""
+
+    def __init__(self, result: object = None, **settings: float) -> None:
+        self.result = result
+        vars(self).update(settings)
+
+    def poll(self, ctx: health.NodeContext) -> health.ProbeResult | None:
+        return cast("health.ProbeResult | None", self.result)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"probe_creator": lambda: 5}, TypeError, "must return a list of instances of Probe"),
+        ({"preflight": True}, ValueError, "preflight=True needs probes"),
+        ({"probe_creator": lambda: [Quick(interval_s=-1)]}, ValueError, "Quick.interval_s must be"),
+        ({"probe_creator": lambda: [Quick(timeout_s=0)]}, ValueError, "Quick.timeout_s must be"),
+    ],
+)
+def test_invalid_policy_raises_before_the_start(
+    tmp_path: Path, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    policy = health.HealthPolicy(**settings)
     trainer = DataParallelTrainer(
         lambda: None,
         scaling_config=ScalingConfig(num_workers=1),
@@ -140,8 +162,22 @@ def test_probe_creator_without_list_raises_before_the_start(tmp_path: Path) -> N
             storage_path=tmp_path, health_config=health.HealthConfig(policies=[policy])
         ),
     )
-    with pytest.raises(TypeError, match="probe_creator must return a list of instances of Probe"):
+    with pytest.raises(error, match=message):
         trainer.fit()
+
+
+def test_probe_that_returns_no_result_excludes_no_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = health.HealthPolicy(probe_creator=lambda: [Quick(result=True)], preflight=True)
+    DataParallelTrainer(
+        lambda: None,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(
+            storage_path=tmp_path, health_config=health.HealthConfig(policies=[policy])
+        ),
+    ).fit()
+    assert "Quick has no result: TypeError: poll() must return a ProbeResult" in caplog.text
 
 
 def test_health_config_without_ray_raises(tmp_path: Path) -> None:
