@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -57,6 +59,81 @@ def function() -> int:
     held_out = train.get_dataset_shard("valid").iter_torch_batches(batch_size=2)
     trainer.fit(Line(), batches, held_out)
     return int(trainer.global_step)
+
+
+class WithoutLength:
+    """A user's iterable. Lightning reads one batch ahead, because it does not know the length."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Recorder(Line):
+    """Records the rows that it has trained, in the checkpoint too."""
+
+    def __init__(self, fail_at: int) -> None:
+        super().__init__()
+        self.fail_at = fail_at
+        self.trained: list[int] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        if len(self.trained) == 2 * self.fail_at and train.get_context().get_attempt() == 0:
+            raise RuntimeError("once")
+        self.trained += batch["row"].tolist()
+        return self.layer(batch["row"].float().reshape(-1, 1)).square().mean() * 0.0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["trained"] = self.trained
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.trained = checkpoint["trained"]
+
+
+class SaveEachStep(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        step = trainer.global_step
+        trainer.save_checkpoint(Path(train.get_context().get_storage(), f"s{step}/checkpoint.ckpt"))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of few workers and no logger
+@pytest.mark.parametrize(("fail_at", "has_validation"), [(1, False), (3, True), (6, True)])
+def test_loader_without_length_trains_each_row_once(
+    run_config: RunConfig, fail_at: int, has_validation: bool
+) -> None:
+    def function() -> list[int]:
+        strategy: Any = RayDDPStrategy()
+        trainer = prepare_trainer(
+            L.Trainer(
+                max_epochs=2,
+                accelerator="cpu",
+                strategy=strategy,
+                callbacks=[SaveEachStep()],
+                val_check_interval=1 if has_validation else None,
+                enable_checkpointing=False,
+                enable_model_summary=False,
+                enable_progress_bar=False,
+                logger=False,
+            )
+        )
+        batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=2)
+        valid = train.get_dataset_shard("valid").iter_torch_batches(batch_size=2)
+        model = Recorder(fail_at)
+        trainer.fit(model, WithoutLength(batches), valid if has_validation else None)
+        return model.trained
+
+    rows = ray.data.from_items([{"row": row} for row in range(8)]).materialize()
+    held_out = ray.data.from_items([{"x": np.ones(1, np.float32)}] * 4).materialize()
+    result = TorchTrainer(
+        function,
+        datasets={"train": rows, "valid": held_out},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=replace(run_config, failure_config=FailureConfig(max_failures=1)),
+    ).fit()
+    assert result.return_value == [*range(8), *range(8)]
 
 
 @pytest.mark.usefixtures("ray_cluster")

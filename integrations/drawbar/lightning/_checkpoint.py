@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar import train
 from drawbar.lightning._bases import ParallelStrategy
-from drawbar.lightning._compat import has_weights_only_argument
+from drawbar.lightning._compat import has_weights_only_argument, is_creating_train_loaders
 from drawbar.lightning._data_position import ShardBatches, TrainLoaderTracker
 from drawbar.lightning._environment import is_in_training_function
 from drawbar.lightning._epoch_start import resume_within_epoch
-from drawbar.lightning._prefetching import LoaderWithoutPrefetchedBatch
+from drawbar.lightning._prefetching import make_loader_without_prefetched_batch
 from drawbar.train import Checkpoint, CheckpointConsistencyMode, collective, get_context
 from drawbar.train.backend import discard_checkpoint, sync_report_index
 
@@ -131,15 +131,18 @@ class CheckpointStrategyMixin(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Wrap a training data loader so that checkpoints contain its position."""
         dataloader = super().process_dataloader(dataloader)
-        if ShardBatches.is_shard_loader(dataloader):
-            return ShardBatches(dataloader)
         trainer = _get_trainer(self)
-        if not trainer.training:
+        if ShardBatches.is_shard_loader(dataloader):
+            loader: object = ShardBatches(dataloader)
+        elif trainer.training:
+            loader = self._train_loaders.make_resumable(dataloader, trainer)
+            if loader is not dataloader:
+                return loader
+        else:
             return dataloader
-        loader = self._train_loaders.make_resumable(dataloader, trainer)
-        if loader is dataloader and LoaderWithoutPrefetchedBatch.is_stateful(loader):
-            return LoaderWithoutPrefetchedBatch(loader, trainer)
-        return loader
+        if not is_in_training_function() or not is_creating_train_loaders(trainer):
+            return loader
+        return make_loader_without_prefetched_batch(loader, trainer)
 
     def on_train_start(self) -> None:
         """Adapt Lightning to an epoch that resumes in its middle."""

@@ -30,6 +30,7 @@ class DataSources:
         self._shards: Mapping[str, Any] | None = None
         self._position_callbacks: dict[str, Callable[[], object]] = {}
         self._skip_callbacks: dict[str, Callable[[int], object]] = {}
+        self._read_ahead: list[Callable[[], Mapping[str, object]]] = []
         self._unclaimed_positions = dict(positions)  # of sources that are not open yet
         self._source_counts = Counter[str]()
 
@@ -92,17 +93,22 @@ class DataSources:
             )
         return {**self.get_positions(), **{name: get(skip) for name, get in skips.items()}}
 
+    def track_read_ahead(
+        self, get_previous: Callable[[], Mapping[str, object]]
+    ) -> Callable[[], dict[str, object]]:
+        """Save earlier positions of some sources. See `backend.register_read_ahead`."""
+        self._read_ahead.append(get_previous)
+        return self._get_current_positions
+
     def get_positions(self) -> dict[str, object]:
         """Return the position of every source, including sources that are not open yet.
 
         Raises:
             TypeError: A position cannot be encoded as JSON.
         """
-        with self._lock:
-            callbacks = dict(self._position_callbacks)
-            unclaimed = dict(self._unclaimed_positions)
-        # Without the lock: a callback may wait for a thread that opens a source.
-        positions = {name: get_position() for name, get_position in callbacks.items()}
+        positions = self._get_current_positions()
+        for get_previous in self._read_ahead:
+            positions |= get_previous()
         for name, value in positions.items():
             try:
                 json.dumps(value)
@@ -111,6 +117,14 @@ class DataSources:
                     f"The position of data source {name!r} must be JSON-serializable, "
                     f"found {value!r}: {error}."
                 ) from None
+        return {name: value for name, value in positions.items() if value is not None}
+
+    def _get_current_positions(self) -> dict[str, object]:
+        with self._lock:
+            callbacks = dict(self._position_callbacks)
+            unclaimed = dict(self._unclaimed_positions)
+        # Without the lock: a callback may wait for a thread that opens a source.
+        positions = {name: get_position() for name, get_position in callbacks.items()}
         known = {name: value for name, value in positions.items() if value is not None}
         # Keep the positions of sources that are not open yet: a checkpoint before their first use
         # would lose them otherwise.

@@ -85,6 +85,31 @@ def register_data_position(
     )
 
 
+def register_read_ahead(
+    get_previous: Callable[[], Mapping[str, object]],
+) -> Callable[[], dict[str, object]]:
+    """Save earlier positions of data sources from which a framework has read a batch ahead.
+
+    A batch that is read, but not trained yet, must be read again after a restart.
+
+    Args:
+        get_previous: Returns the positions to save, by the names of the sources; None for a source
+            that had no position. It is called at each report with a checkpoint.
+
+    Returns:
+        Function that returns the current positions of all sources by name.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+
+    Example:
+        >>> get_positions = register_read_ahead(lambda: previous if has_batch() else {})
+        >>> previous = get_positions()  # before the framework reads a batch
+    """
+    session = current_session("register_read_ahead")
+    return session.data_sources.track_read_ahead(get_previous)
+
+
 def get_resume_checkpoint() -> Checkpoint | None:
     """Return the checkpoint from which this attempt resumes.
 
