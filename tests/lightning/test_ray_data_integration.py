@@ -83,7 +83,8 @@ class Recorder(Line):
         if len(self.trained) == 2 * self.fail_at and train.get_context().get_attempt() == 0:
             raise RuntimeError("once")
         self.trained += batch["row"].tolist()
-        return self.layer(batch["row"].float().reshape(-1, 1)).square().mean() * 0.0
+        loss: torch.Tensor = self.layer(batch["row"].float().reshape(-1, 1)).square().mean()
+        return loss * 0.0
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["trained"] = self.trained
