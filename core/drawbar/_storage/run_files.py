@@ -96,11 +96,20 @@ class RunFiles:
         return self.list_local_reports()
 
     def list_local_reports(self) -> list[str]:
-        """Return the names of the segments in `path`."""
+        """Return the names of the segments in `path`.
+
+        While a segment is replaced by its compressed file, a listing may contain neither of them.
+        So the directory is listed until it is the same twice.
+        """
+        folder = self.path / REPORTS_DIRECTORY
+        previous: list[str] | None = None
         try:
-            return os.listdir(self.path / REPORTS_DIRECTORY)
+            names = os.listdir(folder)
+            while names != previous:
+                previous, names = names, os.listdir(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        return names
 
     def read_report(self, name: str, size: int | None = None) -> bytes | None:
         """Return a segment, or its first `size` bytes; None if it does not exist."""

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,7 +32,7 @@ from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports
 from drawbar._runs.report_columns import make_frame
 from drawbar._storage.manifest import ReportedCheckpointStatus
-from drawbar._storage.report_files import Segment
+from drawbar._storage.report_files import Segment, parse_segments
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import FailureConfig, Result, RunConfig, UserCallback
 from drawbar.train.runs import AttemptRow, FeedPosition, ReportFeed, ReportRow, find_run
@@ -162,6 +163,25 @@ def test_feed_of_random_reports_has_each_report_once_and_in_order(
         assert [index for other, index in resumed if other == rank] == [row[2] for row in of_rank]
         with closing(ReportFeed(path, rank=rank)) as feed:
             assert read_feed(feed, limit) == of_rank
+
+
+def test_list_of_segments_is_complete_while_segments_are_compressed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing of a directory may lack a file that is replaced in the meantime."""
+    monkeypatch.setattr(report_log, "SEGMENT_BYTES", 1)
+    run.start_attempt(0, 0, 1)
+
+    def report() -> None:
+        for step in range(2000):
+            run.report(0, 0, step, [{"step": step}])
+
+    reporter = threading.Thread(target=report)
+    reporter.start()
+    while reporter.is_alive():
+        segments = parse_segments(run.directory.run_files.list_local_reports())
+        assert [segment.first for segment in segments] == list(range(len(segments)))
+    assert len(segments) > 1
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -378,7 +398,7 @@ def test_driver_killed_while_writing_reports_loses_none_that_were_shown(
     tmp_path: Path, drivers: Drivers, point: str, occurrence: int
 ) -> None:
     def function() -> None:
-        for step in range(300):
+        for step in range(2000):
             train.report({"step": step})
 
     def main() -> None:
