@@ -398,7 +398,7 @@ def test_driver_killed_while_writing_reports_loses_none_that_were_shown(
     tmp_path: Path, drivers: Drivers, point: str, occurrence: int
 ) -> None:
     def function() -> None:
-        for step in range(2000):
+        for step in range(300):
             train.report({"step": step})
 
     def main() -> None:
