@@ -12,9 +12,9 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from drawbar._storage.contents import FileEntry
@@ -62,6 +62,17 @@ _logger = logging.getLogger("drawbar.train")
 _upload_lock = threading.Lock()
 
 
+def _list_until_stable(list_names: Callable[[], list[str]]) -> list[str]:
+    """List a directory until it is the same twice.
+
+    While another process replaces an open segment by a closed one, a listing may lack both.
+    """
+    previous, names = None, list_names()
+    while names != previous:
+        previous, names = names, list_names()
+    return names
+
+
 @dataclass(frozen=True)
 class RunFiles:
     """Files of a run in a local or mounted directory.
@@ -96,20 +107,11 @@ class RunFiles:
         return self.list_local_reports()
 
     def list_local_reports(self) -> list[str]:
-        """Return the names of the segments in `path`.
-
-        While a segment is replaced by its compressed file, a listing may contain neither of them.
-        So the directory is listed until it is the same twice.
-        """
-        folder = self.path / REPORTS_DIRECTORY
-        previous: list[str] | None = None
+        """Return the names of the segments in `path`."""
         try:
-            names = os.listdir(folder)
-            while names != previous:
-                previous, names = names, os.listdir(folder)
+            return _list_until_stable(partial(os.listdir, self.path / REPORTS_DIRECTORY))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return names
 
     def read_report(self, name: str, size: int | None = None) -> bytes | None:
         """Return a segment, or its first `size` bytes; None if it does not exist."""
@@ -211,7 +213,7 @@ class RemoteRunFiles(RunFiles):
     def list_reports(self) -> list[str]:
         """Return the segments in the storage, and those in the work directory if it is newer."""
         local_names = self.list_local_reports() if self._has_newer_local_files else []
-        return list({*self._remote_reports, *local_names})
+        return list({*_list_until_stable(lambda: list(self._remote_reports)), *local_names})
 
     def read_report(self, name: str, size: int | None = None) -> bytes | None:
         """Return a segment of the work directory, or of the storage if it is newer."""
