@@ -18,7 +18,7 @@ from drawbar._data.data_config import DataConfig
 from drawbar._data.run_datasets import make_data_source
 from drawbar._data.user_datasets import check_datasets
 from drawbar._modes import preflight
-from drawbar._modes.run_modes import LocalMode, RayMode
+from drawbar._modes.run_modes import LocalMode, RayMode, apply_backend_config
 from drawbar._modes.watchers import SAMPLERS
 from drawbar._process.errors import UserAbort
 from drawbar._process.exit_codes import use_exit_code
@@ -243,7 +243,7 @@ class DataParallelTrainer(ArgumentErrors):
             samplers=SAMPLERS,
         )
         mode = self.get_run_mode(use_caller_thread=use_caller_thread)
-        return RunHandle(mode.start(spec, train_loop))
+        return RunHandle(mode.start(apply_backend_config(spec), train_loop))
 
     def _function_identity(self) -> FunctionIdentity:
         script = self.get_script()

@@ -17,6 +17,7 @@ from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
 
 DriversFixture = Callable[..., Any]
 NUM_SAMPLES = 48
+LEARNING_RATE = 1e-4
 
 
 def train_until_nodes_are_lost(config: dict[str, Any]) -> None:
@@ -33,7 +34,9 @@ def train_until_nodes_are_lost(config: dict[str, Any]) -> None:
     context = train.get_context()
     file = Path(config["folder"]) / f"samples_{context.get_world_rank()}"
     model: Any = prepare_model(torch.nn.Linear(1, 1))
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    torch.nn.init.constant_(model.module.weight, 1.0)
+    torch.nn.init.constant_(model.module.bias, 0.0)
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     x = torch.arange(NUM_SAMPLES, dtype=torch.float32)[:, None]
     loader = prepare_data_loader(DataLoader(TensorDataset(x), batch_size=4, shuffle=True))
     is_first_node = ray.get_runtime_context().get_node_id() == config["first_node"]
@@ -48,6 +51,7 @@ def train_until_nodes_are_lost(config: dict[str, Any]) -> None:
         optimizer.step()
         with file.open("a") as stream:
             print(json.dumps(samples[:, 0].int().tolist()), file=stream)
+    train.report({"weight": model.module.weight.item(), "bias": model.module.bias.item()})
 
 
 def lose_nodes(folder: Path, workers_by_node: Sequence[int]) -> None:

@@ -226,6 +226,14 @@ class BackendConfig(CheckedConfig):
         """
         return ()
 
+    @property
+    def recovers_in_place(self) -> bool:
+        """Whether runs with this config use `FailureConfig(recovery="in_place")`.
+
+        Without restarts (`max_failures=0`), they do not. Default: False.
+        """
+        return False
+
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check packages and arguments in the driver, before a process starts.
 
@@ -248,8 +256,7 @@ class BackendConfig(CheckedConfig):
             ValueError: It does not, which is the default.
         """
         raise ValueError(
-            "FailureConfig(recovery='in_place') does not work with this trainer. Use "
-            "drawbar.torch.TorchTrainer, or recovery='restart'."
+            "recovery='in_place' needs a TorchTrainer: use one, or recovery='restart'."
         )
 
     def get_launcher_store(self) -> LauncherStore | None:
