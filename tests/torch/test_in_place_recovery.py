@@ -542,7 +542,7 @@ def test_in_place_recovery_with_impossible_settings_raises_before_start(
             ),
         ),
         (
-            "needs a TorchTrainer",
+            "needs drawbar.torch.TorchTrainer",
             DataParallelTrainer(
                 print, run_config=run_config, scaling_config=ScalingConfig(num_workers=2)
             ),

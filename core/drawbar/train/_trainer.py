@@ -234,7 +234,7 @@ class DataParallelTrainer(ArgumentErrors):
             train_loop,
             function=self._function_identity(),
             scaling_config=self.scaling_config,
-            run_config=self.run_config,
+            run_config=apply_backend_config(self.run_config, self.backend_config),
             data_source=make_data_source(self.datasets, self.dataset_config),
             dataset_config=self.dataset_config,
             metadata=self.metadata,
@@ -243,7 +243,7 @@ class DataParallelTrainer(ArgumentErrors):
             samplers=SAMPLERS,
         )
         mode = self.get_run_mode(use_caller_thread=use_caller_thread)
-        return RunHandle(mode.start(apply_backend_config(spec), train_loop))
+        return RunHandle(mode.start(spec, train_loop))
 
     def _function_identity(self) -> FunctionIdentity:
         script = self.get_script()

@@ -43,6 +43,7 @@ class TorchftConfig(TorchConfig):
         ```
     """
 
+    recovers_in_place = True
     lighthouse_kwargs: Mapping[str, Any]
     _: KW_ONLY
     backend: str | None = None
@@ -57,8 +58,3 @@ class TorchftConfig(TorchConfig):
                 "without torchft, and needs no lighthouse",
                 stacklevel=4,  # this method, and __init__ and __call__ of its class
             )
-
-    @property
-    def recovers_in_place(self) -> bool:
-        """Whether runs with this config use `FailureConfig(recovery="in_place")`."""
-        return True

@@ -186,6 +186,10 @@ class BackendConfig(CheckedConfig):
     replaces the check of the type: it receives the name and the value, and returns the value to
     store. A subclass that defines `__post_init__` calls `super().__post_init__()`.
 
+    Attributes:
+        recovers_in_place: Whether runs with this config use `FailureConfig(recovery="in_place")`.
+            It has no effect with `max_failures=0`. Default: False.
+
     Raises:
         TypeError: An argument is unknown or has the wrong type.
         ValueError: An argument has a value that its annotation does not allow.
@@ -201,6 +205,8 @@ class BackendConfig(CheckedConfig):
                 return MyBackend
         ```
     """
+
+    recovers_in_place = False
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -226,14 +232,6 @@ class BackendConfig(CheckedConfig):
         """
         return ()
 
-    @property
-    def recovers_in_place(self) -> bool:
-        """Whether runs with this config use `FailureConfig(recovery="in_place")`.
-
-        Without restarts (`max_failures=0`), they do not. Default: False.
-        """
-        return False
-
     def check_requirements(self, scaling_config: ScalingConfig) -> None:
         """Check packages and arguments in the driver, before a process starts.
 
@@ -256,7 +254,7 @@ class BackendConfig(CheckedConfig):
             ValueError: It does not, which is the default.
         """
         raise ValueError(
-            "recovery='in_place' needs a TorchTrainer: use one, or recovery='restart'."
+            "recovery='in_place' needs drawbar.torch.TorchTrainer. Use it, or recovery='restart'."
         )
 
     def get_launcher_store(self) -> LauncherStore | None:
