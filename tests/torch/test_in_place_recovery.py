@@ -239,17 +239,22 @@ def die_when_spare_is_ready(config: dict[str, Any]) -> float:
         loss.backward()
         optimizer.step()
         if context.get_world_rank() == 1 and not killed.exists():
-            while count_processes(str(killed.parents[1])) <= NUM_WORKERS:
+            while len(list_processes(str(killed.parents[1]))) <= NUM_WORKERS:
                 time.sleep(0.05)
             killed.write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
     return float(psutil.Process().create_time())
 
 
-def count_processes(path: str) -> int:
-    """Return the number of processes of a run. Each has a sentinel."""
-    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return sum("sentinel.py" in " ".join(line) and path in " ".join(line) for line in lines)
+def list_processes(path: str) -> set[int]:
+    """Return the IDs of the processes of a run. Each has a sentinel, which receives the ID."""
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return {
+        int(arguments[index + 1])
+        for arguments in commands
+        for index, argument in enumerate(arguments[:-1])
+        if argument.endswith("sentinel.py") and path in " ".join(arguments)
+    }
 
 
 def test_in_place_recovery_uses_the_spare_process(
@@ -284,6 +289,29 @@ def test_in_place_recovery_of_rank_killed_before_it_joins_starts_another_process
 ) -> None:
     result, samples = run(Kill(1, 4, "backward"), Kill(1, 4, "start"))
     assert Counter(samples) == dict.fromkeys(range(NUM_SAMPLES), EPOCHS)
+    assert [event["ranks"] for event in get_events(result, "recovered_in_place")] == [[1]]
+    assert len(get_events(result, "attempt_started")) == 1
+
+
+def die_with_spare(config: dict[str, Any]) -> None:
+    """Let rank 1 and the spare process die at the same time."""
+    training, directory = Training(config), Path(config["directory"])
+    for _ in training.iter_losses():
+        if train.get_context().get_world_rank() == 1 and not (directory / "killed").exists():
+            (directory / "killed").touch()
+            ranks = {int(pid) for file in directory.glob("pids_*") for pid in file.open()}
+            while not (spares := list_processes(str(directory.parent)) - ranks):
+                time.sleep(0.05)
+            for pid in [*spares, os.getpid()]:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_in_place_recovery_of_rank_killed_with_spare_and_replacement_starts_another_process(
+    run: Callable[..., tuple[Result, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_pool, "SPARE_DELAY_S", 0)
+    result, samples = run(Kill(1, 1, "start"), function=die_with_spare)
+    assert Counter(samples) == dict.fromkeys(range(NUM_SAMPLES), 1)
     assert [event["ranks"] for event in get_events(result, "recovered_in_place")] == [[1]]
     assert len(get_events(result, "attempt_started")) == 1
 
@@ -514,7 +542,7 @@ def test_in_place_recovery_with_impossible_settings_raises_before_start(
             ),
         ),
         (
-            "does not work with this trainer",
+            "needs drawbar.torch.TorchTrainer",
             DataParallelTrainer(
                 print, run_config=run_config, scaling_config=ScalingConfig(num_workers=2)
             ),

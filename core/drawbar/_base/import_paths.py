@@ -53,6 +53,7 @@ ALIASES = {
     "v2.api.train_fn_utils": "",
     "v2.api.validation_config": "",
     "v2.jax.config": "jax",
+    "v2.torch.torchft_config": "torch",
     "v2.torch.train_loop_utils": "torch",
     "v2.xgboost.config": "xgboost",
     **{f"v2.{name}": name for name in _V2_FRAMEWORKS},
@@ -62,10 +63,6 @@ ALIASES = {
 
 _HOROVOD = "use drawbar.train.torch.TorchTrainer and torch.distributed"
 _INTERNAL = "it is internal to Ray Train. Import public names from drawbar.train"
-_TORCHFT = (
-    "leave it out: FailureConfig(recovery='in_place') replaces failed workers, and the others "
-    "stay in their function. Use prepare_model and prepare_optimizer instead of torchft's classes"
-)
 
 _CONTEXT_FUNCTIONS = (
     "get_experiment_name",
@@ -87,7 +84,8 @@ REPLACEMENTS = {
     "GenDataset": "use ray.data.Dataset | Callable[[], ray.data.Dataset]",
     "HorovodConfig": _HOROVOD,
     "HorovodTrainer": _HOROVOD,
-    "LighthouseServerActor": _TORCHFT,
+    "LighthouseServerActor": "leave it out: TorchftConfig replaces failed workers without torchft, "
+    "and needs no lighthouse",
     "LocalTrainContext": "use drawbar.train.TrainContext",
     "NCCLHangError": "catch drawbar.train.HangError, for any backend; FailureConfig(hang_timeout=)",
     "RayReportCallback": "derive from RayTrainReportCallback, or from Keras's "
@@ -100,7 +98,6 @@ REPLACEMENTS = {
     "TorchConfigContextManager": "leave it out: drawbar.train.torch.TorchTrainer selects the "
     "device of each worker",
     "TorchWorkerProfiler": "use torch.profiler.profile in the training function",
-    "TorchftConfig": _TORCHFT,
     "TrainingIterator": "pass a drawbar.train.UserCallback in RunConfig(callbacks=), or call "
     "trainer.start() and read RunHandle.metrics",
     "_internal": _INTERNAL,
@@ -109,7 +106,6 @@ REPLACEMENTS = {
     "format_datasets_for_repr": _INTERNAL,
     "horovod": _HOROVOD,
     "import_lightning": "import lightning.pytorch or pytorch_lightning",
-    "torchft_config": _TORCHFT,
     "utils": _INTERNAL,
     **{name: f"call drawbar.train.get_context().{name}()" for name in _CONTEXT_FUNCTIONS},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import timedelta
@@ -124,3 +125,27 @@ class FailureConfig(fields.ConfigRepr):
                 "FailureConfig(recovery='in_place') needs max_failures, which counts the deaths "
                 "that are recovered, but it is 0. Set max_failures=10, or -1 for no limit."
             )
+
+
+def enable_in_place_recovery(config: FailureConfig, requested_by: str) -> FailureConfig:
+    """Return a config with recovery in place, which another setting requests.
+
+    Without restarts, nothing can be recovered. The config then stays as it is, with a warning.
+
+    Args:
+        config: Config of the user.
+        requested_by: Name of the other setting, such as "TorchftConfig".
+
+    Raises:
+        ValueError: Another value of the config does not allow it.
+    """
+    if config.max_failures == 0:
+        warn_caller(
+            f"{requested_by} has no effect: with FailureConfig(max_failures=0), the default, the "
+            "run ends with its first failure. Set max_failures=10, or -1 for no limit"
+        )
+        return config
+    try:
+        return dataclasses.replace(config, recovery="in_place")
+    except ValueError as error:
+        raise ValueError(f"{requested_by} requests recovery in place. {error}") from None

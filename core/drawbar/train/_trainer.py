@@ -18,7 +18,7 @@ from drawbar._data.data_config import DataConfig
 from drawbar._data.run_datasets import make_data_source
 from drawbar._data.user_datasets import check_datasets
 from drawbar._modes import preflight
-from drawbar._modes.run_modes import LocalMode, RayMode
+from drawbar._modes.run_modes import LocalMode, RayMode, apply_backend_config
 from drawbar._modes.watchers import SAMPLERS
 from drawbar._process.errors import UserAbort
 from drawbar._process.exit_codes import use_exit_code
@@ -234,7 +234,7 @@ class DataParallelTrainer(ArgumentErrors):
             train_loop,
             function=self._function_identity(),
             scaling_config=self.scaling_config,
-            run_config=self.run_config,
+            run_config=apply_backend_config(self.run_config, self.backend_config),
             data_source=make_data_source(self.datasets, self.dataset_config),
             dataset_config=self.dataset_config,
             metadata=self.metadata,

@@ -28,7 +28,9 @@ from drawbar._modes.watchers import make_remote_watchers
 from drawbar._process import sentinel
 from drawbar._process.rank_assignment import assign_local_gpus, get_local_gpu_ids
 from drawbar._process.worker_env import get_visible_gpu_ids
+from drawbar._recovery.failure_config import enable_in_place_recovery
 from drawbar._storage.write_checks import check_storage_before_start
+from drawbar.train._config.backend import BackendConfig
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
@@ -148,6 +150,19 @@ def _count_workers(scaling: ScalingConfig) -> int:
     )
     check_group_fits([machine], scaling)
     return min(count_fitting_bundles(machine.total, scaling.bundle), scaling.max_workers)
+
+
+def apply_backend_config(run_config: RunConfig, backend_config: BackendConfig) -> RunConfig:
+    """Set recovery in place if the backend config requests it.
+
+    Raises:
+        ValueError: The `FailureConfig` does not allow it.
+    """
+    if not backend_config.recovers_in_place:
+        return run_config
+    name = type(backend_config).__name__
+    failures = enable_in_place_recovery(run_config.failure_config, name)
+    return replace(run_config, failure_config=failures)
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,10 @@ def start_controller(
             "ScalingConfig(num_workers=1) or more, without torchrun, or remove health_config."
         )
     if not is_on_ray and spec.run_config.failure_config.recovery == "in_place":
+        setting, _ = name_in_place_setting(spec)
         raise ValueError(
-            "FailureConfig(recovery='in_place') needs workers that are Ray actors, which can be "
-            "replaced. Set ScalingConfig(num_workers=2) or more, without torchrun."
+            f"{setting} needs workers that are Ray actors, which can be replaced. Set "
+            "ScalingConfig(num_workers=2) or more, without torchrun."
         )
     if spec.data_source is not None:
         spec.data_source.check(spec.scaling_config)
@@ -78,6 +79,14 @@ def start_controller(
     )
 
 
+def name_in_place_setting(spec: RunSpec) -> tuple[str, str]:
+    """Return the setting that requests recovery in place, and the one without it."""
+    if spec.backend_config.recovers_in_place:
+        name = type(spec.backend_config).__name__
+        return name, f"another config than {name}"
+    return "FailureConfig(recovery='in_place')", "recovery='restart'"
+
+
 def check_in_place_recovery(spec: RunSpec) -> None:
     """Check that a run on Ray can recover in place, if it is set to.
 
@@ -86,21 +95,21 @@ def check_in_place_recovery(spec: RunSpec) -> None:
     """
     if spec.run_config.failure_config.recovery != "in_place":
         return
-    setting, scaling = "FailureConfig(recovery='in_place')", spec.scaling_config
+    (setting, alternative), scaling = name_in_place_setting(spec), spec.scaling_config
     if scaling.max_workers < 2:
         raise ValueError(
             f"{setting} needs a rank that survives, but ScalingConfig.num_workers is "
-            f"{scaling.max_workers}. Set num_workers=2 or more, or recovery='restart'."
+            f"{scaling.max_workers}. Set num_workers=2 or more, or {alternative}."
         )
     if scaling.elasticity_enabled:
         raise ValueError(
             f"{setting} needs a fixed number of workers, but num_workers is "
-            f"{scaling.num_workers!r}. Set one number, or recovery='restart'."
+            f"{scaling.num_workers!r}. Set one number, or {alternative}."
         )
     if spec.data_source is not None:
         raise ValueError(
             f"{setting} works with drawbar.torch.prepare_data_loader(), but the trainer has "
-            "datasets. Load the data in the training function, or set recovery='restart'."
+            f"datasets. Load the data in the training function, or set {alternative}."
         )
     spec.backend_config.check_in_place_recovery(scaling)
 

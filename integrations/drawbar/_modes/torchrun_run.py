@@ -162,10 +162,11 @@ def _disable_restarts(spec: RunSpec) -> RunSpec:
 def _check_works_without_ray(spec: RunSpec, ranks: Ranks) -> None:
     if spec.run_config.failure_config.recovery == "in_place":
         raise ValueError(
-            "FailureConfig(recovery='in_place') does not work in the "
+            "FailureConfig(recovery='in_place'), which TorchftConfig sets, does not work in the "
             f"{ranks.world_size} processes that a launcher has started, because only the launcher "
             "can replace them. Start the script with python and "
-            f"ScalingConfig(num_workers={ranks.world_size}), or set recovery='restart'"
+            f"ScalingConfig(num_workers={ranks.world_size}), or set recovery='restart' and "
+            "TorchConfig"
         )
     if isinstance(spec.data_source, RunDatasets):
         raise ValueError(

@@ -9,6 +9,7 @@ from drawbar.torch._devices import get_device, get_devices
 from drawbar.torch._mixed_precision import accelerate, backward, prepare_optimizer
 from drawbar.torch._prepare import prepare_model
 from drawbar.torch._reproducibility import enable_reproducibility
+from drawbar.torch._torchft import TorchftConfig
 from drawbar.torch._trainer import TorchTrainer
 from drawbar.torch._xla import TorchXLAConfig
 from drawbar.train.backend import set_public_module
@@ -19,6 +20,7 @@ __all__ = [
     "TorchConfig",
     "TorchTrainer",
     "TorchXLAConfig",
+    "TorchftConfig",
     "accelerate",
     "backward",
     "enable_reproducibility",

@@ -126,10 +126,13 @@ class TorchConfig(BackendConfig):
         """
         backend = self.resolve_backend(has_gpus=scaling_config.num_gpus_per_worker > 0)
         if backend != "gloo" or scaling_config.num_gpus_per_worker:
+            setting, alternative = "FailureConfig(recovery='in_place')", "recovery='restart'"
+            if self.recovers_in_place:
+                setting, alternative = type(self).__name__, "TorchConfig"
             raise ValueError(
-                "FailureConfig(recovery='in_place') needs CPU workers and the backend gloo, but "
-                f"the backend is {backend!r} with {scaling_config.num_gpus_per_worker:g} GPUs per "
-                "worker. Use CPU workers, or recovery='restart'."
+                f"{setting} needs CPU workers and the backend gloo, but the backend is "
+                f"{backend!r} with {scaling_config.num_gpus_per_worker:g} GPUs per worker. Use CPU "
+                f"workers and backend='gloo', or {alternative}."
             )
 
     def get_launcher_store(self) -> LauncherStore | None:

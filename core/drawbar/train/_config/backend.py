@@ -186,6 +186,10 @@ class BackendConfig(CheckedConfig):
     replaces the check of the type: it receives the name and the value, and returns the value to
     store. A subclass that defines `__post_init__` calls `super().__post_init__()`.
 
+    Attributes:
+        recovers_in_place: Whether runs with this config use `FailureConfig(recovery="in_place")`.
+            It has no effect with `max_failures=0`. Default: False.
+
     Raises:
         TypeError: An argument is unknown or has the wrong type.
         ValueError: An argument has a value that its annotation does not allow.
@@ -201,6 +205,8 @@ class BackendConfig(CheckedConfig):
                 return MyBackend
         ```
     """
+
+    recovers_in_place = False
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -248,8 +254,7 @@ class BackendConfig(CheckedConfig):
             ValueError: It does not, which is the default.
         """
         raise ValueError(
-            "FailureConfig(recovery='in_place') does not work with this trainer. Use "
-            "drawbar.torch.TorchTrainer, or recovery='restart'."
+            "recovery='in_place' needs drawbar.torch.TorchTrainer. Use it, or recovery='restart'."
         )
 
     def get_launcher_store(self) -> LauncherStore | None:

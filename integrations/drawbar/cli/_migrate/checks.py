@@ -87,6 +87,24 @@ def _is_from_tune(function: ast.expr, tune_names: set[str]) -> bool:
     return isinstance(function, ast.Name) and function.id in tune_names
 
 
+def check_torchft_imports(tree: ast.AST) -> Iterator[MigrationNote]:
+    """Yield a note for each import of torchft, whose classes need the lighthouse of Ray Train."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                modules = [alias.name for alias in aliases]
+            case ast.ImportFrom(module=str(module), level=0):
+                modules = [module]
+            case _:
+                continue
+        if any(is_submodule(module, "torchft") for module in modules):
+            yield MigrationNote(
+                node.lineno,
+                "use prepare_model(), prepare_optimizer(), and prepare_data_loader() of "
+                "drawbar.torch instead of torchft's classes, which find no lighthouse",
+            )
+
+
 def check_strings(tree: ast.AST) -> Iterator[MigrationNote]:
     """Yield a note for each string that refers to Ray Train."""
     for node in ast.walk(tree):

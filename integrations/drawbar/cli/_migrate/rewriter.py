@@ -13,7 +13,12 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from drawbar.cli._migrate.checks import MigrationNote, check_config_calls, check_strings
+from drawbar.cli._migrate.checks import (
+    MigrationNote,
+    check_config_calls,
+    check_strings,
+    check_torchft_imports,
+)
 from drawbar.cli._migrate.ray_names import (
     AIR,
     NEW,
@@ -83,7 +88,8 @@ def rewrite_lines(text: str) -> tuple[list[str], list[MigrationNote]]:
             _from_import(node, lines, changes)
     attributes = _replace_attributes(tree, changes)
     _missing_imports(tree, imports, attributes, lines, changes)
-    changes.notes += [*check_config_calls(tree), *check_strings(tree)]
+    for check in (check_config_calls, check_torchft_imports, check_strings):
+        changes.notes += check(tree)
     notes = sorted(set(changes.notes), key=lambda note: (note.line, note.text))
     return _apply_edits(lines, changes.edits), notes
 
