@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -12,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drawbar.torch import prepare_model
+from drawbar.torch import TorchTrainer, prepare_model
 from drawbar.train import (
     FailureConfig,
     HangError,
     Result,
     RunConfig,
+    ScalingConfig,
+    runs,
 )
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -102,13 +106,26 @@ HANGS = [
 def test_hang_error_names_collective_and_ranks_that_never_entered_it(
     fit: Callable[..., Result], run_config: RunConfig, function: Any, num_workers: int, text: str
 ) -> None:
-    failure_config = FailureConfig(hang_timeout=TIMEOUT_S)
-    config = RunConfig(
-        name=run_config.name,
-        storage_path=run_config.storage_path,
-        failure_config=failure_config,
-    )
+    config = replace(run_config, failure_config=FailureConfig(hang_timeout=TIMEOUT_S))
     with pytest.raises(HangError) as raised:
         fit(function, num_workers, run_config=config)
-    print(raised.value)
     assert text in str(raised.value)
+
+
+def test_stall_warning_names_only_the_rank_that_never_entered_the_collective(
+    run_config: RunConfig,
+) -> None:
+    config = replace(run_config, failure_config=FailureConfig(stall_warning_after=TIMEOUT_S))
+    run = TorchTrainer(
+        skip_all_reduce, scaling_config=ScalingConfig(num_workers=2), run_config=config
+    ).start()
+    while not (stalled := run.stalled_ranks):
+        assert not run.is_done
+        threading.Event().wait(0.01)
+    run.kill()
+    text = "; rank 1 never entered all_reduce #3, in which rank 0 waits (process group 0 "
+    assert list(stalled) == [1]
+    assert text in stalled[1]
+    found = runs.find_run(Path(config.storage_path or "") / "run").list_events()
+    (event,) = (event for event in found if event["event"] == "ranks_quiet")
+    assert text in str(event)
