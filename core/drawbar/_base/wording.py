@@ -1,9 +1,23 @@
 """Texts of messages for users."""
 
+from __future__ import annotations
+
+from collections.abc import Collection
+
 
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 report" or "2 reports"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def format_ranks(ranks: Collection[int]) -> str:
+    """Return "rank 3", or "ranks 0, 2 (2)"."""
+    first, *others = sorted(ranks)
+    if not others:
+        return f"rank {first}"
+    shown = ", ".join(map(str, [first, *others[:7]]))
+    last = f" ... {others[-1]}" if len(others) > 7 else ""
+    return f"ranks {shown}{last} ({len(ranks)})"
 
 
 def escape_surrogates(text: str) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from drawbar._base.frames import find_user_frames, is_internal_file
 from drawbar._process.batch_counter import format_place
 from drawbar._process.codec import Codec
+from drawbar._process.collective_calls import GroupCalls, read_collective_calls
 from drawbar._process.program_main import collect_stacks
 
 
@@ -38,6 +39,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
         report_index: Number of the next report in the run.
         log_size: Size of the log of the rank in bytes; 0 if it is unknown.
         cpu_seconds: CPU time that the training thread has used; 0 if it is unknown.
+        collective_calls: Latest collectives of the process in a framework.
     """
 
     frames: tuple[Frame, ...] = ()
@@ -47,6 +49,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     report_index: int = 0
     log_size: int = 0
     cpu_seconds: float = 0.0
+    collective_calls: tuple[GroupCalls, ...] = ()
 
     @property
     def data_position(self) -> str:
@@ -95,6 +98,7 @@ def capture_stack(
         report_index=report_index,
         log_size=log_size,
         cpu_seconds=0.0 if thread is None else _read_cpu_seconds(thread),
+        collective_calls=read_collective_calls(),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from drawbar._base.wording import format_ranks
+from drawbar._process.collective_calls import CollectiveWait, find_collective_waits
 from drawbar._process.stack import Stack, format_positions
 
 Stacks = Mapping[int, Stack | None]
@@ -61,20 +63,19 @@ def _group_by_location(stacks: Stacks) -> list[tuple[str, list[int]]]:
     return sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
 
 
-def format_ranks(ranks: Collection[int]) -> str:
-    """Return "rank 3", or "ranks 0, 2 (2)"."""
-    first, *others = sorted(ranks)
-    if not others:
-        return f"rank {first}"
-    shown = ", ".join(map(str, [first, *others[:7]]))
-    last = f" ... {others[-1]}" if len(others) > 7 else ""
-    return f"ranks {shown}{last} ({len(ranks)})"
+def find_waits(stacks: Stacks) -> list[CollectiveWait]:
+    """Return the collectives of a framework in which ranks wait."""
+    return find_collective_waits(
+        {rank: stack.collective_calls for rank, stack in stacks.items() if stack is not None}
+    )
 
 
 def write_stacks(directory: Path, stacks: Stacks) -> WrittenStacks:
     """Write each rank's stacks and their difference to a directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    summary = format_difference(stacks) + format_positions(stacks)
+    summary = format_difference(stacks)
+    summary += "".join(f"\n  {wait.text}" for wait in find_waits(stacks))
+    summary += format_positions(stacks)
     for rank, stack in stacks.items():
         (directory / f"rank_{rank}.txt").write_text(stack.text if stack else "no reply\n")
     (directory / "difference.txt").write_text(summary + "\n")

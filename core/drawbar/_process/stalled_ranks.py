@@ -6,8 +6,8 @@ A rank is idle if it sends no message and its log does not grow. These idle rank
 - A rank that has reported, but lacks reports that others have made, if its stack has not changed
   and it uses no CPU time.
 - If all ranks are idle, they may wait in a library, for example in an all-reduce. Of the ranks
-  whose stacks have not changed, those that do not respond or differ from the others are stalled. If
-  other ranks have returned, all of them are.
+  whose stacks have not changed, those that do not respond, never entered the collective in which
+  others wait, or differ from the others are stalled. If other ranks have returned, all of them are.
 
 A long epoch in which all ranks compute therefore does not trigger a warning.
 """
@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from drawbar._base.wording import format_ranks
+from drawbar._process.collective_calls import CollectiveWait, find_missing_ranks
 from drawbar._process.stack import Frame, Stack
-from drawbar._process.stack_comparison import Stacks, find_outlier_ranks, format_ranks
+from drawbar._process.stack_comparison import Stacks, find_outlier_ranks, find_waits
 
 # CPU time between two samples of an active rank, as a fraction of the threshold: 1 % of a core, as
 # the samples are collected half of the threshold apart.
@@ -89,6 +91,7 @@ def find_stalled_ranks(
         now: Stacks of all ranks, collected half of the threshold later.
         returned: Ranks that have returned, if no rank has done so within the threshold.
     """
+    waits = find_waits(now)
     unchanged = {
         rank: now.get(rank) for rank in activity if _is_unchanged(before.get(rank), now.get(rank))
     }
@@ -113,9 +116,11 @@ def find_stalled_ranks(
         if unresponsive or is_any_moving:
             stalled.update(unresponsive)
         else:
-            stalled.update(unchanged if returned else find_outlier_ranks(unchanged))
+            missing = find_missing_ranks(waits)
+            stalled.update(unchanged if returned else missing or find_outlier_ranks(unchanged))
     return {
-        rank: _describe_stall(rank, activity, now.get(rank), returned) for rank in sorted(stalled)
+        rank: _describe_stall(rank, activity, now.get(rank), returned, waits)
+        for rank in sorted(stalled)
     }
 
 
@@ -167,6 +172,7 @@ def _describe_stall(
     activity: Mapping[int, RankActivity],
     stack: Stack | None,
     returned: Collection[int],
+    collective_waits: Collection[CollectiveWait],
 ) -> StalledRank:
     rank_activity = activity[rank]
     waits = [
@@ -193,4 +199,5 @@ def _describe_stall(
         )
     seconds = f"{rank_activity.idle_seconds:.0f} s"
     text = f"rank {rank} has shown no activity for {seconds}{others}: {state}"
+    text += "".join(f"; {wait.text}" for wait in collective_waits if rank in wait.ranks)
     return StalledRank(_get_frames(stack) is not None, text)

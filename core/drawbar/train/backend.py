@@ -24,6 +24,7 @@ from drawbar._modes.program_output import ProgramOutput
 from drawbar._modes.program_process import run_program
 from drawbar._modes.report_async import report_async
 from drawbar._process.batch_counter import register_batch_description
+from drawbar._process.collective_calls import GroupCalls, collective_calls
 from drawbar._process.driver_env import DriverContext, set_tune_trial
 from drawbar._process.exit_codes import EXIT_DO_NOT_RETRY
 from drawbar._process.worker_env import get_visible_gpu_ids
@@ -63,6 +64,7 @@ __all__ = [
     "BackendWorkerGroup",
     "DataSource",
     "DriverContext",
+    "GroupCalls",
     "LauncherStore",
     "MemoryFiles",
     "ProgramOutput",
@@ -71,6 +73,7 @@ __all__ = [
     "add_final_notice",
     "at_least",
     "attempt_local",
+    "collective_calls",
     "count_collectives",
     "discard_checkpoint",
     "explain_missing_name",

@@ -26,6 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
 
+from drawbar._base.wording import format_ranks
 from drawbar._modes.connection import (
     Connection,
     authenticate_client,
@@ -44,7 +45,6 @@ from drawbar._modes.torchrun_messages import (
 from drawbar._process.codec import ProtocolError
 from drawbar._process.errors import ControllerError
 from drawbar._process.ranks import Ranks, WorkerInfo
-from drawbar._process.stack_comparison import format_ranks
 from drawbar._process.threads import wait_to_accept_again
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._config.backend import LauncherStore

@@ -8,9 +8,10 @@ No other file of this package uses them.
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,58 @@ def count_group_activity() -> tuple[int, int] | None:
         return int(group._get_sequence_number_for_group()), len(c10d._world.pg_map)
     except (AttributeError, RuntimeError):
         return None
+
+
+class Group(NamedTuple):
+    """Process group of this process.
+
+    Attributes:
+        name: Name, which is the same on all of its ranks.
+        description: Description by the user or by torch.
+        ranks: World ranks; empty if the group has all ranks.
+        backends: Names of its backends.
+    """
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    backends: Collection[str]
+
+
+def get_groups() -> list[Group]:
+    """Return all process groups that have this rank. torch has no public list of them.
+
+    Raises:
+        AttributeError: This version of torch does not have the API.
+        KeyError: A group has just been destroyed.
+    """
+    groups = []
+    c10d: Any = dist.distributed_c10d
+    for group, name in list(c10d._world.pg_names.items()):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        ranks = tuple(c10d._world.pg_group_ranks[group])
+        devices = c10d._world.pg_backend_config[group].split(",")  # such as "cpu:gloo,cuda:nccl"
+        groups.append(
+            Group(
+                name=name,
+                description=group.group_desc,
+                ranks=() if len(ranks) == dist.get_world_size() else ranks,
+                backends=dict.fromkeys(device.rpartition(":")[2] for device in devices),
+            )
+        )
+    return groups
+
+
+def dump_flight_recorders() -> list[bytes]:
+    """Return the entries of torch's flight recorders as JSON: of NCCL, and of other backends.
+
+    Returns:
+        A document for each recorder. Empty if this version of torch has none.
+    """
+    module: Any = importlib.import_module("torch._C._distributed_c10d")
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    return [bytes(getattr(module, name)()) for name in names if hasattr(module, name)]
 
 
 def abort_default_group() -> None:

@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.torch._attempt_cleanup import on_attempt_end, restore_env, set_env
 from drawbar.torch._compat import abort_default_group, reset_group_names
+from drawbar.torch._flight_recorder import flight_recorder
 from drawbar.torch._replica_group import CollectiveTimeout, open_store
 from drawbar.train import TrainContext, collective, get_context
 from drawbar.train.backend import attempt_local, get_recovery, get_worker_address
@@ -87,11 +88,12 @@ def process_group(
         store = _create_store(get_context(), timeout)
         _set_env(store, set_master_env=set_master_env)
         before_init()
-        _init_process_group(backend, store, timeout, device)
-        collective.barrier()  # gloo may still connect: no rank may leave before all have joined
-        del store
-        yield
-        _destroy_group(device)
+        with flight_recorder():
+            _init_process_group(backend, store, timeout, device)
+            collective.barrier()  # gloo may still connect: no rank may leave before all have joined
+            del store
+            yield
+            _destroy_group(device)
     except BaseException as error:
         _add_peer_failure_note(error)
         if get_context().get_world_size() > 1:

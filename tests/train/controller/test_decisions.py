@@ -10,9 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from drawbar._base.frames import find_user_frames
+from drawbar._process.collective_calls import (
+    GroupCalls,
+    find_collective_waits,
+    find_missing_ranks,
+)
 from drawbar._process.stack import Frame, Stack
 from drawbar._process.stack_comparison import Stacks, format_difference
 from drawbar._process.stalled_ranks import RankActivity, find_stalled_ranks, find_suspects
@@ -377,6 +383,71 @@ def test_find_stalled_ranks_after_others_returned_returns_unchanged_ones(
         "rank 1 has shown no activity for 31 s, and rank 0 has finished: it is at "
         "/home/me/train.py:10 in step"
     ] * len(stalled)
+
+
+def calls(names: str, waiting_in: int | None = None, group: str = "0 (gloo)") -> GroupCalls:
+    """Return the calls of a rank: a letter is a collective; the first one has the number 1."""
+    return GroupCalls(group, (), dict(enumerate(names, 1)), waiting_in)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "texts", "missing"),
+    [
+        ([[calls("aab")], [calls("aab")]], [], set()),  # no rank waits
+        ([[calls("aab", 3)], []], ["rank 0 waits in b #3"], set()),  # rank 1 has sent nothing
+        ([[calls("aab", 3)], [calls("aab", 3)]], ["ranks 0, 1 (2) wait in b #3"], set()),
+        (  # rank 0 has called two more, which is usual on GPUs
+            [[calls("aabab", 3)], [calls("aa")]],
+            ["rank 1 never entered b #3, in which rank 0 waits"],
+            {1},
+        ),
+        ([[calls("a", 1)], [calls("")]], ["rank 1 never entered a #1, in which rank 0 waits"], {1}),
+        (  # rank 1 has completed the wrong collective, and waits in the next one
+            [[calls("aab", 3)], [calls("acab", 4)], [calls("aab", 3)]],
+            ["ranks 0, 2 (2) entered a #2, but rank 1 entered c #2"],
+            set(),
+        ),
+        (  # ranks 1 and 2 wait for each other in two groups
+            [
+                [calls("a", 1)],
+                [calls(""), calls("b", 1, "1 (gloo)")],
+                [calls("a", 1), calls("", None, "1 (gloo)")],
+            ],
+            [
+                "rank 1 never entered a #1, in which ranks 0, 2 (2) wait",
+                "rank 2 never entered b #1, in which rank 1 waits",
+            ],
+            {1, 2},
+        ),
+        (  # rank 1 waits only for rank 2
+            [[calls("a", 1)], [calls(""), calls("b", 1, "1")], [calls(""), calls("", None, "1")]],
+            [
+                "ranks 1, 2 (2) never entered a #1, in which rank 0 waits",
+                "rank 2 never entered b #1, in which rank 1 waits",
+            ],
+            {2},
+        ),
+    ],
+)
+def test_find_collective_waits_names_missing_ranks_and_first_difference(
+    ranks: list[list[GroupCalls]], texts: list[str], missing: set[int]
+) -> None:
+    waits = find_collective_waits(dict(enumerate(ranks)))
+    assert [wait.text.partition(" (process group")[0] for wait in waits] == texts
+    assert find_missing_ranks(waits) == missing
+
+
+def test_find_stalled_ranks_returns_rank_that_never_entered_collective() -> None:
+    stacks = {
+        0: msgspec.structs.replace(HERE, collective_calls=(calls("aab", 3),)),
+        1: msgspec.structs.replace(THERE, collective_calls=(calls("aa"),)),
+    }
+    found = find_stalled_ranks(dict.fromkeys(stacks, RankActivity(31)), 30, stacks, stacks)
+    assert list(found) == [1]
+    assert found[1].text == (
+        "rank 1 has shown no activity for 31 s: it is at /home/me/train.py:12 in step; "
+        "rank 1 never entered b #3, in which rank 0 waits (process group 0 (gloo))"
+    )
 
 
 def test_format_difference_puts_smallest_group_first() -> None:
