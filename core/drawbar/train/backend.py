@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from drawbar._base.api import set_public_module
 from drawbar._base.fields import at_least, parse_duration, resolve_config
-from drawbar._base.import_paths import explain_missing_name, find_public_module
 from drawbar._base.packages import (
     import_private,
     make_import_error,
@@ -20,12 +19,13 @@ from drawbar._base.packages import (
 )
 from drawbar._base.secrets import redact_arguments
 from drawbar._base.train_function import TrainFunction
+from drawbar._handle.exit_codes import EXIT_DO_NOT_RETRY
+from drawbar._migration.import_paths import explain_missing_name, find_public_module
 from drawbar._modes.program_output import ProgramOutput
 from drawbar._modes.program_process import run_program
 from drawbar._modes.report_async import report_async
 from drawbar._process.batch_counter import register_batch_description
 from drawbar._process.driver_env import DriverContext, set_tune_trial
-from drawbar._process.exit_codes import EXIT_DO_NOT_RETRY
 from drawbar._process.worker_env import get_visible_gpu_ids
 from drawbar._recovery.rank_recovery import RankRecovery
 from drawbar._storage.memory_files import MemoryFiles

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from drawbar._data import split, user_datasets
 from drawbar._data.data_config import DataConfig
 from drawbar._data.rank_shards import RankShards
+from drawbar._data.row_positions import RowPosition
 from drawbar._data.shard import DatasetShard
 from drawbar._data.streams import shut_down_streams
 from drawbar._process.driver_env import is_in_tune_trial
-from drawbar._records.row_positions import RowPosition
 from drawbar._storage.checkpoint import add_preprocessor
 from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunContext

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar._base.ray_compat import get_split_coordinator
 from drawbar._data.dictionaries import explain_combine_error
-from drawbar._records.events import ShardEpochEnded
-from drawbar._records.row_positions import LocalShuffle, RowPosition, UnevenRows, encode_reads
+from drawbar._data.row_positions import LocalShuffle, RowPosition, encode_reads
+from drawbar._records.events import ShardEpochEnded, UnevenRows
 
 if TYPE_CHECKING:
     import pyarrow as pa

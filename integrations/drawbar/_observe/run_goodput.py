@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from drawbar._observe.goodput import Goodput
 from drawbar._observe.goodput_meter import GoodputMeter
-from drawbar._records.goodput import Goodput
 from drawbar._records.journal import decode_readable_events
 from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports

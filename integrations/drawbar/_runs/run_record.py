@@ -10,12 +10,12 @@ import msgspec
 from msgspec.structs import replace
 
 from drawbar._base.metrics import Metrics
+from drawbar._observe.goodput import Goodput
 from drawbar._observe.html import extract_curves
 from drawbar._observe.rank_times import Straggler
 from drawbar._observe.run_goodput import compute_goodput
 from drawbar._process.errors import CheckpointError, RunInProgressError
 from drawbar._records.events import HealthDecided, RanksRecovered, RunStarted, StragglerFound
-from drawbar._records.goodput import Goodput
 from drawbar._records.report_ranges import (
     describe_missing,
     find_missing_reports,

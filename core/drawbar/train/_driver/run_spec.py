@@ -29,7 +29,7 @@ from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.open_run import add_defaults
 from drawbar.train._protocol.assignment import Sampler, WorkerSpec
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.validators import ValidationTask
+from drawbar.train._worker_group.validator import ValidationTask
 
 
 def make_run_spec(

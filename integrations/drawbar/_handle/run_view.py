@@ -1,6 +1,6 @@
 """`RunMode` starts a run, and `RunView` shows it: in this process, in another one, or ended.
 
-Each mode has a subclass of `RunView`, such as `ControllerThread`. `EndedRun` shows a run that has
+Each mode has a subclass of `RunView`, such as `InProcessRun`. `EndedRun` shows a run that has
 ended.
 """
 
@@ -13,14 +13,15 @@ from typing import Protocol
 
 import cloudpickle
 
+from drawbar._handle.result import Result
+from drawbar._handle.run_outcome import RunOutcome
 from drawbar._process.errors import ControllerError
-from drawbar._records.result import Result
 from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import FINAL_STATUSES, RunState
 from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
-from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
+from drawbar.train._controller.run import ControllerOutcome, RunSpec
 from drawbar.train._worker.train_loop import TrainLoop
 
 

@@ -9,106 +9,20 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from drawbar._base.metrics import normalize
 from drawbar._process.codec import Codec, ProtocolError
-from drawbar._process.driver_env import DriverEnvironment
 from drawbar._process.failure import format_validation_error
-from drawbar._process.serialization import Serialized, serialize
 from drawbar._process.training_thread import AttemptInterrupted, InterruptScope
 from drawbar._process.worker_env import get_runtime_env_vars, preserve_environment
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import Validation
 from drawbar.train._config.validation_config import ValidationConfig, ValidationFn
+from drawbar.train._worker_group.validator import ValidationTask
 
 VALIDATIONS = Codec[Validation](Validation)
-
-
-class Validator(Protocol):
-    """Runs the validation function.
-
-    Attributes:
-        max_concurrent: Maximum number of concurrent validations.
-        resources: Resources of one validation.
-    """
-
-    max_concurrent: int
-    resources: Mapping[str, float]
-
-    async def run(
-        self, checkpoint: Checkpoint, validation: Validation, on_started: Callable[[], None]
-    ) -> Validation:
-        """Run a validation and return it with its result. Cancelling this ends the function.
-
-        Args:
-            checkpoint: Checkpoint to validate.
-            validation: Arguments and timeout of the validation.
-            on_started: Called when the function is about to run.
-        """
-        ...
-
-
-# -- implementations
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationTask:
-    """Plain data that every validation task needs, created in the driver.
-
-    Attributes:
-        function: Serialized validation function, deserialized only in tasks.
-        task_options: Options of the task, for `ray.remote`.
-        task_resources: Resources of the task, by Ray's names.
-        max_concurrent: Maximum number of concurrent tasks.
-        env_vars: Environment variables, as for the training function.
-        driver_env: Environment of the driver, as for the training function.
-    """
-
-    function: Serialized
-    task_options: dict[str, object]
-    task_resources: dict[str, float]
-    max_concurrent: int
-    env_vars: dict[str, str]
-    driver_env: DriverEnvironment
-
-    @classmethod
-    def from_config(
-        cls,
-        config: ValidationConfig,
-        environment: Mapping[str, str],
-        driver_env: DriverEnvironment,
-        runtime_env: Mapping[str, object] | None,
-    ) -> ValidationTask:
-        """Create the task from a validation config and the `runtime_env` of the workers."""
-        options: dict[str, object] = {"num_cpus": 0, **config.task_options}
-        if runtime_env:
-            options.setdefault("runtime_env", dict(runtime_env))
-        return cls(
-            function=serialize(config.fn, should_share_buffers=True),
-            task_options=options,
-            task_resources=config.task_resources,
-            max_concurrent=config.max_concurrent,
-            env_vars=dict(environment),
-            driver_env=driver_env,
-        )
-
-    def run(self, checkpoint: Checkpoint, validation: Validation) -> Validation:
-        """Call the function in the driver's environment, and restore the process afterwards."""
-        if checkpoint.is_local and not Path(checkpoint.path).is_dir():
-            return validation.with_failure(
-                f"node {os.uname().nodename} cannot access {checkpoint.path}. Set "
-                "RunConfig.storage_path to a directory that all nodes share, or to an object store"
-            )
-        with preserve_environment(), self.driver_env.apply():
-            os.environ.update({**self.env_vars, **get_runtime_env_vars()})
-            # Ray retries the task only if it sees the exception.
-            should_raise = bool(self.task_options.get("retry_exceptions"))
-            return _call_validation_fn(
-                self.function.deserialize, checkpoint, validation, should_raise=should_raise
-            )
 
 
 def run_validation_task(
@@ -116,7 +30,23 @@ def run_validation_task(
 ) -> Iterator[bytes]:
     """Yield no bytes when the task starts, and then the encoded result of the validation."""
     yield b""
-    yield VALIDATIONS.encode(task.run(checkpoint, validation))
+    yield VALIDATIONS.encode(_run_task(task, checkpoint, validation))
+
+
+def _run_task(task: ValidationTask, checkpoint: Checkpoint, validation: Validation) -> Validation:
+    """Call the function in the driver's environment, and restore the process afterwards."""
+    if checkpoint.is_local and not Path(checkpoint.path).is_dir():
+        return validation.with_failure(
+            f"node {os.uname().nodename} cannot access {checkpoint.path}. Set "
+            "RunConfig.storage_path to a directory that all nodes share, or to an object store"
+        )
+    with preserve_environment(), task.driver_env.apply():
+        os.environ.update({**task.env_vars, **get_runtime_env_vars()})
+        # Ray retries the task only if it sees the exception.
+        should_raise = bool(task.task_options.get("retry_exceptions"))
+        return _call_validation_fn(
+            task.function.deserialize, checkpoint, validation, should_raise=should_raise
+        )
 
 
 class RayValidator:

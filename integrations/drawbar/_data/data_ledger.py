@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from drawbar._base.api import set_public_module
-from drawbar._records.events import (
-    AttemptStarted,
-    DatasetEpochEnded,
-    JournaledEvent,
-    ShardEpochEnded,
-)
-from drawbar._records.row_positions import (
+from drawbar._data.row_positions import (
     NumberedRows,
     RowRanges,
     complement,
     cut_segments,
     decode_reads,
+)
+from drawbar._records.events import (
+    AttemptStarted,
+    DatasetEpochEnded,
+    JournaledEvent,
+    ShardEpochEnded,
 )
 
 

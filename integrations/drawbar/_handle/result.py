@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from dataclasses import KW_ONLY, dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from drawbar._base.api import set_public_module
 from drawbar._base.metrics import Metrics, describe_available
 from drawbar._base.packages import make_import_error
+from drawbar._data.data_ledger import DataLedger
+from drawbar._observe.goodput import Goodput
 from drawbar._process.errors import TrainingFailedError
 from drawbar._records.checkpoint_config import parse_checkpoint_config
-from drawbar._records.data_ledger import DataLedger
-from drawbar._records.goodput import Goodput
 from drawbar._records.ranking import describe_missing_scores, get_score, rank_checkpoints
 from drawbar._records.report_ranges import list_rollbacks
 from drawbar._records.rollback import remove_discarded
@@ -166,13 +164,12 @@ class Result:
         Raises:
             ImportError: pandas is not installed.
         """
+        from drawbar._runs.report_columns import make_frame
+
         try:
-            frame: pandas.DataFrame = _import_feature("_runs.report_columns").make_frame(
-                self._read_history()
-            )
+            return make_frame(self._read_history())
         except ImportError as error:
             raise make_import_error("pandas", extra="data") from error
-        return frame
 
     @property
     def data_ledger(self) -> DataLedger:
@@ -202,10 +199,10 @@ class Result:
 
                 print(result.goodput)
         """
+        from drawbar._observe.run_goodput import compute_goodput
+
         is_active = self._directory is not None and is_locked(self._directory.journal_path)
-        run_goodput = _import_feature("_observe.run_goodput")
-        goodput: Goodput = run_goodput.compute_goodput(self._read_history(), is_active=is_active)
-        return goodput
+        return compute_goodput(self._read_history(), is_active=is_active)
 
     def _read_history(self) -> RunHistory:
         if self._history is not None:
@@ -265,7 +262,8 @@ class Result:
         If the run can no longer be read, or the result was created by hand, the card shows only the
         attributes of the result.
         """
-        html = _import_feature("_observe.html")
+        from drawbar._observe import html
+
         status, curves = "", {}
         try:
             history = self._read_history()
@@ -273,7 +271,7 @@ class Result:
             curves = html.extract_curves(history, is_sampled=True)
         except (OSError, ValueError):
             pass
-        card: str = html.RunCard(
+        return html.RunCard(
             title=os.path.basename(self.path.rstrip("/")),
             status="failed" if self.error else status,
             path=self.uri,
@@ -285,12 +283,6 @@ class Result:
                 for checkpoint, metrics in self.best_checkpoints
             ],
         ).render()
-        return card
-
-
-def _import_feature(module: str) -> ModuleType:
-    """Import a feature on first use; the core imports none."""
-    return importlib.import_module(f"drawbar.{module}")
 
 
 def _get_report_index(checkpoint: Checkpoint) -> int:

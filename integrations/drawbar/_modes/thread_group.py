@@ -12,14 +12,15 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Sized
 from functools import partial
+from typing import ParamSpec, TypeVar
 
+from drawbar._modes.fixed_processes import FixedProcesses
 from drawbar._process.rank_assignment import rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
 from drawbar._process.threads import run_in_daemon_thread
-from drawbar._recovery.fixed_processes import FixedProcesses
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import Message
@@ -27,16 +28,34 @@ from drawbar.train._worker.rank_runner import RankRunner, use_caller_process
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
-    InProcessExecution,
     OnMessages,
     OnWaiting,
+    SubmitCall,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STOP_SECONDS = 1.0
 KILL_SECONDS = 5.0
 """Time limit for the output and the descendants of killed programs."""
 
-SubmitCall = Callable[[Callable[[], None]], None]
+
+class InProcessExecution(Sized):
+    """Methods of a group whose ranks are all in this process, and its methods for backends."""
+
+    def execute_single_async(
+        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call a function in this thread and return its result."""
+        return function(*args, **kwargs)
+
+    def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call a function once per rank in this thread and return the results."""
+        return [function(*args, **kwargs) for _ in range(len(self))]
+
+    execute_single = execute_single_async
+    execute = execute_async
 
 
 class ThreadWorkerGroup(FixedProcesses, InProcessExecution):

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import sys
 import time
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 from drawbar._base.fields import parse_duration
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.metrics import Metrics
-from drawbar._process.driver_signals import diagnose_on_signal, stop_on_signals
+from drawbar._handle.driver_signals import diagnose_on_signal, stop_on_signals
+from drawbar._handle.exit_codes import use_exit_code
+from drawbar._handle.result import Result
+from drawbar._handle.run_view import RunView
+from drawbar._handle.user_abort import make_user_abort
+from drawbar._observe.goodput import Goodput
+from drawbar._observe.run_goodput import LiveGoodput
 from drawbar._process.errors import UserAbort
-from drawbar._process.exit_codes import use_exit_code
-from drawbar._process.user_abort import make_user_abort
-from drawbar._records.goodput import Goodput
-from drawbar._records.result import Result
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import Timeline
 from drawbar._storage.run_directory import describe_resume
 from drawbar.train._driver.controller_thread import FunctionInterrupted
-from drawbar.train._driver.run_view import RunView
 from drawbar.train._worker.active_session import can_save_on_request
 
 # A Ctrl-C that arrives just before Python blocks is handled only when the wait ends.
@@ -51,7 +50,7 @@ class RunHandle:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
-        self._goodput: Any = None
+        self._goodput: LiveGoodput | None = None
 
     @property
     def name(self) -> str:
@@ -119,11 +118,9 @@ class RunHandle:
 
         Example: `print(run.goodput())`
         """
-        if self._goodput is None:  # on first use: the kernel does not import features
-            module = importlib.import_module("drawbar._observe.run_goodput")
-            self._goodput = module.LiveGoodput(self._run.directory)
-        goodput: Goodput = self._goodput.read(is_active=not self.is_done)
-        return goodput
+        if self._goodput is None:
+            self._goodput = LiveGoodput(self._run.directory)
+        return self._goodput.read(is_active=not self.is_done)
 
     def get_logs(self, rank: int = 0) -> str:
         """Return the output that a rank has written so far, in all attempts.

@@ -10,19 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from drawbar._records.events import UnevenRows
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Numbers = NDArray[np.int64]
-
-TRAIN_DATASET_KEY = "train"
-"""Name of the dataset used for training."""
-
-UnevenRows = Literal["drop", "pad", "keep", "error"]
-"""Handling of rows that cannot be divided evenly between ranks; see `DataConfig.uneven_rows`."""
 
 RowRanges = tuple[tuple[int, int], ...]
 """Rows as (first, one after the last)."""
