@@ -17,6 +17,7 @@ from drawbar._base.train_function import FunctionIdentity, TrainFunction
 from drawbar._data.data_config import DataConfig
 from drawbar._data.run_datasets import make_data_source
 from drawbar._data.user_datasets import check_datasets
+from drawbar._fork_server.forkserver_preload import check_preload
 from drawbar._handle.exit_codes import use_exit_code
 from drawbar._handle.result import Result
 from drawbar._handle.run_handle import RunHandle
@@ -122,6 +123,7 @@ class DataParallelTrainer(ArgumentErrors):
         )
         preflight.warn_of_unused_config(self._takes_config, train_loop_config)
         check_datasets(datasets, self.dataset_config)
+        check_preload(self.run_config.forkserver_preload, self.run_config.worker_runtime_env)
         self.datasets: Any = datasets if isinstance(datasets, DataSource) else dict(datasets or {})
 
     def fit(self) -> Result:

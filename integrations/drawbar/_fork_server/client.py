@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 ERROR_VARIABLE = "DRAWBAR_FORK_SERVER_ERROR"
-"""Why a worker was not forked."""
+"""Why a worker was not forked. `_process/imported_modules.py` has the name, too."""
 
 SERVER_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "server.py")
 # They differ between the processes of one node, and no import reads them. Ray reads its variables,

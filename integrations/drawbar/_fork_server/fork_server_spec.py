@@ -17,7 +17,7 @@ from drawbar._base.secrets import REDACTED, redact_settings
 from drawbar._base.train_function import FunctionIdentity
 from drawbar._fork_server import client
 from drawbar._fork_server.forkable import read_node_id, read_start_time
-from drawbar._fork_server.imported_modules import ModulesImported
+from drawbar._process.imported_modules import ModulesImported
 
 # A node may lack the driver's interpreter or Drawbar's directory. Then Python is found by PATH, as
 # Ray does it for conda environments.

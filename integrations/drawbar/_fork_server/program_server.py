@@ -1,7 +1,8 @@
 """Fork server for the ranks of one script of `drawbar launch` on this machine.
 
-`python program_server.py LISTENER SCRIPT ARGUMENTS...` does the imports at the top of the script,
-and then forks a process for each rank. It has the same protocol as `server.py`.
+`python program_server.py LISTENER CORE SCRIPT ARGUMENTS...` does the imports at the top of the
+script, and then forks a process for each rank. It has the same protocol as `server.py`. CORE is the
+directory of `drawbar._process`.
 
 A forked rank must not differ from `python SCRIPT`. The server therefore forks no ranks if an import
 had an effect that the ranks would share: a thread, an open file, a child process, or a value that
@@ -19,19 +20,21 @@ from collections.abc import Collection, Iterator
 from types import ModuleType
 
 if __package__:
-    from drawbar._fork_server import forkable, preloadable, rank_reads, script_imports, server
+    from drawbar._fork_server import forkable, rank_reads, script_imports, server
+    from drawbar._process import preloadable, rank_attributes
 else:  # this file runs by path
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), sys.argv[2]]
     import forkable  # type: ignore[import-not-found, no-redef]
     import preloadable  # type: ignore[import-not-found, no-redef]
+    import rank_attributes  # type: ignore[import-not-found, no-redef]
     import rank_reads  # type: ignore[import-not-found, no-redef]
     import script_imports  # type: ignore[import-not-found, no-redef]
     import server  # type: ignore[import-not-found, no-redef]
 
     # The script may have modules of these names.
-    for name in ("forkable", "preloadable", "rank_reads", "script_imports", "server"):
-        sys.modules.pop(name, None)
-    del sys.path[0], name
+    for module in (forkable, preloadable, rank_attributes, rank_reads, script_imports, server):
+        del sys.modules[module.__name__]
+    del sys.path[:2], module
 
 MARKER_VARIABLE = "DRAWBAR_PROGRAM"
 """Marks the processes of a rank. The markers of the server and of all ranks have one length."""
@@ -73,7 +76,7 @@ def main(listener: int, arguments: list[str]) -> None:
     for descriptor, data in imports.output.items():
         with contextlib.suppress(OSError):  # no process reads it
             os.write(descriptor, data)
-    rank_reads.set_rank(request.environment)
+    rank_attributes.set_rank(request.environment)
     exec(code, vars(sys.modules["__main__"]))
 
 
@@ -236,4 +239,4 @@ def _list_children() -> list[str]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[3:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 RANK_VARIABLES = frozenset(
@@ -27,14 +27,9 @@ RANK_VARIABLES = frozenset(
 )
 """Variables that differ between ranks or attempts. A fork server does not have them."""
 
-# Modules whose function `rank_zero_only` has an attribute `rank`, and the variable with its value.
-_RANK_ATTRIBUTES = {
-    "lightning_utilities.core.rank_zero": "RANK",
-    "torchmetrics.utilities.prints": "LOCAL_RANK",
-}
 _KNOWN_READERS = frozenset(
     {
-        # `set_rank` sets what these modules have read.
+        # `rank_attributes.set_rank` sets what these modules have read.
         *("lightning.fabric.utilities.rank_zero", "lightning_fabric.utilities.rank_zero"),
         "torchmetrics.utilities.prints",
         # They search all variables for those that begin with FSSPEC_, NETWORKX_, or TQDM_.
@@ -58,14 +53,6 @@ def track_rank_reads() -> Iterator[set[str]]:
         for mapping, original in zip(variables, classes, strict=True):
             mapping.__class__ = original
         _TrackedVariables.readers -= _KNOWN_READERS
-
-
-def set_rank(environment: Mapping[str, str]) -> None:
-    """Set values that imported modules would have read from the variables of the rank."""
-    for name, variable in _RANK_ATTRIBUTES.items():
-        function = getattr(sys.modules.get(name), "rank_zero_only", None)
-        if function is not None and hasattr(function, "rank"):
-            function.rank = int(environment[variable])
 
 
 class _TrackedVariables(os._Environ[Any]):

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from drawbar._fork_server.client import ERROR_VARIABLE
 from drawbar._fork_server.fork_server_spec import ForkServerSpec
 from drawbar._fork_server.forkserver_preload import VARIABLE, read_default_modules
-from drawbar._fork_server.preloadable import FRAMEWORKS
+from drawbar._process.preloadable import FRAMEWORKS
 
 _PRINT_ERROR = f"import os; print(os.environ.get({ERROR_VARIABLE!r}, ''))"
 

@@ -1,13 +1,20 @@
-"""Modules that the training function of a worker has imported, for the workers after it."""
+"""Modules that the training function of a worker has imported, for the workers after it.
+
+The controller passes them to the `WorkerFork` of the run, which `_fork_server` implements.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Protocol, Self
 
 import msgspec
 
-from drawbar._fork_server.preloadable import select_preloadable
+from drawbar._process.preloadable import select_preloadable
+
+FORK_ERROR_VARIABLE = "DRAWBAR_FORK_SERVER_ERROR"
+"""Why a worker was not forked. `client.py` of the fork server sets it."""
 
 # Drawbar, Ray, and frameworks set these variables themselves. No import reads them.
 _PREFIXES = (
@@ -62,3 +69,25 @@ class ModulesImported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     names: tuple[str, ...]
     sys_path: tuple[str, ...]
+
+
+class WorkerFork(Protocol):
+    """Starts workers as forks of a process that has imported modules."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules."""
+        ...
+
+    @property
+    def key(self) -> object:
+        """Identifies the training function. None if the user has set the modules."""
+        ...
+
+    def learn(self, modules: ModulesImported) -> Self:
+        """Return a fork with the modules that a worker has imported, and keep them for later."""
+        ...
+
+    def make_command(self) -> str:
+        """Return the command that Ray starts in place of the interpreter of one worker."""
+        ...
