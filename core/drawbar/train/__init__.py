@@ -27,6 +27,7 @@ from drawbar._migration.import_paths import ALIASES as _ALIASES
 from drawbar._migration.import_paths import explain_missing_name as _explain_missing_name
 from drawbar._migration.import_paths import install_aliases as _install_aliases
 from drawbar._modes.session_client import get_program_session as _get_program_session
+from drawbar._observe.instrumentation import phase, set_progress, step
 from drawbar._process.errors import (
     CheckpointError,
     ControllerError,
@@ -82,7 +83,6 @@ from drawbar.train._worker.context import (
     rollback,
     should_checkpoint,
 )
-from drawbar.train._worker.instrumentation import phase, set_progress, step
 from drawbar.train._worker.train_context import StorageContext, TrainContext
 from drawbar.train.backend import Backend, BackendConfig
 

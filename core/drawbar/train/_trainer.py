@@ -24,6 +24,7 @@ from drawbar._handle.run_handle import RunHandle
 from drawbar._handle.run_view import RunMode
 from drawbar._modes import preflight
 from drawbar._modes.run_modes import LocalMode, RayMode
+from drawbar._modes.run_spec import load_trainer_state, make_run_spec
 from drawbar._modes.watchers import SAMPLERS
 from drawbar._process.errors import UserAbort
 from drawbar._storage.checkpoint import Checkpoint
@@ -35,7 +36,6 @@ from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
 from drawbar.train._worker.train_loop import TrainLoop
 
 T = TypeVar("T")

@@ -24,6 +24,7 @@ from drawbar._migration.import_paths import explain_missing_name, find_public_mo
 from drawbar._modes.program_output import ProgramOutput
 from drawbar._modes.program_process import run_program
 from drawbar._modes.report_async import report_async
+from drawbar._observe.instrumentation import get_forward_callback, measure_data_wait
 from drawbar._process.batch_counter import register_batch_description
 from drawbar._process.driver_env import DriverContext, set_tune_trial
 from drawbar._process.worker_env import get_visible_gpu_ids
@@ -37,7 +38,6 @@ from drawbar.train._config.backend import (
 )
 from drawbar.train._config.data_source import DataSource
 from drawbar.train._worker.context import get_node_address, get_worker_address
-from drawbar.train._worker.instrumentation import get_forward_callback, measure_data_wait
 from drawbar.train._worker.integration_api import (
     add_final_notice,
     attempt_local,

@@ -253,14 +253,9 @@ class ProgramForkServer:
         self._control, listener = socket.socketpair()
         with listener:
             descriptor = listener.fileno()
+            arguments = [str(descriptor), _CORE_DIRECTORY, *program]
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    program_server.__file__,
-                    str(descriptor),
-                    _CORE_DIRECTORY,
-                    *program,
-                ],
+                [sys.executable, program_server.__file__, *arguments],
                 env=environment,
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from drawbar import train
-from drawbar.train import RunConfig, WorkerGroupError, collective
+from drawbar.train import DataParallelTrainer, RunConfig, WorkerGroupError, collective
 from tests.train.runs import fit
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

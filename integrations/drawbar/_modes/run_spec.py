@@ -12,13 +12,13 @@ import cloudpickle
 from drawbar._base.fields import to_journal_dict
 from drawbar._base.secrets import redact_settings
 from drawbar._base.train_function import FunctionIdentity
-from drawbar._process.driver_env import DriverEnvironment, select_forwarded
-from drawbar._process.errors import DamagedRunError
-from drawbar._process.pickle_checks import (
+from drawbar._modes.pickle_checks import (
     check_pickles,
     check_train_function_pickles,
     warn_of_large_function,
 )
+from drawbar._process.driver_env import DriverEnvironment, select_forwarded
+from drawbar._process.errors import DamagedRunError
 from drawbar._process.serialization import Serialized, serialize, serialize_without_references
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar.train._config.data_source import DataSource
