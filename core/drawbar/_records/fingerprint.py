@@ -64,9 +64,13 @@ _DISK_TEXTS = re.compile(r"No space left on device|\[Errno 28\]|Disk quota excee
 _HARDWARE_TEXTS = re.compile(
     r"uncorrectable|\bECC\b|\bXid\b|\bNVLink\b|unspecified launch failure|hardware (error|failure)"
     r"|device is lost|fallen off the bus|CUDA-capable device\(s\) is/are busy|Input/output error"
-    r"|Stale file handle|Remote I/O error",
+    r"|Stale file handle|Remote I/O error|\d requested and \d+ written",  # the last: NumPy
     re.IGNORECASE,
 )
+_SYSTEM_TYPES = {"OSError", "BlockingIOError", "InterruptedError"}
+"""Types of errors of the operating system. Libraries raise OSError without a number, too, for
+example Transformers for a model name that does not exist."""
+
 _MISSING_FILE_TYPES = {
     *("FileNotFoundError", "NotADirectoryError", "IsADirectoryError"),
     *("FileExistsError", "PermissionError"),
@@ -208,7 +212,7 @@ def find_nature(failure: WorkerFailure) -> FailureNature:
     has_network_text = bool(_NETWORK_TEXTS.search(text)) and failure.builtin_type not in _CODE_TYPES
     if has_network_text or any(map(_NETWORK_TYPES.search, types)):
         return "network"
-    if failure.builtin_type in ("OSError", "BlockingIOError", "InterruptedError"):
+    if failure.builtin_type in _SYSTEM_TYPES and text.startswith("[Errno "):
         return "hardware"  # such as EIO: the code did not cause it
     return "exception"
 

@@ -73,6 +73,10 @@ def die(message: str, **fields: Any) -> WorkerFailure:
         (fail("RuntimeError", "CUDA error: uncorrectable ECC error encountered"), "hardware"),
         (fail("OSError", "[Errno 5] Input/output error", builtin_type="OSError"), "hardware"),
         (fail("OSError", "3 requested and 0 written", builtin_type="OSError"), "hardware"),
+        (
+            fail("OSError", "gpt9 is not a valid model identifier", builtin_type="OSError"),
+            "exception",
+        ),
         (fail("no progress", "no rank made progress for 3 s", kind="hang", rank=-1), "hang"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Nodes are lost, added, and drained during a run: three runs on one cluster, in turn."""
+"""Nodes are lost, added, and drained during a run: four runs on one cluster, in turn."""
 
 from __future__ import annotations
 
@@ -142,6 +142,68 @@ def checkpoint_each_step(
     return function
 
 
+def fit_line(until: Callable[[int, int], bool]) -> Callable[[dict[str, Any]], None]:
+    """Return a function that fits a line with the same global batch for any number of workers.
+
+    Each optimizer step reports its loss, and saves a checkpoint, until `until(attempt, world size)`
+    is True or the loss of step `config["num_steps"]` was reported.
+    """
+
+    def function(config: dict[str, Any]) -> None:
+        import ray
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from drawbar import train
+        from drawbar.torch import prepare_data_loader
+
+        context = train.get_context()
+        checkpoint = train.get_checkpoint()
+        text = (Path(checkpoint) / "state").read_text() if checkpoint else "[0, 0.0, 0.0]"
+        step, slope, offset = json.loads(text)
+        first = step
+        torch.manual_seed(0)  # the order of the rows
+        x = torch.arange(60.0, dtype=torch.float64) / 60
+        loader = prepare_data_loader(
+            DataLoader(TensorDataset(x, 3 * x + x.sin()), batch_size=2, shuffle=True)
+        )
+        accumulation_steps = context.accumulation_steps(12, 2)
+        sums = [0.0, 0.0, 0.0]
+        while True:
+            for number, (x, y) in enumerate(loader, start=1):
+                error = slope * x + offset - y
+                sums[0] += float(error.square().sum())
+                sums[1] += float((error * x).sum())
+                sums[2] += float(error.sum())
+                if number % accumulation_steps:
+                    continue
+                all_sums = train.collective.all_gather(sums)
+                loss, to_slope, to_offset = (sum(each) / 12 for each in zip(*all_sums, strict=True))
+                slope, offset = slope - 0.1 * to_slope, offset - 0.1 * to_offset
+                sums, step = [0.0, 0.0, 0.0], step + 1
+                with train.checkpoint_dir() as path:
+                    if context.get_world_rank() == 0:
+                        (path / "state").write_text(json.dumps([step, slope, offset]))
+                    train.report({"step": step, "loss": loss}, checkpoint=path)
+                if step == first + 2 and "fifo" in config:
+                    node = ray.get_runtime_context().get_node_id()
+                    config["fifo"].write_text(f"{context.get_world_rank()} {node}\n")
+                if step == config.get("num_steps") or (
+                    step >= first + 2 and until(context.get_attempt(), context.get_world_size())
+                ):
+                    return
+
+    return function
+
+
+def read_losses(result: Any) -> list[float]:
+    """Return the losses of rank 0 by step. If a step was repeated, its last loss counts."""
+    frame = result.metrics_dataframe
+    frame = frame[frame["rank"] == 0].drop_duplicates("step", keep="last").sort_values("step")
+    assert list(frame["step"]) == list(range(1, len(frame) + 1))
+    return [float(loss) for loss in frame["loss"]]
+
+
 def leave_after_a_checkpoint(config: dict[str, Any]) -> Any:
     """Train until a node is drained, and save a checkpoint then."""
     import ray
@@ -168,7 +230,12 @@ def shown(drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("nodes")
 
     def main() -> None:
+        from drawbar.train import DataParallelTrainer, RunConfig, ScalingConfig
+
         stage = Stage(folder, nodes=2)
+
+        def grown(attempt: int, size: int) -> bool:
+            return attempt > 0 and size == 3
 
         function = checkpoint_each_step(lambda attempt, size: attempt > 0)
         thread = stage.fit("lost", function, num_workers=2)
@@ -184,6 +251,19 @@ def shown(drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory) -> 
             stage.add_node()
         thread.join()
         stage.show()
+
+        thread = stage.fit("curve", fit_line(grown), num_workers=(1, 3))
+        stage.lose_node(stage.receive_node(1))
+        stage.add_node()
+        thread.join()
+        losses = read_losses(stage.result)
+        undisturbed = DataParallelTrainer(
+            fit_line(lambda attempt, size: False),
+            train_loop_config={"num_steps": len(losses)},
+            scaling_config=ScalingConfig(num_workers=0),
+            run_config=RunConfig(storage_path=folder),
+        )
+        stage.show(losses, read_losses(undisturbed.fit()))
 
         thread = stage.fit("drained", leave_after_a_checkpoint, num_workers=2)
         node_id = stage.receive_node(1)
@@ -214,6 +294,14 @@ def test_elastic_group_shrinks_and_grows(shown: dict[str, Any]) -> None:
     assert 2 in sizes
     assert sizes[-1] == 3
     assert outcomes[-1] == "finished"
+
+
+@pytest.mark.nightly
+def test_elastic_group_keeps_loss_curve(shown: dict[str, Any]) -> None:
+    _, sizes, _, losses, undisturbed = shown["curve"]
+    assert 2 in sizes
+    assert sizes[-1] == 3
+    assert losses == pytest.approx(undisturbed, rel=1e-9)
 
 
 @pytest.mark.nightly
