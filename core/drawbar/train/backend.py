@@ -9,6 +9,8 @@ controller, such as a tracker.
 
 from __future__ import annotations
 
+from drawbar._async_save.memory_files import MemoryFiles
+from drawbar._async_save.report_async import report_async
 from drawbar._base.api import set_public_module
 from drawbar._base.fields import at_least, parse_duration, resolve_config
 from drawbar._base.packages import (
@@ -23,13 +25,11 @@ from drawbar._handle.exit_codes import EXIT_DO_NOT_RETRY
 from drawbar._migration.import_paths import explain_missing_name, find_public_module
 from drawbar._modes.program_output import ProgramOutput
 from drawbar._modes.program_process import run_program
-from drawbar._modes.report_async import report_async
 from drawbar._observe.instrumentation import get_forward_callback, measure_data_wait
 from drawbar._process.batch_counter import register_batch_description
 from drawbar._process.driver_env import DriverContext, set_tune_trial
 from drawbar._process.worker_env import get_visible_gpu_ids
 from drawbar._recovery.rank_recovery import RankRecovery
-from drawbar._storage.memory_files import MemoryFiles
 from drawbar.train._config.backend import (
     Backend,
     BackendConfig,

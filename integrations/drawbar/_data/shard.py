@@ -3,7 +3,7 @@
 Ray Data's iterators have no state, and ranks receive rows in whole blocks, so the rows that all
 ranks have read are not the beginning of the dataset. However, with `preserve_order` Ray Data always
 splits a dataset in the same way, so row counts determine the unread rows; see
-`_records/row_positions.py`.
+`row_positions.py`.
 """
 
 from __future__ import annotations

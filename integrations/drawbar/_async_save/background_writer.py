@@ -11,38 +11,22 @@ import subprocess
 import sys
 import weakref
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drawbar._async_save import writer_process
+from drawbar._async_save.memory_copies import listen, make_copy_name, open_owners
+from drawbar._async_save.memory_files import MemoryFiles
 from drawbar._process.errors import CheckpointError, StorageError
 from drawbar._process.sentinel import WORKER_MARKER_VARIABLE
 from drawbar._process.threads import DaemonThreadPool
-from drawbar._storage import writer_process
 from drawbar._storage.contents import FileEntry, format_exact_size
-from drawbar._storage.memory_copies import listen, make_copy_name, open_owners
-from drawbar._storage.memory_files import MemoryFiles
 from drawbar._storage.retries import add_context, is_transient
+from drawbar.train._worker.report_checks import BackgroundWrite
 
 _OPTIONS = ("-I", "-S", "-E")
 _END_TIMEOUT_S = 1.0
 _MAX_REPLY_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class BackgroundWrite:
-    """Files that another process is writing to a directory.
-
-    Attributes:
-        files: The files.
-        done: Future that has no result. Its exception states why the files are not written.
-        report_index: Future with the number of the report. If it is cancelled, no restart reads the
-            files from memory.
-    """
-
-    files: tuple[FileEntry, ...]
-    done: Future[None]
-    report_index: Future[int] = field(default_factory=Future)
 
 
 class BackgroundWriter:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import cast
 
+from drawbar._async_save.background_writer import BackgroundWriter
+from drawbar._async_save.memory_files import MemoryFiles
 from drawbar._base.metrics import normalize
-from drawbar._storage.background_writer import BackgroundWrite, BackgroundWriter
-from drawbar._storage.memory_files import MemoryFiles
 from drawbar.train._config.checkpoint_modes import CheckpointUploadMode
 from drawbar.train._config.validation_config import ValidationTaskConfig
 from drawbar.train._worker.active_session import current_session
-from drawbar.train._worker.report_checks import UploadOptions
+from drawbar.train._worker.report_checks import BackgroundWrite, UploadOptions
 
 
 def report_async(

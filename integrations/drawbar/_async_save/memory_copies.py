@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from drawbar._async_save.writer_process import MAX_REQUEST_BYTES, is_same_user
 from drawbar._storage.contents import check_relative_path
 from drawbar._storage.download_cache import get_user_temp_directory
 from drawbar._storage.files import remove_tree
 from drawbar._storage.manifest import Manifest, read_manifest
 from drawbar._storage.storage_path import StoragePath
-from drawbar._storage.writer_process import MAX_REQUEST_BYTES, is_same_user
 
 _TIMEOUT_S = 5.0
 _MAX_WAITING_READERS = 128

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from drawbar._async_save.memory_copies import RunAnchor, open_memory_copy, read_from_memory
 from drawbar._records.live_events import Event
-from drawbar._storage.memory_copies import RunAnchor, read_from_memory
+from drawbar._storage.local_copies import use_copies
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.messages import Observation
 
@@ -31,7 +32,10 @@ def resume_from_memory(
     def on_read(source: str) -> None:
         send(Observation(kind="checkpoint_read", payload={"name": name, "source": source}))
 
-    with read_from_memory(checkpoint.path, assignment.run_id, on_read):
+    with (
+        read_from_memory(checkpoint.path, assignment.run_id, on_read),
+        use_copies(open_memory_copy),
+    ):
         yield
 
 
