@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 from drawbar._handle.in_process_run import InProcessRun
 from drawbar._handle.run_view import RunView
+from drawbar._modes.cluster_checks import check_cluster_fits, check_validation_fits
 from drawbar._modes.control_socket import ControlSocket
 from drawbar._modes.fork_servers import make_fork_server_spec
 from drawbar._modes.validators import RayValidator
 from drawbar._modes.watchers import make_watchers
 from drawbar.train._controller.run import MakeWatcher, RunSpec
-from drawbar.train._worker_group.cluster import (
-    check_cluster_fits,
-    check_validation_fits,
-)
 from drawbar.train._worker_group.validator import Validator
 from drawbar.train._worker_group.worker_group import SubmitCall, WorkerGroup
 
