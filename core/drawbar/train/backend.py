@@ -11,14 +11,27 @@ from __future__ import annotations
 
 from drawbar._async_save.memory_files import MemoryFiles
 from drawbar._async_save.report_async import report_async
+from drawbar._backend_api.private_names import import_private
+from drawbar._backend_api.worker_functions import (
+    add_final_notice,
+    attempt_local,
+    count_collectives,
+    discard_checkpoint,
+    get_agreed_checkpoint,
+    get_recovery,
+    get_resume_checkpoint,
+    get_worker_environment,
+    register_best_checkpoint,
+    register_data_position,
+    register_read_ahead,
+    report_buffered,
+    retire_process,
+    start_training,
+    sync_report_index,
+)
 from drawbar._base.api import set_public_module
 from drawbar._base.fields import at_least, parse_duration, resolve_config
-from drawbar._base.packages import (
-    import_private,
-    make_import_error,
-    require_package,
-    require_version,
-)
+from drawbar._base.packages import make_import_error, require_package, require_version
 from drawbar._base.secrets import redact_arguments
 from drawbar._base.train_function import TrainFunction
 from drawbar._handle.exit_codes import EXIT_DO_NOT_RETRY
@@ -38,23 +51,6 @@ from drawbar.train._config.backend import (
 )
 from drawbar.train._config.data_source import DataSource
 from drawbar.train._worker.context import get_node_address, get_worker_address
-from drawbar.train._worker.integration_api import (
-    add_final_notice,
-    attempt_local,
-    count_collectives,
-    discard_checkpoint,
-    get_agreed_checkpoint,
-    get_recovery,
-    get_resume_checkpoint,
-    get_worker_environment,
-    register_best_checkpoint,
-    register_data_position,
-    register_read_ahead,
-    report_buffered,
-    retire_process,
-    start_training,
-    sync_report_index,
-)
 
 __all__ = [
     "EXIT_DO_NOT_RETRY",

@@ -20,11 +20,12 @@ import ray
 from drawbar._base.ray_compat import is_worker_process_dead
 from drawbar._handle.in_process_run import InProcessRun
 from drawbar._handle.run_outcome import RunOutcome
+from drawbar._modes.event_buffer import EventBuffer, EventPosition
 from drawbar._modes.start_run import start_ray_run
 from drawbar._process.driver_env import DriverEnvironment
 from drawbar._process.serialization import Serialized, serialize, serialize_without_references
 from drawbar._process.worker_env import get_runtime_env_vars
-from drawbar._records.event_stream import EventBuffer, EventPosition, Watcher
+from drawbar._records.event_stream import Watcher
 from drawbar._records.live_events import Event
 from drawbar._records.timeline import RunState
 from drawbar._storage.run_directory import RunDirectory
