@@ -26,7 +26,6 @@ from drawbar._storage.run_files import RunFiles
 
 _SUMMARY_BYTES = 64 * 1024
 """Number of bytes of a closed segment that are read first for its summary."""
-_CHUNK_BYTES = 2**20
 
 
 class StoredReports:

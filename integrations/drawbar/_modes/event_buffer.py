@@ -9,6 +9,17 @@ from dataclasses import dataclass
 from drawbar._records import events, live_events
 from drawbar._records.live_events import Event
 
+MAX_EVENTS = 4096
+"""Number of events that an `EventBuffer` keeps."""
+
+
+@dataclass(frozen=True)
+class EventPosition:
+    """Position of a client: number of events and number of reports of rank 0 it has received."""
+
+    events: int
+    reports: int
+
 
 class EventBuffer:
     """Watcher that buffers events for clients, which fetch them with `get_events_after`.
@@ -108,15 +119,3 @@ class EventBuffer:
             text = f"{num_lost} lines are not shown because they arrived too fast"
             return [live_events.Notice(text), *self._events]
         return list(self._events)[len(self._events) - num_new :]
-
-
-MAX_EVENTS = 4096
-"""Number of events that an `EventBuffer` keeps."""
-
-
-@dataclass(frozen=True)
-class EventPosition:
-    """Position of a client: number of events and number of reports of rank 0 it has received."""
-
-    events: int
-    reports: int

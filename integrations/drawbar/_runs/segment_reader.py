@@ -10,7 +10,6 @@ from typing import BinaryIO
 from drawbar._records.report_blocks import (
     decode_summary,
 )
-from drawbar._records.stored_reports import _CHUNK_BYTES
 from drawbar._storage.files import is_current_file, open_regular_file
 from drawbar._storage.journal_file import strip_torn_line
 from drawbar._storage.manifest import DECODE_ERRORS
@@ -21,6 +20,8 @@ from drawbar._storage.report_files import (
     parse_segments,
 )
 from drawbar._storage.run_directory import RunDirectory
+
+_CHUNK_BYTES = 2**20
 
 
 class SegmentReader:
