@@ -11,13 +11,13 @@ from drawbar._base.api import set_public_module
 from drawbar._base.metrics import Metrics, describe_available
 from drawbar._base.packages import make_import_error
 from drawbar._data.data_ledger import DataLedger
+from drawbar._history.run_history import RunHistory
 from drawbar._observe.goodput import Goodput
 from drawbar._process.errors import TrainingFailedError
 from drawbar._records.checkpoint_config import parse_checkpoint_config
 from drawbar._records.ranking import describe_missing_scores, get_score, rank_checkpoints
 from drawbar._records.report_ranges import list_rollbacks
 from drawbar._records.rollback import remove_discarded
-from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import Timeline
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_store import CheckpointStore

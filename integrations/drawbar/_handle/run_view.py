@@ -15,8 +15,8 @@ import cloudpickle
 
 from drawbar._handle.result import Result
 from drawbar._handle.run_outcome import RunOutcome
+from drawbar._history.run_history import RunHistory
 from drawbar._process.errors import ControllerError
-from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import FINAL_STATUSES, RunState
 from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory

@@ -25,6 +25,7 @@ from drawbar._records.report_ranges import (
     find_missing_reports,
     get_validation_metrics,
     list_attempt_reports,
+    make_run_state,
 )
 from drawbar._records.stored_reports import StoredReports
 from drawbar._records.timeline import RunState
@@ -167,23 +168,7 @@ class RunHistory:
     def make_state(self) -> RunState:
         """Return the state of the run after its last event and report."""
         # A new object: the controller of a resumed run applies further events to it.
-        state = RunState.from_events(self.events)
-        state.last_metrics = self._get_last_metrics()
-        return state
-
-    def _get_last_metrics(self) -> dict[int, Metrics]:
-        """Return the last metrics of each rank that all later attempts have, replaced or not."""
-        last: dict[int, Metrics] = {}
-        limit = 0
-        for attempt in reversed(self._attempts):
-            if attempt.num_workers:
-                limit = min(limit or attempt.num_workers, attempt.num_workers)
-            if limit and len(last) >= limit:
-                break
-            for rank, block in self.reports.get_last(attempt.attempt).items():
-                if rank < (limit or rank + 1):
-                    last.setdefault(rank, block.get_metrics(-1))
-        return dict(sorted(last.items()))
+        return make_run_state(self.events, self.reports)
 
     @property
     def last_time(self) -> float | None:
