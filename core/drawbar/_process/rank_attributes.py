@@ -1,4 +1,4 @@
-"""Set what a module reads from the variables of a rank, if it was imported before they were set.
+"""Update modules that were imported before the variables of their rank were set.
 
 `program_server.py` imports this file by path; it uses only the standard library.
 """
@@ -16,7 +16,7 @@ _RANK_ATTRIBUTES = {
 
 
 def set_rank(environment: Mapping[str, str]) -> None:
-    """Set values that imported modules would have read from the variables of the rank."""
+    """Set the values that imported modules would have read from the variables of the rank."""
     for name, variable in _RANK_ATTRIBUTES.items():
         function = getattr(sys.modules.get(name), "rank_zero_only", None)
         if function is not None and hasattr(function, "rank"):
