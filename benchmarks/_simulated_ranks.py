@@ -20,12 +20,13 @@ from pathlib import Path
 import msgspec
 
 from benchmarks._simulated_rank import SimulatedRank
+from drawbar._modes.fixed_processes import FixedProcesses
 from drawbar._modes.start_run import start_controller
+from drawbar._modes.thread_group import InProcessExecution
 from drawbar._process.exit_status import ExitReport
 from drawbar._process.rank_assignment import rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
-from drawbar._recovery.fixed_processes import FixedProcesses
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import DataParallelTrainer, Result, RunConfig, ScalingConfig
 from drawbar.train._controller.run import RunSpec
@@ -35,7 +36,6 @@ from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, GroupMessage, 
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
-    InProcessExecution,
     OnMessages,
     OnWaiting,
 )

@@ -27,10 +27,10 @@ POLLING = {
     "_storage/retries.py",
     "_process/output.py",
     "_process/sentinel.py",
-    "_worker_group/cluster.py",
+    "_data/cluster_cpus.py",
     "_process/exit_status.py",
 }
-"""Files of the core with a loop that sleeps. The design page lists the reasons."""
+"""Files of the core and its features with a loop that sleeps. The design page lists the reasons."""
 
 NOT_POLLING = {
     "_controller/controller.py",  # the delay before a start
@@ -69,7 +69,7 @@ def test_design_invariants_name_existing_tests() -> None:
 
 
 def test_design_core_polls_only_where_documented() -> None:
-    roots = [REPO / "core/drawbar", *(REPO / "integrations/drawbar").glob("_[cdmor]*")]
+    roots = [REPO / "core/drawbar", *(REPO / "integrations/drawbar").glob("_*")]
     pattern = re.compile(r"\bsleep\(|\.wait\(_?(?:LOG_)?POLL")
     found = {
         str(path.relative_to(root.parent if root.name != "drawbar" else root)).removeprefix(

@@ -20,8 +20,8 @@ import pytest
 import ray
 import torch
 
-from drawbar._base import ray_probe
-from drawbar._base.ray_probe import find_local_address
+from drawbar._ray_connection import ray_probe
+from drawbar._ray_connection.ray_probe import find_local_address
 from drawbar.cli._doctor import checks
 from drawbar.cli._doctor.cluster import NodeProbe, check_node_pairs
 from drawbar.cli._doctor.machine import MachineInfo

@@ -122,7 +122,7 @@ def test_stall_warning_names_only_the_rank_that_never_entered_the_collective(
     while not (stalled := run.stalled_ranks):
         assert not run.is_done
         threading.Event().wait(0.01)
-    run.kill()
+    run.stop()
     text = "; rank 1 never entered all_reduce #3, in which rank 0 waits (process group 0 "
     assert list(stalled) == [1]
     assert text in stalled[1]

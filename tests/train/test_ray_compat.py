@@ -18,8 +18,8 @@ import ray.data
 from ray._private import state, worker
 
 from drawbar._base import ray_compat as _ray_compat
+from drawbar._modes.cluster_checks import check_cluster_fits
 from drawbar.train import InsufficientResourcesError, ScalingConfig
-from drawbar.train._worker_group.cluster import check_cluster_fits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 RAY_VERSION = tuple(map(int, ray.__version__.split(".")[:2]))

@@ -36,9 +36,7 @@ NO_PYTHON = "--no-python"
 CPUS_VARIABLE = "DRAWBAR_CPUS"
 """CPUs to which the process is bound. The script does not have it."""
 
-_FORK_SERVER = os.path.join(
-    os.path.dirname(os.path.dirname(__file__)), "_fork_server", "program_server.py"
-)
+_FORK_SERVER = os.path.join("_fork_server", "program_server.py")
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _SIGINT_EXIT_CODE = 130  # shell's exit code after Ctrl-C
 _NOT_EXECUTABLE, _COMMAND_NOT_FOUND = 126, 127  # also as in a shell
@@ -207,7 +205,9 @@ def _is_runner_frame(frame: FrameType) -> bool:
 
 
 def _is_runner_file(file: str) -> bool:
-    return file in (__file__, runpy.__file__, _FORK_SERVER) or file.startswith("<frozen ")
+    if file in (__file__, runpy.__file__) or file.startswith("<frozen "):
+        return True
+    return file.endswith(_FORK_SERVER)
 
 
 def _serve_stack_requests(connection: socket.socket) -> None:

@@ -18,7 +18,6 @@ from drawbar._process.errors import PreemptionInfo
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.rollback import Rollback
-from drawbar._records.row_positions import UnevenRows
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.verdict import Verdict
 from drawbar._storage.contents import check_checkpoint_name
@@ -36,6 +35,8 @@ AttemptEndCause = Literal[
     "rollback",
 ]
 
+UnevenRows = Literal["drop", "pad", "keep", "error"]
+"""Handling of rows that cannot be divided evenly between ranks; see `DataConfig.uneven_rows`."""
 
 JOURNAL_FORMAT = 2
 """Format version of the journal and of the segments with reports.

@@ -23,6 +23,7 @@ from drawbar._records.events import (
 from drawbar._records.report_blocks import ReportBlock
 from drawbar._records.rollback import Rollback
 from drawbar._records.stored_reports import StoredReports
+from drawbar._records.timeline import RunState
 from drawbar._storage.manifest import Manifest
 
 Range = tuple[float, float]
@@ -154,6 +155,30 @@ def get_checkpoint_indices(events: Iterable[JournaledEvent]) -> dict[str, int]:
             for name in event.rollback.discarded:
                 indices.pop(name, None)
     return indices
+
+
+def make_run_state(events: Sequence[JournaledEvent], reports: StoredReports) -> RunState:
+    """Return the state of a run after its last event and report."""
+    state = RunState.from_events(events)
+    state.last_metrics = _get_last_metrics(list_attempt_reports(events), reports)
+    return state
+
+
+def _get_last_metrics(
+    attempts: Sequence[AttemptReports], reports: StoredReports
+) -> dict[int, Metrics]:
+    """Return the last metrics of each rank that all later attempts have, replaced or not."""
+    last: dict[int, Metrics] = {}
+    limit = 0
+    for attempt in reversed(attempts):
+        if attempt.num_workers:
+            limit = min(limit or attempt.num_workers, attempt.num_workers)
+        if limit and len(last) >= limit:
+            break
+        for rank, block in reports.get_last(attempt.attempt).items():
+            if rank < (limit or rank + 1):
+                last.setdefault(rank, block.get_metrics(-1))
+    return dict(sorted(last.items()))
 
 
 def list_rollbacks(events: Iterable[JournaledEvent]) -> list[Rollback]:

@@ -22,6 +22,7 @@ from drawbar._process.errors import CheckpointError
 from drawbar._storage.contents import MANIFEST_FILE, METADATA_FILE
 from drawbar._storage.download_cache import keep_copy, use_cached_copy
 from drawbar._storage.filesystem import AnyFileSystem, resolve_path
+from drawbar._storage.local_copies import open_copy
 from drawbar._storage.manifest import (
     Manifest,
     check_file_sizes,
@@ -29,7 +30,6 @@ from drawbar._storage.manifest import (
     read_checksums,
     read_manifest,
 )
-from drawbar._storage.memory_copies import open_memory_copy
 from drawbar._storage.remote_path import RemotePath, is_same_filesystem
 from drawbar._storage.storage_path import LocalPath, StoragePath, suggest_remote
 
@@ -149,7 +149,7 @@ class Checkpoint:
                 with checkpoint.as_directory() as path:
                     state = torch.load(os.path.join(path, "state.pt"))
         """
-        with open_memory_copy(self._storage_path) as copy:
+        with open_copy(self._storage_path) as copy:
             if copy is not None:
                 yield str(copy)
                 return

@@ -21,12 +21,13 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from drawbar._base.import_paths import ALIASES as _ALIASES
-from drawbar._base.import_paths import explain_missing_name as _explain_missing_name
-from drawbar._base.import_paths import install_aliases as _install_aliases
 from drawbar._base.packages import find_shadowing_file as _find_shadowing_file
 from drawbar._data.data_config import DataConfig
+from drawbar._migration.import_paths import ALIASES as _ALIASES
+from drawbar._migration.import_paths import explain_missing_name as _explain_missing_name
+from drawbar._migration.import_paths import install_aliases as _install_aliases
 from drawbar._modes.session_client import get_program_session as _get_program_session
+from drawbar._observe.instrumentation import phase, set_progress, step
 from drawbar._process.errors import (
     CheckpointError,
     ControllerError,
@@ -47,12 +48,12 @@ from drawbar._process.errors import (
 )
 from drawbar._process.worker_failure import WorkerError, WorkerFailure
 from drawbar._records.checkpoint_config import CheckpointConfig
-from drawbar._records.row_positions import TRAIN_DATASET_KEY
 from drawbar._recovery.failure_config import FailureConfig
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus
 from drawbar.train import backend, collective
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode, CheckpointUploadMode
+from drawbar.train._config.data_source import TRAIN_DATASET_KEY
 from drawbar.train._config.run_config import (
     AttemptInfo,
     LoggingConfig,
@@ -82,15 +83,15 @@ from drawbar.train._worker.context import (
     rollback,
     should_checkpoint,
 )
-from drawbar.train._worker.instrumentation import phase, set_progress, step
 from drawbar.train._worker.train_context import StorageContext, TrainContext
 from drawbar.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:  # provided by __getattr__ at run time
+    from drawbar._data.data_ledger import DataLedger, DatasetEpoch
+    from drawbar._handle.result import Result
+    from drawbar._handle.run_handle import RunHandle
     from drawbar._modes.attach import attach
-    from drawbar._records.data_ledger import DataLedger, DatasetEpoch
-    from drawbar._records.goodput import Goodput
-    from drawbar._records.result import Result
+    from drawbar._observe.goodput import Goodput
     from drawbar._records.timeline import AttemptTimes, Timeline
     from drawbar.train import health as health
     from drawbar.train import huggingface as huggingface
@@ -101,7 +102,6 @@ if TYPE_CHECKING:  # provided by __getattr__ at run time
     from drawbar.train import tensorflow as tensorflow
     from drawbar.train import torch as torch
     from drawbar.train import xgboost as xgboost
-    from drawbar.train._handle.run_handle import RunHandle
     from drawbar.train._trainer import DataParallelTrainer
     from drawbar.train.torch import save_async as save_async
 
@@ -185,17 +185,17 @@ _INTEGRATIONS = (
 )
 _HISTORY_NAMES = {
     "AttemptTimes": "drawbar._records.timeline",
-    "DataLedger": "drawbar._records.data_ledger",
-    "DatasetEpoch": "drawbar._records.data_ledger",
-    "Goodput": "drawbar._records.goodput",
-    "Result": "drawbar._records.result",
+    "DataLedger": "drawbar._data.data_ledger",
+    "DatasetEpoch": "drawbar._data.data_ledger",
+    "Goodput": "drawbar._observe.goodput",
+    "Result": "drawbar._handle.result",
     "Timeline": "drawbar._records.timeline",
 }
 """Names imported on first use, because workers do not need them and start faster without them."""
 
 _DRIVER_NAMES = {
     "DataParallelTrainer": "drawbar.train._trainer",
-    "RunHandle": "drawbar.train._handle.run_handle",
+    "RunHandle": "drawbar._handle.run_handle",
 }
 """Names imported on first use, because commands that only read runs do not need them."""
 

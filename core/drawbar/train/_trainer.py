@@ -17,12 +17,16 @@ from drawbar._base.train_function import FunctionIdentity, TrainFunction
 from drawbar._data.data_config import DataConfig
 from drawbar._data.run_datasets import make_data_source
 from drawbar._data.user_datasets import check_datasets
+from drawbar._fork_server.forkserver_preload import check_preload
+from drawbar._handle.exit_codes import use_exit_code
+from drawbar._handle.result import Result
+from drawbar._handle.run_handle import RunHandle
+from drawbar._handle.run_view import RunMode
 from drawbar._modes import preflight
 from drawbar._modes.run_modes import LocalMode, RayMode, apply_backend_config
+from drawbar._modes.run_spec import load_trainer_state, make_run_spec
 from drawbar._modes.watchers import SAMPLERS
 from drawbar._process.errors import UserAbort
-from drawbar._process.exit_codes import use_exit_code
-from drawbar._records.result import Result
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.run_directory import open_run_directory
@@ -32,9 +36,6 @@ from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._driver.run_spec import load_trainer_state, make_run_spec
-from drawbar.train._driver.run_view import RunMode
-from drawbar.train._handle.run_handle import RunHandle
 from drawbar.train._worker.train_loop import TrainLoop
 
 T = TypeVar("T")
@@ -122,6 +123,7 @@ class DataParallelTrainer(ArgumentErrors):
         )
         preflight.warn_of_unused_config(self._takes_config, train_loop_config)
         check_datasets(datasets, self.dataset_config)
+        check_preload(self.run_config.forkserver_preload, self.run_config.worker_runtime_env)
         self.datasets: Any = datasets if isinstance(datasets, DataSource) else dict(datasets or {})
 
     def fit(self) -> Result:

@@ -9,37 +9,10 @@ controller, such as a tracker.
 
 from __future__ import annotations
 
-from drawbar._base.api import set_public_module
-from drawbar._base.fields import at_least, parse_duration, resolve_config
-from drawbar._base.import_paths import explain_missing_name, find_public_module
-from drawbar._base.packages import (
-    import_private,
-    make_import_error,
-    require_package,
-    require_version,
-)
-from drawbar._base.secrets import redact_arguments
-from drawbar._base.train_function import TrainFunction
-from drawbar._modes.program_output import ProgramOutput
-from drawbar._modes.program_process import run_program
-from drawbar._modes.report_async import report_async
-from drawbar._process.batch_counter import register_batch_description
-from drawbar._process.collective_calls import GroupCalls, collective_calls
-from drawbar._process.driver_env import DriverContext, set_tune_trial
-from drawbar._process.exit_codes import EXIT_DO_NOT_RETRY
-from drawbar._process.worker_env import get_visible_gpu_ids
-from drawbar._recovery.rank_recovery import RankRecovery
-from drawbar._storage.memory_files import MemoryFiles
-from drawbar.train._config.backend import (
-    Backend,
-    BackendConfig,
-    BackendWorkerGroup,
-    LauncherStore,
-)
-from drawbar.train._config.data_source import DataSource
-from drawbar.train._worker.context import get_node_address, get_worker_address
-from drawbar.train._worker.instrumentation import get_forward_callback, measure_data_wait
-from drawbar.train._worker.integration_api import (
+from drawbar._async_save.memory_files import MemoryFiles
+from drawbar._async_save.report_async import report_async
+from drawbar._backend_api.private_names import import_private
+from drawbar._backend_api.worker_functions import (
     add_final_notice,
     attempt_local,
     count_collectives,
@@ -56,6 +29,29 @@ from drawbar.train._worker.integration_api import (
     start_training,
     sync_report_index,
 )
+from drawbar._base.api import set_public_module
+from drawbar._base.fields import at_least, parse_duration, resolve_config
+from drawbar._base.packages import make_import_error, require_package, require_version
+from drawbar._base.secrets import redact_arguments
+from drawbar._base.train_function import TrainFunction
+from drawbar._handle.exit_codes import EXIT_DO_NOT_RETRY
+from drawbar._migration.import_paths import explain_missing_name, find_public_module
+from drawbar._modes.program_output import ProgramOutput
+from drawbar._modes.program_process import run_program
+from drawbar._observe.instrumentation import get_forward_callback, measure_data_wait
+from drawbar._process.batch_counter import register_batch_description
+from drawbar._process.collective_calls import GroupCalls, collective_calls
+from drawbar._process.driver_env import DriverContext, set_tune_trial
+from drawbar._process.worker_env import get_visible_gpu_ids
+from drawbar._recovery.rank_recovery import RankRecovery
+from drawbar.train._config.backend import (
+    Backend,
+    BackendConfig,
+    BackendWorkerGroup,
+    LauncherStore,
+)
+from drawbar.train._config.data_source import DataSource
+from drawbar.train._worker.context import get_node_address, get_worker_address
 
 __all__ = [
     "EXIT_DO_NOT_RETRY",

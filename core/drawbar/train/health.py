@@ -16,7 +16,6 @@ from drawbar._health.decisions import (
     Diagnose,
     Evaluator,
     Evict,
-    FailedProbeEvaluator,
     HealthDecision,
     Noop,
     Reattempt,
@@ -40,6 +39,7 @@ from drawbar._health_manager.builtin_probes import (
     MemoryProbe,
     builtin_probes,
 )
+from drawbar._health_manager.evaluation import FailedProbeEvaluator
 from drawbar._health_manager.report import report
 
 __all__ = [

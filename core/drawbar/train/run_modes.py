@@ -8,12 +8,13 @@ threads (`ProgramMode`), or start one process per rank (`LauncherMode`).
 """
 
 from drawbar._base.api import set_public_module
-from drawbar._base.ray_probe import check_reachable, find_running_cluster
+from drawbar._handle.run_outcome import RunOutcome
+from drawbar._handle.run_view import RunMode, RunView
 from drawbar._modes.run_modes import ProgramMode
 from drawbar._modes.torchrun_run import LauncherMode
+from drawbar._ray_connection.ray_probe import check_reachable, find_running_cluster
 from drawbar._records.timeline import RunState
-from drawbar.train._controller.run import RunOutcome, RunSpec
-from drawbar.train._driver.run_view import RunMode, RunView
+from drawbar.train._controller.run import RunSpec
 from drawbar.train._worker.train_loop import TrainLoop
 
 __all__ = [

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Protocol, TextIO
 
 from drawbar._console.slow_phases import START_PHASES
+from drawbar._observe.rates import RateWindow
 from drawbar._process.output_lines import LoggedStream, StreamName
-from drawbar._records.run_progress import RateWindow, format_clock, format_rate
+from drawbar._records.run_progress import format_clock, format_rate
 from drawbar._records.timeline import FINAL_STATUSES, RunState
 
 _MAX_METRICS = 6

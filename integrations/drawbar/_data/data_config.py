@@ -9,7 +9,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from drawbar._base.fields import ConfigRepr, list_of
-from drawbar._records.row_positions import TRAIN_DATASET_KEY, UnevenRows
+from drawbar._records.events import UnevenRows
+from drawbar.train._config.data_source import TRAIN_DATASET_KEY
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset, ExecutionOptions

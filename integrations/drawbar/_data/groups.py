@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from ray.data import Dataset
 
-    from drawbar._records.row_positions import Numbers
+    from drawbar._data.row_positions import Numbers
 
 _SORT_KEY = "__drawbar_group__"
 

@@ -25,23 +25,23 @@ from drawbar._data.groups import (
     sort_dataset,
     sort_table,
 )
-from drawbar._data.shard import DatasetShard, ShardSpec
-from drawbar._records.row_positions import (
+from drawbar._data.row_positions import (
     LocalShuffle,
     NumberedRows,
     RowPosition,
     RowRanges,
     Segment,
-    UnevenRows,
     split_rows,
 )
+from drawbar._data.shard import DatasetShard, ShardSpec
+from drawbar._records.events import UnevenRows
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import ray
     from ray.data import Dataset
 
-    from drawbar._records.row_positions import Numbers
+    from drawbar._data.row_positions import Numbers
 
 SHUFFLE_SEED = 0
 """Seed of `DataConfig.datasets_to_shuffle`: all attempts split the rows in the same way, also those

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from drawbar._records.row_positions import LocalShuffle, Segment
+from drawbar._data.row_positions import LocalShuffle, Segment
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import ray
     from ray.data import Dataset
 
-    from drawbar._records.row_positions import Numbers
+    from drawbar._data.row_positions import Numbers
 
 
 class MaterializedShard:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from drawbar._data import split, user_datasets
+from drawbar._data import cluster_cpus, split, user_datasets
 from drawbar._data.data_config import DataConfig
 from drawbar._data.rank_shards import RankShards
+from drawbar._data.row_positions import RowPosition
 from drawbar._data.shard import DatasetShard
 from drawbar._data.streams import shut_down_streams
 from drawbar._process.driver_env import is_in_tune_trial
-from drawbar._records.row_positions import RowPosition
+from drawbar._ray_connection.connection import connect_to_ray
 from drawbar._storage.checkpoint import add_preprocessor
 from drawbar.train._config.data_source import DataSource
 from drawbar.train._config.run_config import RunContext
 from drawbar.train._config.scaling_config import ScalingConfig
-from drawbar.train._worker_group import cluster
 
 
 class RunDatasets(DataSource):
@@ -37,12 +37,12 @@ class RunDatasets(DataSource):
     def check(self, scaling_config: ScalingConfig) -> None:
         """Reject workers that leave no CPU for datasets."""
         streamed = split.list_streamed(self._datasets, self._config)
-        cluster.check_dataset_cpus(scaling_config, streamed)
+        cluster_cpus.check_dataset_cpus(scaling_config, streamed)
 
     def open(self, run: RunContext) -> None:
         """Open files, fit the preprocessor, and compute splits for every possible world size."""
         # With num_workers=0, Ray is possibly not started. Ray Data would start it with defaults.
-        cluster.connect_to_ray()
+        connect_to_ray()
         self._scaling = run.scaling_config
         self._datasets = user_datasets.open_datasets(self._datasets)
         split.check_row_counts(self._datasets, self._config, self._max_workers)
@@ -54,7 +54,9 @@ class RunDatasets(DataSource):
             self.metadata = add_preprocessor({}, fitted)
             self._datasets = user_datasets.apply_preprocessor(fitted, self._datasets)
         world_sizes = range(max(self._scaling.min_workers, 1), self._max_workers + 1)
-        cluster.check_dataset_cpus(self._scaling, split.list_streamed(self._datasets, self._config))
+        cluster_cpus.check_dataset_cpus(
+            self._scaling, split.list_streamed(self._datasets, self._config)
+        )
         materialized = user_datasets.make_datasets(
             split.select_materialized(self._datasets, self._config)
         )
@@ -80,7 +82,7 @@ class RunDatasets(DataSource):
         is_local = self._scaling.max_workers == 0
         bundle = {} if is_local else self._scaling.bundle
         reserved = {name: amount * len(node_ids) for name, amount in bundle.items()}
-        remaining = cluster.get_remaining_resources(reserved) if streamed else {}
+        remaining = cluster_cpus.get_remaining_resources(reserved) if streamed else {}
         self._shards = split.make_shards(
             created, self._config, node_ids, positions, self._materialized, remaining
         )
@@ -102,13 +104,13 @@ class RunDatasets(DataSource):
     def _check_trial_cpus(self, datasets_to_execute: Sequence[str]) -> None:
         """Raise an error if datasets need a CPU, but Tune trials have reserved all CPUs."""
         if self._is_in_trial:
-            cluster.check_unreserved_dataset_cpus(datasets_to_execute)
+            cluster_cpus.check_unreserved_dataset_cpus(datasets_to_execute)
 
     def _check_cpus(self, streamed: Sequence[str]) -> None:
-        cluster.check_dataset_cpus(self._scaling, streamed)
+        cluster_cpus.check_dataset_cpus(self._scaling, streamed)
         # A restart is not an error: Ray Data waits until another run releases its CPUs.
         if not self._has_started and (self._is_in_trial or self._scaling.max_workers):
-            cluster.check_unreserved_dataset_cpus(streamed)
+            cluster_cpus.check_unreserved_dataset_cpus(streamed)
 
     def close(self) -> None:
         """Shut down the streams of the latest attempt's shards."""

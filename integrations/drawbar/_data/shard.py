@@ -3,7 +3,7 @@
 Ray Data's iterators have no state, and ranks receive rows in whole blocks, so the rows that all
 ranks have read are not the beginning of the dataset. However, with `preserve_order` Ray Data always
 splits a dataset in the same way, so row counts determine the unread rows; see
-`_records/row_positions.py`.
+`row_positions.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar._base.ray_compat import get_split_coordinator
 from drawbar._data.dictionaries import explain_combine_error
-from drawbar._records.events import ShardEpochEnded
-from drawbar._records.row_positions import LocalShuffle, RowPosition, UnevenRows, encode_reads
+from drawbar._data.row_positions import LocalShuffle, RowPosition, encode_reads
+from drawbar._records.events import ShardEpochEnded, UnevenRows
 
 if TYPE_CHECKING:
     import pyarrow as pa

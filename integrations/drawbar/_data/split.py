@@ -11,6 +11,7 @@ from typing import Any
 from drawbar._base.ray_compat import get_base_dataset, is_data_iterator
 from drawbar._data import indexed
 from drawbar._data.data_config import DataConfig
+from drawbar._data.row_positions import RowPosition, RowsRead
 from drawbar._data.shard import DatasetShard, ShardSpec
 from drawbar._data.streams import count_rows_or_none, shard_stream
 from drawbar._data.user_datasets import (
@@ -19,7 +20,6 @@ from drawbar._data.user_datasets import (
     is_ray_dataset,
     to_ray_datasets,
 )
-from drawbar._records.row_positions import RowPosition, RowsRead
 
 MaterializedDatasets = dict[str, indexed.IndexedBlocks]
 """Datasets of a run that are split by row number, by name. Each is materialized on first use."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar._base.ray_compat import set_execution_index
 from drawbar._data.data_config import DataConfig, with_options
+from drawbar._data.row_positions import RowPosition, RowsRead, split_unread
 from drawbar._data.shard import DatasetShard, ShardSpec
 from drawbar._process.threads import DaemonThreadPool
-from drawbar._records.row_positions import RowPosition, RowsRead, split_unread
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset

@@ -17,8 +17,7 @@ from drawbar._base.packages import require_package
 from drawbar._data.data_config import DataConfig
 from drawbar._data.dictionaries import check_dictionaries, widen_dictionaries
 from drawbar._data.parquet_files import read_parquet
-from drawbar._records.row_positions import TRAIN_DATASET_KEY
-from drawbar.train._config.data_source import DataSource
+from drawbar.train._config.data_source import TRAIN_DATASET_KEY, DataSource
 
 if TYPE_CHECKING:
     import pyarrow as pa

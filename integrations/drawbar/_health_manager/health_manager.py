@@ -15,16 +15,10 @@ from drawbar._base.node_resources import (
     count_fitting_bundles,
     matches_selector,
 )
-from drawbar._health.decisions import (
-    Diagnose,
-    Evaluator,
-    Evict,
-    FailedProbeEvaluator,
-    HealthDecision,
-    merge_decisions,
-)
+from drawbar._health.decisions import Diagnose, Evaluator, Evict, HealthDecision
 from drawbar._health.health_config import HealthPolicy
 from drawbar._health.probes import HealthState, NodeProbe, Probe
+from drawbar._health_manager.evaluation import FailedProbeEvaluator, merge_decisions
 from drawbar._health_manager.node_monitors import NodeMonitors
 from drawbar._health_manager.report import HEALTH
 from drawbar._process.errors import InsufficientResourcesError

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 
+from drawbar._handle.run_handle import RunHandle
+from drawbar._handle.run_view import EndedRun, RunView
+from drawbar._history.run_history import RunHistory
+from drawbar._history.run_locations import RunLocation, locate_run
 from drawbar._modes.control_socket import SameHostRun
-from drawbar._records.run_history import RunHistory
-from drawbar._records.run_locations import RunLocation, locate_run
+from drawbar._ray_connection.connection import try_connect_to_ray
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.journal_file import is_locked
 from drawbar._storage.run_directory import RunDirectory, make_run_directory
-from drawbar.train._driver.run_view import EndedRun, RunView
-from drawbar.train._handle.run_handle import RunHandle
-from drawbar.train._worker_group.cluster import try_connect_to_ray
 
 
 def attach(

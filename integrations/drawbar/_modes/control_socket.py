@@ -22,13 +22,13 @@ from pathlib import Path
 
 import msgspec
 
+from drawbar._handle.run_view import RunView
 from drawbar._process.errors import CheckpointError
-from drawbar._process.sockets import is_dead_socket
 from drawbar._process.threads import wait_to_accept_again
+from drawbar._runs.sockets import is_dead_socket
 from drawbar._storage.download_cache import get_user_temp_directory
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._driver.controller_thread import DIAGNOSIS_TIMEOUT_S
-from drawbar.train._driver.run_view import RunView
 
 REPLY_TIMEOUT_S = 10.0
 """Time after which a process that has not replied counts as unresponsive."""

@@ -1,6 +1,6 @@
 """Actor that runs the controller of a detached or Ray Client run.
 
-The actor has a `ControllerThread` and clients (`host_actor_run.py`). A client requests the next
+The actor has an `InProcessRun` and clients (`host_actor_run.py`). A client requests the next
 events and receives a reply when there are some, or after a second. This is long polling, because
 Ray Client has no streams. Polling also shows that the client is alive: Ray itself needs half a
 minute to detect a dead client.
@@ -18,17 +18,19 @@ from dataclasses import dataclass
 import ray
 
 from drawbar._base.ray_compat import is_worker_process_dead
+from drawbar._handle.in_process_run import InProcessRun
+from drawbar._handle.run_outcome import RunOutcome
+from drawbar._modes.event_buffer import EventBuffer, EventPosition
 from drawbar._modes.start_run import start_ray_run
 from drawbar._process.driver_env import DriverEnvironment
 from drawbar._process.serialization import Serialized, serialize, serialize_without_references
 from drawbar._process.worker_env import get_runtime_env_vars
-from drawbar._records.event_stream import EventBuffer, EventPosition, Watcher
+from drawbar._records.event_stream import Watcher
 from drawbar._records.live_events import Event
 from drawbar._records.timeline import RunState
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import OUTCOME_FILE
-from drawbar.train._controller.run import MakeWatcher, RunOutcome, RunSpec
-from drawbar.train._driver.controller_thread import ControllerThread
+from drawbar.train._controller.run import MakeWatcher, RunSpec
 
 POLL_SECONDS = 1.0
 CLIENT_TIMEOUT_S = 10.0
@@ -107,7 +109,7 @@ class HostActor:
         self._clients = _ClientHeartbeats(
             DETACHED_CLIENT_TIMEOUT_S if is_detached else CLIENT_TIMEOUT_S
         )
-        self._controller_thread: ControllerThread | None = None
+        self._controller_thread: InProcessRun | None = None
         self._info: HostedRunInfo | None = None
         self._driver_id = driver_id  # Ray's ID of the driver process
         self._start_lock = threading.Lock()
@@ -185,7 +187,7 @@ class HostActor:
         """Block forever, so that the caller learns when this actor has ended."""
         threading.Event().wait()
 
-    def _get_controller_thread(self) -> ControllerThread:
+    def _get_controller_thread(self) -> InProcessRun:
         self._started.wait(START_TIMEOUT_S)
         assert self._controller_thread is not None
         return self._controller_thread

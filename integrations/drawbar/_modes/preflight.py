@@ -1,7 +1,7 @@
 """Check the training function and arguments before any process starts.
 
 Each check raises at the user's call of `fit()`, instead of in the log of a worker minutes later.
-`_process/pickle_checks.py` and `_storage/write_checks.py` have the other checks. None needs Ray;
+`pickle_checks.py` and `_storage/write_checks.py` have the other checks. None needs Ray;
 `_worker_group.capacity` checks the capacity of the cluster.
 """
 

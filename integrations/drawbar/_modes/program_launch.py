@@ -19,13 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
-from drawbar._fork_server import client, preloadable, program_server
+from drawbar._fork_server import client, program_server
 from drawbar._fork_server.client import ForkServerError
 from drawbar._fork_server.forkable import read_node_id, read_start_time
 from drawbar._fork_server.rank_reads import RANK_VARIABLES
 from drawbar._modes.program_output import OutputStream
-from drawbar._process import program_main
+from drawbar._process import preloadable, program_main
 
+_CORE_DIRECTORY = os.path.dirname(preloadable.__file__)
 ERROR_VARIABLE = "DRAWBAR_LAUNCH_FORK_ERROR"
 """Why a process was not forked. Not the variable of Ray workers, which would inherit it."""
 
@@ -252,8 +253,9 @@ class ProgramForkServer:
         self._control, listener = socket.socketpair()
         with listener:
             descriptor = listener.fileno()
+            arguments = [str(descriptor), _CORE_DIRECTORY, *program]
             self._process = subprocess.Popen(
-                [sys.executable, program_server.__file__, str(descriptor), *program],
+                [sys.executable, program_server.__file__, *arguments],
                 env=environment,
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,

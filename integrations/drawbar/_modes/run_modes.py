@@ -15,19 +15,23 @@ from functools import partial
 
 from drawbar._base.frames import warn_caller
 from drawbar._base.node_resources import NodeResources, count_fitting_bundles
-from drawbar._base.ray_probe import check_reachable
 from drawbar._console.slow_phases import print_if_slow
 from drawbar._fork_server.forkserver_preload import read_default_modules
+from drawbar._handle.run_view import RunView
 from drawbar._modes.program_launch import ProgramForkServer, run_with_fork_server
 from drawbar._modes.start_run import (
     check_in_place_recovery,
     start_controller,
     start_ray_run,
 )
+from drawbar._modes.thread_group import ThreadWorkerGroup
+from drawbar._modes.validators import ThreadValidator
 from drawbar._modes.watchers import make_remote_watchers
 from drawbar._process import sentinel
 from drawbar._process.rank_assignment import assign_local_gpus, get_local_gpu_ids
 from drawbar._process.worker_env import get_visible_gpu_ids
+from drawbar._ray_connection.connection import connect_to_ray, has_started_ray, is_ray_client
+from drawbar._ray_connection.ray_probe import check_reachable
 from drawbar._recovery.failure_config import enable_in_place_recovery
 from drawbar._storage.write_checks import check_storage_before_start
 from drawbar.train._config.backend import BackendConfig
@@ -36,18 +40,10 @@ from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
 from drawbar.train._controller.run import RunSpec
 from drawbar.train._driver.open_run import get_run_directory
-from drawbar.train._driver.run_view import RunView
 from drawbar.train._worker.train_loop import TrainLoop
 from drawbar.train._worker_group.capacity import check_group_fits
-from drawbar.train._worker_group.cluster import (
-    connect_to_ray,
-    has_started_ray,
-    is_connected_to_ray,
-    is_ray_client,
-)
-from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
-from drawbar.train._worker_group.validators import ThreadValidator
-from drawbar.train._worker_group.worker_group import WorkerGroup
+from drawbar.train._worker_group.cluster import is_connected_to_ray
+from drawbar.train._worker_group.worker_group import SubmitCall, WorkerGroup
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from drawbar._handle.in_process_run import InProcessRun
+from drawbar._handle.run_view import RunView
+from drawbar._modes.cluster_checks import check_cluster_fits, check_validation_fits
 from drawbar._modes.control_socket import ControlSocket
 from drawbar._modes.fork_servers import make_fork_server_spec
+from drawbar._modes.validators import RayValidator
 from drawbar._modes.watchers import make_watchers
 from drawbar.train._controller.run import MakeWatcher, RunSpec
-from drawbar.train._driver.controller_thread import ControllerThread
-from drawbar.train._driver.run_view import RunView
-from drawbar.train._worker_group.cluster import (
-    check_cluster_fits,
-    check_validation_fits,
-)
-from drawbar.train._worker_group.thread_group import SubmitCall
-from drawbar.train._worker_group.validators import RayValidator, Validator
-from drawbar.train._worker_group.worker_group import WorkerGroup
+from drawbar.train._worker_group.validator import Validator
+from drawbar.train._worker_group.worker_group import SubmitCall, WorkerGroup
 
 if TYPE_CHECKING:
     from drawbar._health_manager.health_manager import HealthManager
@@ -32,7 +29,7 @@ def start_controller(
     is_on_ray: bool = False,
     use_caller_thread: bool = False,
     on_end: Callable[[RunView], object] | None = None,
-) -> ControllerThread:
+) -> InProcessRun:
     """Open a run and start its controller in a thread of this process.
 
     Args:
@@ -67,7 +64,7 @@ def start_controller(
     if watchers is None:
         is_live = spec.scaling_config.max_workers > 0
         watchers = make_watchers(spec.run_config, is_live=is_live, is_on_ray=is_on_ray)
-    return ControllerThread(
+    return InProcessRun(
         spec,
         make_worker_group,
         watchers,
@@ -119,7 +116,7 @@ def start_ray_run(
     *,
     watchers: Sequence[MakeWatcher] | None = None,
     use_caller_thread: bool = False,
-) -> ControllerThread:
+) -> InProcessRun:
     """Check that the cluster has room for a run, and start it in this process.
 
     Args:

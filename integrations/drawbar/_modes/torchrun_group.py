@@ -18,6 +18,8 @@ from typing import ParamSpec, TypeVar
 
 import cloudpickle
 
+from drawbar._modes.fixed_processes import FixedProcesses
+from drawbar._modes.thread_group import ThreadWorkerGroup
 from drawbar._modes.torchrun_messages import (
     CaptureStack,
     ExecuteFunction,
@@ -33,11 +35,9 @@ from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import Serialized, serialize
 from drawbar._process.stack import Stack, detect_stopped_process
 from drawbar._process.threads import run_in_daemon_thread
-from drawbar._recovery.fixed_processes import FixedProcesses
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command
 from drawbar.train._protocol.messages import FINAL_MESSAGE_TYPES, WorkerDied
-from drawbar.train._worker_group.thread_group import ThreadWorkerGroup
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
     OnMessages,

@@ -20,7 +20,11 @@ import cloudpickle
 
 from drawbar._base.frames import warn_caller
 from drawbar._data.run_datasets import RunDatasets
+from drawbar._handle.in_process_run import InProcessRun
+from drawbar._handle.run_outcome import RunOutcome
+from drawbar._handle.run_view import RunView
 from drawbar._modes.start_run import start_controller
+from drawbar._modes.thread_group import ThreadWorkerGroup
 from drawbar._modes.torchrun_group import TorchrunWorkerGroup, make_local_worker_info
 from drawbar._modes.torchrun_messages import (
     CaptureStack,
@@ -38,6 +42,7 @@ from drawbar._modes.torchrun_server import (
     connect_to_rank_zero,
     get_peer_address,
 )
+from drawbar._modes.validators import ThreadValidator
 from drawbar._process.codec import ProtocolError
 from drawbar._process.errors import ControllerError
 from drawbar._process.failure import describe_exception
@@ -49,18 +54,15 @@ from drawbar._process.worker_env import read_ranks_from_env
 from drawbar._records.timeline import RunState
 from drawbar.train._config.backend import LauncherStore
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._controller.run import ControllerOutcome, RunOutcome, RunSpec
-from drawbar.train._driver.controller_thread import CallerExecutor, ControllerThread
-from drawbar.train._driver.run_view import RunView
+from drawbar.train._controller.run import ControllerOutcome, RunSpec
+from drawbar.train._driver.controller_thread import CallerExecutor
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import InterruptFunction
 from drawbar.train._protocol.messages import Message, RankFailed
 from drawbar.train._worker.rank_runner import RankRunner, execute, use_caller_process
 from drawbar.train._worker.session import Session
 from drawbar.train._worker.train_loop import TrainLoop
-from drawbar.train._worker_group.thread_group import SubmitCall, ThreadWorkerGroup
-from drawbar.train._worker_group.validators import ThreadValidator
-from drawbar.train._worker_group.worker_group import WorkerGroup
+from drawbar.train._worker_group.worker_group import SubmitCall, WorkerGroup
 
 _run_numbers = itertools.count()  # per process: all ranks call fit() equally often
 
@@ -123,7 +125,7 @@ class LauncherMode:
 
     def _start_rank_zero(
         self, spec: RunSpec, train_loop: TrainLoop, ranks: Ranks, server: TorchrunServer
-    ) -> ControllerThread:
+    ) -> InProcessRun:
         gpu_ids = _get_gpu_ids(spec, ranks)
 
         def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:

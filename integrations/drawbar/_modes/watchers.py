@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from drawbar._async_save.memory_restore import CopyReleaser, resume_from_memory
 from drawbar._console.console import Console
-from drawbar._modes.memory_restore import CopyReleaser, resume_from_memory
 from drawbar._observe.metrics_publisher import MetricsPublisher
 from drawbar._observe.observation_recorder import ObservationRecorder
 from drawbar._observe.resource_sampler import sample_resources

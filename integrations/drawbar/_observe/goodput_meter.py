@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from drawbar._observe.goodput import CRASH_GAP, UNREPORTED, Goodput
 from drawbar._records import events
-from drawbar._records.goodput import CRASH_GAP, UNREPORTED, Goodput
 from drawbar._records.live_events import Event
 
 _MAX_CLOCK_DIFFERENCE_S = 30.0

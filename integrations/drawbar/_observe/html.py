@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from drawbar._base.metrics import flatten
-from drawbar._records.run_history import RunHistory
+from drawbar._history.run_history import RunHistory
 
 MAX_CURVES = 12
 """Maximum number of metrics for which curves are drawn."""

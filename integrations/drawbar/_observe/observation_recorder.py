@@ -16,6 +16,7 @@ from drawbar._observe.rank_times import (
     find_stragglers,
     subtract,
 )
+from drawbar._observe.rates import RateWindow
 from drawbar._observe.resources import ResourceSample
 from drawbar._observe.sample_log import SampleFile, SampleLog
 from drawbar._records.event_stream import Emit
@@ -34,7 +35,7 @@ from drawbar._records.live_events import (
     ObservationReceived,
     ProgressReceived,
 )
-from drawbar._records.run_progress import RateWindow, RunProgress
+from drawbar._records.run_progress import RunProgress
 from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.run_files import RESOURCES_FILE
 

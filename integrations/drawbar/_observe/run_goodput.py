@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
+from drawbar._history.run_history import RunHistory
+from drawbar._observe.goodput import Goodput
 from drawbar._observe.goodput_meter import GoodputMeter
-from drawbar._records.goodput import Goodput
 from drawbar._records.journal import decode_readable_events
-from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports
 from drawbar._storage.journal_file import strip_torn_line
 from drawbar._storage.run_directory import RunDirectory

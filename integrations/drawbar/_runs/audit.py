@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
+from drawbar._history.run_history import RunHistory
 from drawbar._process.errors import CheckpointError
 from drawbar._records.events import (
     AttemptStarted,
@@ -19,7 +20,6 @@ from drawbar._records.report_ranges import (
     get_checkpoint_indices,
     list_attempt_reports,
 )
-from drawbar._records.run_history import RunHistory
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.run_directory import RunDirectory, open_run_directory
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from drawbar._process.sockets import is_dead_socket
 from drawbar._records.checkpoint_config import CheckpointConfig, parse_checkpoint_config
 from drawbar._records.events import CheckpointDeleted, JournaledEvent, RunStarted
 from drawbar._records.journal import Journal
 from drawbar._records.ranking import find_best_of_framework, select_surplus
 from drawbar._records.report_ranges import list_committed_names
+from drawbar._runs.sockets import is_dead_socket
 from drawbar._storage.contents import is_external, list_parents
 from drawbar._storage.download_cache import get_user_temp_directory, remove_if_unused
 from drawbar._storage.files import compute_tree_size, has_open_files, remove_tree

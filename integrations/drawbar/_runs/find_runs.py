@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from drawbar._history.run_history import RunHistory
+from drawbar._history.run_locations import MAX_DEPTH, can_be_run_name, locate_run
 from drawbar._process.errors import CheckpointError
-from drawbar._records.run_history import RunHistory
-from drawbar._records.run_locations import MAX_DEPTH, can_be_run_name, locate_run
 from drawbar._runs.run_record import RunRecord
 from drawbar._storage.default_storage import get_default_storage_path
 from drawbar._storage.filesystem import AnyFileSystem, resolve_path

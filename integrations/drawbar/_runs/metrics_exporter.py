@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from drawbar._history.run_history import RunHistory
 from drawbar._observe.prometheus import CONTENT_TYPE, format_metrics
 from drawbar._observe.run_metrics import MetricValue, RunMetrics
-from drawbar._records.run_history import RunHistory
 from drawbar._records.timeline import FINAL_STATUSES
 from drawbar._runs.run_record import RunRecord
 from drawbar._storage.filesystem import resolve_path

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drawbar._base.metrics import Metrics, flatten
+from drawbar._history.run_history import REPORT_COLUMNS, RunHistory, get_column_name
 from drawbar._records.report_blocks import ReportBlock
-from drawbar._records.run_history import REPORT_COLUMNS, RunHistory, get_column_name
 
 if TYPE_CHECKING:
     import numpy

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from drawbar._base.metrics import Metrics
+from drawbar._history.run_locations import locate_run
 from drawbar._records.events import JournaledEvent, RunEnded, RunStarted
 from drawbar._records.journal import decode_readable_events
 from drawbar._records.report_blocks import ReportBlock, decode_block
 from drawbar._records.report_ranges import AttemptReports, apply_to_attempts
-from drawbar._records.run_locations import locate_run
-from drawbar._records.stored_reports import SegmentReader
+from drawbar._runs.segment_reader import SegmentReader
 from drawbar._storage.filesystem import AnyFileSystem
 from drawbar._storage.journal_file import is_locked, strip_torn_line
 from drawbar._storage.manifest import DECODE_ERRORS

@@ -10,18 +10,18 @@ import msgspec
 from msgspec.structs import replace
 
 from drawbar._base.metrics import Metrics
+from drawbar._history.run_history import RunHistory
+from drawbar._observe.goodput import Goodput
 from drawbar._observe.html import extract_curves
 from drawbar._observe.rank_times import Straggler
 from drawbar._observe.run_goodput import compute_goodput
 from drawbar._process.errors import CheckpointError, RunInProgressError
 from drawbar._records.events import HealthDecided, RanksRecovered, RunStarted, StragglerFound
-from drawbar._records.goodput import Goodput
 from drawbar._records.report_ranges import (
     describe_missing,
     find_missing_reports,
     list_committed_names,
 )
-from drawbar._records.run_history import RunHistory
 from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import FINAL_STATUSES, Timeline
 from drawbar._runs.cleanup import UnusedFile, delete_run, find_unused_files

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from drawbar._base.train_function import TrainFunction
+from drawbar._handle.result import Result
 from drawbar._process.errors import WorkerGroupError
-from drawbar._records.result import Result
 from drawbar._recovery.failure_config import FailureConfig
 from drawbar.train import collective
 from drawbar.train._config.run_config import RunConfig

@@ -6,12 +6,12 @@ from typing import Any
 
 from drawbar._base.frames import without_internal_frames
 from drawbar._base.train_function import TrainFunction
+from drawbar._handle.result import Result
+from drawbar._handle.run_view import RunMode
 from drawbar._modes.run_modes import LocalMode
-from drawbar._records.result import Result
 from drawbar.train._config.run_config import RunConfig
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._config.validation_config import ValidationConfig
-from drawbar.train._driver.run_view import RunMode
 from drawbar.train._trainer import DataParallelTrainer
 from drawbar.train.backend import BackendConfig
 

@@ -10,10 +10,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from drawbar._data import split, streams, user_datasets
+from drawbar._data import cluster_cpus, split, streams, user_datasets
 from drawbar._process import driver_env as _driver_env
 from drawbar.train import DataConfig
-from drawbar.train._worker_group import cluster
 from drawbar.train.backend import set_tune_trial
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -72,7 +71,7 @@ def shut_down(shards: Sequence[Any]) -> None:
 def run_as_tune_trial() -> Iterator[None]:
     """Assign runs to a trial of Ray Tune that waits only 0.1 s for CPUs of ended trials."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "_PLACEMENT_RELEASE_S", 0.1)
+        patch.setattr(cluster_cpus, "_PLACEMENT_RELEASE_S", 0.1)
         patch.setattr(_driver_env, "_tune_trials", [])
         set_tune_trial(name="trial", id="1", directory="", resources=None)
         yield

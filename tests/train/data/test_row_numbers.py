@@ -16,14 +16,14 @@ import ray.data
 
 from drawbar import train
 from drawbar._data.indexed import compute_split_indices
-from drawbar._data.split import check_row_counts, max_left_out_rows
-from drawbar._records.row_positions import (
+from drawbar._data.row_positions import (
     NumberedRows,
     RowPosition,
     RowsRead,
-    UnevenRows,
     split_rows,
 )
+from drawbar._data.split import check_row_counts, max_left_out_rows
+from drawbar._records.events import UnevenRows
 from drawbar.train import (
     DataConfig,
     DataParallelTrainer,

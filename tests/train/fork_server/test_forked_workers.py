@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from drawbar import train
-from drawbar.train import RunConfig, WorkerGroupError, collective
+from drawbar.train import DataParallelTrainer, RunConfig, WorkerGroupError, collective
 from tests.train.runs import fit
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -252,10 +252,12 @@ def test_unsafe_import_of_the_function_is_shown_once(
     ],
 )
 def test_invalid_module_raises(modules: list[str], message: str) -> None:
+    config = RunConfig(forkserver_preload=modules)
     with pytest.raises(ValueError, match=message):
-        RunConfig(forkserver_preload=modules)
+        DataParallelTrainer(print, run_config=config)
 
 
 def test_other_interpreter_of_the_workers_raises() -> None:
+    config = RunConfig(forkserver_preload=["torch"], worker_runtime_env={"pip": ["x"]})
     with pytest.raises(ValueError, match="cannot be combined with worker_runtime_env\\['pip'\\]"):
-        RunConfig(forkserver_preload=["torch"], worker_runtime_env={"pip": ["x"]})
+        DataParallelTrainer(print, run_config=config)

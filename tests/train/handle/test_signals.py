@@ -16,7 +16,7 @@ from types import FrameType
 import pytest
 
 from drawbar import train
-from drawbar._process.driver_signals import stop_on_signals
+from drawbar._handle.driver_signals import stop_on_signals
 from drawbar.train import Result, UserAbort
 from drawbar.train._controller import controller
 from drawbar.train._worker.active_session import current_session

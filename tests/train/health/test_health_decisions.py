@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from drawbar._base.node_resources import NodeResources
-from drawbar._health.decisions import merge_decisions
+from drawbar._health_manager.evaluation import merge_decisions
 from drawbar._health_manager.health_manager import list_candidates
 from drawbar._health_manager.node_monitors import find_failed_pairs
 from drawbar._records.events import HealthDecided

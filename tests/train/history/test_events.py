@@ -13,15 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from drawbar._modes.event_buffer import MAX_EVENTS, EventBuffer, EventPosition
 from drawbar._process.output_lines import OutputLine
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import serialize
-from drawbar._records.event_stream import (
-    MAX_EVENTS,
-    EventBuffer,
-    EventPosition,
-    EventStream,
-)
+from drawbar._records.event_stream import EventStream
 from drawbar._records.events import (
     AttemptEnded,
     AttemptStarted,

@@ -17,12 +17,13 @@ import pytest
 from drawbar._observe import resource_sampler, sample_log
 from drawbar._observe.observation_recorder import RESOURCES, ObservationRecorder, ProgressRecorder
 from drawbar._observe.rank_times import RankTimesOfRank, find_stragglers
+from drawbar._observe.rates import RateWindow
 from drawbar._observe.resource_sampler import ResourceSampler, sample_resources
 from drawbar._observe.resources import GpuSample, ResourceSample
 from drawbar._process.ranks import Ranks
 from drawbar._records.events import ProgressRecorded
 from drawbar._records.live_events import Event, ObservationReceived, ProgressReceived
-from drawbar._records.run_progress import RateWindow, RunProgress
+from drawbar._records.run_progress import RunProgress
 from drawbar._records.timeline import RunState
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train import TrainingFailedError, runs

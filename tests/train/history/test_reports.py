@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from drawbar import train
-from drawbar._records import report_log, run_history
+from drawbar._history import run_history
+from drawbar._history.run_history import RunHistory
+from drawbar._records import report_log
 from drawbar._records.events import (
     AttemptStarted,
     CheckpointValidated,
@@ -28,7 +30,6 @@ from drawbar._records.live_events import ReportsReceived
 from drawbar._records.report_blocks import decode_block, encode, make_blocks, merge_blocks
 from drawbar._records.report_log import ReportLog
 from drawbar._records.report_ranges import find_missing_reports
-from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports
 from drawbar._runs.report_columns import make_frame
 from drawbar._storage.manifest import ReportedCheckpointStatus

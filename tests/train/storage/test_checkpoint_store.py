@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from drawbar._records.run_history import RunHistory
+from drawbar._history.run_history import RunHistory
 from drawbar._storage.checkpoint_store import CheckpointDraft
 from drawbar._storage.contents import (
     CHECKSUMS_FILE,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from drawbar._storage.background_writer import BackgroundWriter
+from drawbar._async_save.background_writer import BackgroundWriter
+from drawbar._async_save.memory_copies import open_memory_copy, read_from_memory
 from drawbar._storage.contents import FileEntry
 from drawbar._storage.manifest import Manifest, write_manifest
-from drawbar._storage.memory_copies import open_memory_copy, read_from_memory
 from drawbar._storage.storage_path import LocalPath
 
 RUN_ID = "0123456789abcdef"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from drawbar._async_save.memory_files import MemoryFiles
 from drawbar._storage.contents import FileEntry
-from drawbar._storage.memory_files import MemoryFiles
 from drawbar.train import CheckpointError
 
 

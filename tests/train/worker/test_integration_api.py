@@ -1,4 +1,4 @@
-"""Tests of drawbar.train._worker.integration_api with ranks that report differently."""
+"""Tests of drawbar._backend_api.worker_functions with ranks that report differently."""
 
 from __future__ import annotations
 

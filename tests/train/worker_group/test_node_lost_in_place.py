@@ -124,7 +124,7 @@ def test_in_place_recovery_after_loss_of_nodes_continues_on_other_node(
     samples = [sample for rank in steps for step in rank for sample in step]
     assert Counter(samples) == dict.fromkeys(range(NUM_SAMPLES), 1)
     run = runs.find_run(tmp_path / "run")
-    events = run.list_events()
+    events: list[dict[str, Any]] = run.list_events()
     assert [event["event"] for event in events].count("attempt_started") == 1, err
     recovered = [event for event in events if event["event"] == "recovered_in_place"]
     assert len({rank for event in recovered for rank in event["ranks"]}) == sum(workers_by_node[1:])

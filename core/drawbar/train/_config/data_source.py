@@ -10,6 +10,9 @@ from typing import Any
 from drawbar.train._config.run_config import RunContext
 from drawbar.train._config.scaling_config import ScalingConfig
 
+TRAIN_DATASET_KEY = "train"
+"""Name of the dataset used for training."""
+
 OpenShards = Callable[[], Mapping[str, Any]]
 """Function that returns the shards of a worker by name, in the process of the worker."""
 

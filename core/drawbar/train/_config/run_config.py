@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from drawbar._base import fields
 from drawbar._base.metrics import Metrics
 from drawbar._base.time_limits import check_max_time, check_stop_before
-from drawbar._fork_server.forkserver_preload import check_interpreter, check_modules
 from drawbar._health.health_config import HealthConfig, HealthDecision
 from drawbar._records.checkpoint_config import CheckpointConfig
 from drawbar._recovery.failure_config import FailureConfig
@@ -378,7 +377,9 @@ class RunConfig(fields.ConfigRepr):
         Sequence[str],
         fields.list_of(str, "a list of keys of train_loop_config such as ['license']"),
     ] = ()
-    forkserver_preload: Annotated[Sequence[str] | None, check_modules] = None
+    forkserver_preload: Annotated[
+        Sequence[str] | None, fields.list_of(str, "a list of modules such as ['torch']")
+    ] = None
     max_time: Annotated[float | timedelta | None, check_max_time] = None
     stop_before: Annotated[datetime | float | timedelta | None, check_stop_before] = None
     health_config: HealthConfig | None = None
@@ -387,7 +388,6 @@ class RunConfig(fields.ConfigRepr):
         super().__post_init__()
         for callback in self.callbacks:
             callback.check_run_config(self)
-        check_interpreter(self.forkserver_preload, self.worker_runtime_env)
 
 
 def _suggest_callback(callbacks: object) -> str:

@@ -47,7 +47,7 @@ from drawbar.train._protocol.messages import (
     FilesPersisted,
     Report,
 )
-from drawbar.train._worker_group.validators import Validator
+from drawbar.train._worker_group.validator import Validator
 
 CheckpointEvent = CommitFinished | StorageFailed | ValidationEvent
 CheckpointMessage = (

@@ -47,7 +47,7 @@ from drawbar.train._controller.run import ControllerOutcome, OpenRun
 from drawbar.train._controller.validations import ValidationFinished, ValidationSaved
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.messages import WorkerDied
-from drawbar.train._worker_group.validators import Validator
+from drawbar.train._worker_group.validator import Validator
 from drawbar.train._worker_group.worker_group import (
     AttemptEnd,
     OnMessages,

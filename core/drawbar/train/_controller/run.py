@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 from drawbar._base.train_function import FunctionIdentity
 from drawbar._process.errors import TrainingFailedError
@@ -16,7 +14,6 @@ from drawbar._records.events import AttemptEndCause
 from drawbar._records.failure_history import FailedAttempt
 from drawbar._records.journal import Journal
 from drawbar._records.report_log import ReportLog
-from drawbar._records.result import Result
 from drawbar._records.rollback import Rollback
 from drawbar._records.timeline import RunState
 from drawbar._storage.checkpoint import Checkpoint
@@ -27,7 +24,7 @@ from drawbar.train._config.run_config import RunConfig, RunContext
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._protocol.assignment import WorkerSpec
 from drawbar.train._protocol.messages import RankFinished
-from drawbar.train._worker_group.validators import ValidationTask
+from drawbar.train._worker_group.validator import ValidationTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,67 +147,3 @@ class ControllerOutcome:
 
 MakeWatcher = Callable[[OpenRun, Emit], Watcher]
 """Creates a watcher of a run. It may emit events, which the watchers before it receive at once."""
-
-SerializedT = TypeVar("SerializedT", Serialized, bytes)
-
-
-@dataclass(frozen=True)
-class RunOutcome:
-    """Outcome of a run that has ended.
-
-    Attributes:
-        outcome: Return values or error.
-        snapshot: Final state of the run.
-        result: None if the run failed.
-
-    Example:
-        ```python
-        sender.send_bytes(run.get_outcome().serialize(cloudpickle.dumps))  # to another process
-        ```
-    """
-
-    outcome: ControllerOutcome
-    snapshot: RunState
-    result: Result | None = None
-
-    def get_result(self) -> Result:
-        """Return the result with the return values.
-
-        Raises:
-            TrainingFailedError: The run failed.
-        """
-        if self.outcome.error is not None:
-            raise self.outcome.error
-        assert self.result is not None  # it has not failed
-        values = self.outcome.finished
-        # Deserialize only here: the process of the controller may not be able to import the
-        # classes.
-        self.result.return_values = [
-            _load_return_value(rank, values[rank]) for rank in sorted(values)
-        ]
-        return self.result
-
-    def serialize(self, serializer: Callable[[object], SerializedT]) -> SerializedT:
-        """Serialize the outcome for another process or a file.
-
-        Return values stay as the workers serialized them.
-        """
-        try:
-            serialized = serializer(self)
-        except Exception:  # an error whose cause cannot be pickled
-            error = self.outcome.error
-            plain_error = TrainingFailedError(str(error), path=getattr(error, "path", ""))
-            serialized = serializer(replace(self, outcome=ControllerOutcome(error=plain_error)))
-        return serialized
-
-
-def _load_return_value(rank: int, finished: RankFinished) -> object:
-    """Return a rank's return value, or None with a warning if it cannot be deserialized."""
-    if finished.return_value is None:
-        return None  # the function returned None, or the console has shown why there is no value
-    try:
-        return finished.return_value.deserialize()
-    except Exception as error:
-        message = f"the return value of rank {rank} is lost, because it cannot be deserialized here"
-        warnings.warn(f"{message}: {error!r}", stacklevel=5)
-        return None

@@ -24,7 +24,7 @@ from drawbar._records.event_stream import Emit
 from drawbar._records.live_events import Notice, ValidationsPending
 from drawbar._storage.manifest import Manifest, ReportedCheckpointStatus, Validation
 from drawbar.train._controller.checkpoint_registry import CheckpointRegistry
-from drawbar.train._worker_group.validators import Validator
+from drawbar.train._worker_group.validator import Validator
 
 _MAX_SHOWN_NAMES = 3
 

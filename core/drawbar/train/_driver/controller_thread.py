@@ -10,14 +10,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from drawbar._process.errors import ControllerError
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.event_stream import Emit, EventStream
 from drawbar._records.live_events import ControllerFailed, Notice
-from drawbar._records.result import Result
 from drawbar._records.timeline import FINAL_STATUSES, RunState
 from drawbar._storage.files import inherit_directory_mode, write_atomically
 from drawbar.train._controller.assignments import RunAssignmentPlanner
@@ -27,15 +27,12 @@ from drawbar.train._controller.run import (
     ControllerOutcome,
     MakeWatcher,
     OpenRun,
-    RunOutcome,
     RunSpec,
 )
 from drawbar.train._driver.open_run import open_run
-from drawbar.train._driver.run_view import RunView
 from drawbar.train._worker_group.cluster import is_connected_to_ray
-from drawbar.train._worker_group.thread_group import SubmitCall
-from drawbar.train._worker_group.validators import Validator
-from drawbar.train._worker_group.worker_group import WorkerGroup
+from drawbar.train._worker_group.validator import Validator
+from drawbar.train._worker_group.worker_group import SubmitCall, WorkerGroup
 
 DIAGNOSIS_TIMEOUT_S = 10.0
 EXIT_SECONDS = 3.0
@@ -107,7 +104,7 @@ class ControlSocket(Protocol):
         ...
 
 
-class ControllerThread(RunView):
+class ControllerThread:
     """Opens a run and runs its controller in a thread.
 
     Args:
@@ -136,15 +133,15 @@ class ControllerThread(RunView):
         spec: RunSpec,
         make_worker_group: Callable[[str, SubmitCall], WorkerGroup],
         watchers: Sequence[MakeWatcher],
-        make_control_socket: Callable[[Path, RunView], ControlSocket],
+        make_control_socket: Callable[[Path, Self], ControlSocket],
         *,
         validator: Validator | None = None,
         is_on_ray: bool = False,
         use_caller_thread: bool = False,
-        on_end: Callable[[RunView], object] | None = None,
+        on_end: Callable[[Self], object] | None = None,
     ) -> None:
         self._spec = spec
-        self._on_end = on_end
+        self._on_end = None if on_end is None else partial(on_end, self)
         self._make_worker_group = make_worker_group
         self._validator = validator
         self._is_on_ray = is_on_ray
@@ -253,7 +250,7 @@ class ControllerThread(RunView):
     def _notify_end(self) -> None:
         try:
             if self._on_end is not None:
-                self._on_end(self)
+                self._on_end()
         except Exception:
             _logger.exception("the run has ended, but not all processes received its outcome")
 
@@ -311,10 +308,9 @@ class ControllerThread(RunView):
         """True after training has ended. Callbacks may still be running."""
         return self.get_state().status in FINAL_STATUSES
 
-    def get_outcome(self) -> RunOutcome:
-        """Return the outcome of the run."""
-        result = None if self._outcome.error else Result.from_run_directory(self.directory)
-        return RunOutcome(self._outcome, self.get_state(), result)
+    def get_controller_outcome(self) -> ControllerOutcome:
+        """Return the return values or the error of the run, after its end."""
+        return self._outcome
 
     def _stop_at_exit(self) -> None:
         """Stop the run, because the program exits and its workers would be killed."""

@@ -44,9 +44,9 @@ from drawbar._records.report_ranges import (
     get_checkpoint_indices,
     list_committed_names,
     list_rollbacks,
+    make_run_state,
 )
 from drawbar._records.rollback import remove_discarded
-from drawbar._records.run_history import RunHistory
 from drawbar._records.stored_reports import StoredReports
 from drawbar._records.timeline import RunState
 from drawbar._recovery.resume import RunDirectoryState, decide_resume, list_config_changes
@@ -141,7 +141,7 @@ def open_run(spec: RunSpec) -> OpenRun:
         for name in existing.discarded:
             uncommit(directory.checkpoints, name)
         repair_segments(directory, existing.reports)
-        start_events = _journal_run_start(journal, spec, existing)
+        events = [*existing.events, *_journal_run_start(journal, spec, existing)]
     except BaseException:
         journal.close()
         raise
@@ -151,10 +151,10 @@ def open_run(spec: RunSpec) -> OpenRun:
         directory=directory,
         journal=journal,
         reports=ReportLog(directory, journal),
-        state=RunHistory([*existing.events, *start_events], existing.reports).make_state(),
+        state=make_run_state(events, existing.reports),
         next_attempt=existing.next_attempt,
         failure_counts=Counter(_list_failures_since_last_end(existing.events)),
-        failed_attempts=list_failed_attempts([*existing.events, *start_events]),
+        failed_attempts=list_failed_attempts(events),
         warning=_append_config_changes(existing.warning, existing.run_starts, spec.config_record),
         had_finished=_has_finished(existing.events),
         rollbacks=list_rollbacks(existing.events),

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from drawbar._base.metrics import Metrics
-from drawbar._fork_server.imported_modules import ModulesImported
 from drawbar._process.codec import Codec
+from drawbar._process.imported_modules import ModulesImported
 from drawbar._process.output_lines import OutputLine
 from drawbar._process.serialization import Serialized
 from drawbar._process.worker_failure import WorkerFailure

@@ -21,10 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drawbar._fork_server.client import ERROR_VARIABLE as FORK_ERROR_VARIABLE
-from drawbar._fork_server.imported_modules import ModulesImported
 from drawbar._process import sentinel
 from drawbar._process.codec import RayValue
+from drawbar._process.imported_modules import FORK_ERROR_VARIABLE, ModulesImported
 from drawbar._process.ranks import WorkerInfo
 from drawbar._process.serialization import Serialized
 from drawbar._process.stack import STACK

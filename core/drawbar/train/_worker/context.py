@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from drawbar._base.fields import parse_duration
 from drawbar._base.metrics import Metrics
 from drawbar._process.errors import PreemptionInfo
-from drawbar._records.row_positions import TRAIN_DATASET_KEY
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.manifest import ReportedCheckpointStatus
 from drawbar.train._config.checkpoint_modes import CheckpointConsistencyMode, CheckpointUploadMode
+from drawbar.train._config.data_source import TRAIN_DATASET_KEY
 from drawbar.train._config.validation_config import ValidationTaskConfig
 from drawbar.train._worker.active_session import current_session, find_session
 from drawbar.train._worker.report_checks import CheckpointUploadFn, UploadOptions

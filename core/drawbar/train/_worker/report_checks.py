@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drawbar._base.wording import is_encodable
-from drawbar._storage.background_writer import BackgroundWrite
 from drawbar._storage.checkpoint import Checkpoint
+from drawbar._storage.contents import FileEntry
 from drawbar._storage.run_files import RUN_FILE_NAMES
 from drawbar.train._config.checkpoint_modes import CheckpointUploadMode
 
@@ -25,6 +26,22 @@ CheckpointUploadFn = Callable[[Checkpoint, str], Checkpoint]
 It may upload to the run's storage or elsewhere. If it returns its argument unchanged, and that is a
 local directory outside the run, Drawbar copies the directory.
 """
+
+
+@dataclass(frozen=True)
+class BackgroundWrite:
+    """Files that another process is writing to a directory.
+
+    Attributes:
+        files: The files.
+        done: Future that has no result. Its exception states why the files are not written.
+        report_index: Future with the number of the report. If it is cancelled, no restart reads the
+            files from memory.
+    """
+
+    files: tuple[FileEntry, ...]
+    done: Future[None]
+    report_index: Future[int] = field(default_factory=Future)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import msgspec
 
 from drawbar._base.frames import format_caller_location
 from drawbar._base.metrics import Metrics, normalize
-from drawbar._fork_server.imported_modules import ImportedModules
+from drawbar._process.imported_modules import ImportedModules
 from drawbar._process.stack import Stack
 from drawbar._process.training_thread import InterruptScope, ThreadGuard
 from drawbar._process.worker_failure import WorkerFailure

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from drawbar._fork_server.imported_modules import ImportedModules
-from drawbar._fork_server.rank_reads import set_rank
 from drawbar._process.failure import describe_exception
+from drawbar._process.imported_modules import ImportedModules
+from drawbar._process.rank_attributes import set_rank
 from drawbar._process.script_names import use_script_names
 from drawbar._process.serialization import Serialized, serialize
 from drawbar._process.training_thread import AttemptInterrupted

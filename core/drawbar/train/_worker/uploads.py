@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from drawbar._process.errors import StorageError
-from drawbar._storage.background_writer import BackgroundWrite
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.checkpoint_checks import (
     can_move,
@@ -42,7 +41,7 @@ from drawbar.train._protocol.messages import (
 )
 from drawbar.train._worker.async_commits import AsyncCommits
 from drawbar.train._worker.command_queue import CommandQueue
-from drawbar.train._worker.report_checks import CheckpointUploadFn, UploadOptions
+from drawbar.train._worker.report_checks import BackgroundWrite, CheckpointUploadFn, UploadOptions
 
 
 @contextmanager

@@ -17,9 +17,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from drawbar._fork_server.fork_server_spec import ForkServerSpec
-from drawbar._fork_server.imported_modules import ModulesImported
 from drawbar._process.codec import RayValue
+from drawbar._process.imported_modules import ModulesImported, WorkerFork
 from drawbar._process.ranks import WorkerInfo
 from drawbar.train._config.scaling_config import ScalingConfig
 from drawbar.train._protocol.assignment import WORKER_INFO
@@ -137,7 +136,7 @@ class ActorPool:
         runtime_env: Mapping[str, object] | None,
         process_setup: Callable[[], object] | None,
         parent_placement: Placement | None = None,
-        fork_server: ForkServerSpec | None = None,
+        fork_server: WorkerFork | None = None,
         *,
         keeps_spares: bool = False,
     ) -> None:

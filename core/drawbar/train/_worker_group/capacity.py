@@ -77,68 +77,6 @@ def has_room(
     return True
 
 
-def check_cpus_for_datasets(
-    nodes: Sequence[NodeResources], scaling: ScalingConfig, streamed_datasets: Sequence[str]
-) -> None:
-    """Reject workers that take the CPUs with which their datasets are computed.
-
-    Ray Data reads and transforms in tasks of one CPU each, outside the placement group of the
-    workers. If the workers hold every CPU, the tasks wait for the workers to end, and the workers
-    wait for their data.
-
-    Args:
-        nodes: Live nodes.
-        scaling: Resources and maximum number of the workers.
-        streamed_datasets: Names of the datasets that are computed while they are read.
-
-    Raises:
-        InsufficientResourcesError: Less than one CPU remains, even if everything else is free.
-    """
-    total = sum(node.total.get("CPU", 0) for node in nodes)
-    remaining = total - scaling.total_resources.get("CPU", 0)
-    if remaining < 1:
-        workers = format_count(scaling.max_workers, "worker")
-        usage = f"{workers} of {format_resources(scaling.bundle)} leave CPU={max(remaining, 0):g}"
-        raise _make_no_cpu_error(usage, total, streamed_datasets, "Lower")
-
-
-def check_unreserved_cpus(
-    nodes: Sequence[NodeResources], reserved: float, streamed_datasets: Sequence[str]
-) -> None:
-    """Reject workers if the placement groups of all runs leave no CPU for their datasets.
-
-    Each run may leave a CPU, but all of them together none. Then their workers wait for data, and
-    the data waits for a CPU that is never released.
-
-    Args:
-        nodes: Live nodes.
-        reserved: CPUs in placement groups, including the groups of these workers.
-        streamed_datasets: Names of the datasets that are computed while they are read.
-
-    Raises:
-        InsufficientResourcesError: Less than one CPU is outside placement groups.
-    """
-    total = sum(node.total.get("CPU", 0) for node in nodes)
-    if total - reserved < 1:
-        groups = "placement groups of these workers and of other runs or trials"
-        usage = f"{groups} hold CPU={reserved:g}"
-        option = "tune.TuneConfig(max_concurrent_trials=...)"
-        remedy = f"Run fewer trials or runs at a time ({option}), lower"
-        raise _make_no_cpu_error(usage, total, streamed_datasets, remedy)
-
-
-def _make_no_cpu_error(
-    usage: str, total: float, streamed_datasets: Sequence[str], remedy: str
-) -> InsufficientResourcesError:
-    names = ", ".join(f"datasets[{name!r}]" for name in streamed_datasets)
-    return InsufficientResourcesError(
-        f"{usage} of the cluster's CPU={total:g}, but Ray Data needs at least one CPU to execute "
-        f"{names}. The workers would wait for their data forever. {remedy} "
-        "ScalingConfig.num_workers or resources_per_worker, add CPUs, or materialize datasets "
-        "that fit into memory before fit()"
-    )
-
-
 def _check_names(nodes: Sequence[NodeResources], bundle: Mapping[str, float]) -> None:
     known = {name for node in nodes for name, amount in node.total.items() if amount}
     for name in bundle:

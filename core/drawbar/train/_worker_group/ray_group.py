@@ -21,8 +21,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from drawbar._base.ray_compat import suppress_death_messages
-from drawbar._fork_server.imported_modules import ModulesImported
 from drawbar._process.codec import ProtocolError, RayValue
+from drawbar._process.imported_modules import ModulesImported
 from drawbar._process.rank_assignment import assign_ranks, rank_workers
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import MIN_SHARED_BYTES, Serialized, serialize

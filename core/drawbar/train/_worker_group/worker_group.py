@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.stack import Stack
@@ -13,8 +13,8 @@ from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import Command, InterruptFunction
 from drawbar.train._protocol.messages import GroupMessage
 
-P = ParamSpec("P")
-R = TypeVar("R")
+SubmitCall = Callable[[Callable[[], None]], None]
+"""Runs a call in a thread of this process."""
 
 OnMessages = Callable[[int, Sequence[GroupMessage]], None]
 OnWaiting = Callable[[int, bool], None]
@@ -133,20 +133,3 @@ class WorkerGroup(BackendWorkerGroup, Protocol):
     async def collect_stacks(self) -> dict[int, Stack | None]:
         """Return the stack trace of every rank; None for a rank that does not reply."""
         ...
-
-
-class InProcessExecution(Sized):
-    """Methods of a group whose ranks are all in this process, and its methods for backends."""
-
-    def execute_single_async(
-        self, rank: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Call a function in this thread and return its result."""
-        return function(*args, **kwargs)
-
-    def execute_async(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a function once per rank in this thread and return the results."""
-        return [function(*args, **kwargs) for _ in range(len(self))]
-
-    execute_single = execute_single_async
-    execute = execute_async

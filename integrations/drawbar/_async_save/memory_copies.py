@@ -1,0 +1,276 @@
+"""Copies of checkpoints in the memory of writer processes, which a restart reads.
+
+After `save_async`, the writer process of a rank keeps the files in memory, also if the rank is
+killed. `open_memory_copy` provides a directory with links to these files, if the writers on this
+node have all files of a committed checkpoint. A copy belongs to one report of one attempt of a run,
+so it has the content that was committed.
+
+Writers listen on abstract sockets, which end with their process and are found by name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from drawbar._async_save.writer_process import MAX_REQUEST_BYTES, is_same_user
+from drawbar._storage.contents import check_relative_path
+from drawbar._storage.download_cache import get_user_temp_directory
+from drawbar._storage.files import remove_tree
+from drawbar._storage.manifest import Manifest, read_manifest
+from drawbar._storage.storage_path import StoragePath
+
+_TIMEOUT_S = 5.0
+_MAX_WAITING_READERS = 128
+_MAX_WRITERS = 4096
+
+
+def make_copy_name(attempt: int, report_index: int) -> str:
+    """Return the name of a copy, which is unique in its run."""
+    return f"{attempt}/{report_index}"
+
+
+def listen(run_id: str, rank: int) -> socket.socket:
+    """Return the socket of a new writer, and end the writer of an earlier process of this rank.
+
+    Args:
+        run_id: ID of the run.
+        rank: Rank of this process.
+    """
+    prefix = _make_prefix(run_id)
+    _release(f"{prefix}{rank}-")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0{prefix}{rank}-{os.getpid()}-{next(_numbers)}")
+    listener.listen(_MAX_WAITING_READERS)
+    return listener
+
+
+_numbers = itertools.count()
+
+
+class RunAnchor:
+    """Socket of the process that controls a run, which ends with this process or object.
+
+    The writers on this node have connections to it, and so they detect its end.
+
+    Args:
+        run_id: ID of the run.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(_make_anchor_address(run_id))
+            self._listener.listen(_MAX_WRITERS)
+        except OSError:  # not Linux: there are no writers
+            self.close()
+
+    def close(self) -> None:
+        """End the connections of the writers."""
+        self._listener.close()
+
+
+def _make_anchor_address(run_id: str) -> str:
+    return f"\0drawbar-run-{run_id}"
+
+
+def open_owners(run_id: str) -> list[int]:
+    """Return descriptors that are readable when the raylet or the controlling process has ended.
+
+    Args:
+        run_id: ID of the run.
+    """
+    owners = []
+    with contextlib.suppress(OSError):  # it is on another node
+        owners.append(_connect(_make_anchor_address(run_id)).detach())
+    with contextlib.suppress(AttributeError, KeyError, OSError):  # without Ray, or old Linux
+        owners.append(os.pidfd_open(int(os.environ["RAY_RAYLET_PID"])))
+    return owners
+
+
+def _release(prefix: str) -> None:
+    for address in _find_addresses(prefix):
+        with contextlib.suppress(OSError), _connect(address) as connection:
+            connection.send(b'{"release": true}')
+
+
+def _make_prefix(run_id: str) -> str:
+    return f"drawbar-writer-{run_id}-"
+
+
+def _find_addresses(prefix: str) -> list[str]:
+    """Return the addresses of writers that begin with this prefix."""
+    try:
+        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    names = {line.rpartition(" ")[2] for line in lines}
+    return [f"\0{name[1:]}" for name in sorted(names) if name.startswith(f"@{prefix}")]
+
+
+def _connect(address: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(_TIMEOUT_S)
+        connection.connect(address)
+        if not is_same_user(connection):
+            raise PermissionError(f"{address[1:]} belongs to another user")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+class _WriterConnections:
+    """Connections to writers. Writers of killed ranks live as long as a process is connected."""
+
+    def __init__(self) -> None:
+        self._connections: dict[str, socket.socket] = {}
+        self._lock = threading.Lock()
+
+    def request_files(self, run_id: str, name: str) -> dict[str, tuple[int, int]]:
+        """Return the descriptors and the sizes of the files that writers have, by path."""
+        files: dict[str, tuple[int, int]] = {}
+        with self._lock:
+            for address in _find_addresses(_make_prefix(run_id)):
+                # A writer that does not reply is like one that was killed.
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    self._request_files(address, name, files)
+        return files
+
+    def _request_files(self, address: str, name: str, files: dict[str, tuple[int, int]]) -> None:
+        connection = self._connections.pop(address, None) or self._open(address)
+        try:
+            connection.send(json.dumps({"name": name}).encode())
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 1)
+                message = json.loads(data)
+                if not message:
+                    break
+                path = check_relative_path(message["path"])
+                if path in files:
+                    os.close(files[path][0])
+                files[path] = descriptors[0], message["size"]
+        except BaseException:
+            connection.close()
+            raise
+        self._connections[address] = connection
+
+    def _open(self, address: str) -> socket.socket:
+        if not self._connections:
+            atexit.register(self.end)
+        return _connect(address)
+
+    def end(self) -> None:
+        """End the connections, and let the writers of killed ranks end."""
+        with self._lock:
+            while self._connections:
+                _, connection = self._connections.popitem()
+                with contextlib.suppress(OSError), connection:
+                    connection.send(b'{"end": true}')
+
+
+_writers = _WriterConnections()
+
+
+@dataclass(frozen=True)
+class _Restore:
+    """Checkpoint from which this process resumes, and its run."""
+
+    run_id: str
+    on_read: Callable[[str], None]
+
+
+_restores: dict[str, _Restore] = {}  # by path of the checkpoint
+
+
+@contextmanager
+def read_from_memory(path: str, run_id: str, on_read: Callable[[str], None]) -> Iterator[None]:
+    """Let this process read a checkpoint from memory while the block runs.
+
+    Args:
+        path: Path of the checkpoint.
+        run_id: ID of the run.
+        on_read: Called with the source of the files whenever they are read: "memory" or "storage".
+    """
+    _restores[path] = restore = _Restore(run_id, on_read)
+    try:
+        yield
+    finally:
+        if _restores.get(path) is restore:  # in a test, other ranks use this process, too
+            del _restores[path]
+
+
+@contextmanager
+def open_memory_copy(path: StoragePath) -> Iterator[Path | None]:
+    """Provide a directory with the files of a checkpoint in memory.
+
+    Args:
+        path: Path of the checkpoint.
+
+    Yields:
+        The directory; None if a file is not in memory, or this process does not resume from the
+        checkpoint.
+    """
+    restore = _restores.get(path.fs_path)
+    if restore is None:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(_open_copy(path, restore.run_id))
+        restore.on_read("storage" if directory is None else "memory")
+        yield directory
+
+
+@contextmanager
+def _open_copy(path: StoragePath, run_id: str) -> Iterator[Path | None]:
+    has_writers = bool(_find_addresses(_make_prefix(run_id)))
+    manifest = read_manifest(path) if has_writers else None
+    if manifest is None or manifest.run_id != run_id:
+        yield None
+        return
+    files = _writers.request_files(run_id, make_copy_name(manifest.attempt, manifest.index))
+    try:
+        if not _has_all_files(manifest, files):
+            yield None
+            return
+        directory = _make_directory()
+        try:
+            for file in manifest.files:
+                link = directory / file.path
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(f"/proc/{os.getpid()}/fd/{files[file.path][0]}")
+            yield directory
+        finally:
+            remove_tree(directory)
+    finally:
+        for descriptor, _ in files.values():
+            os.close(descriptor)
+
+
+def _has_all_files(manifest: Manifest, files: dict[str, tuple[int, int]]) -> bool:
+    return bool(manifest.files) and all(
+        file.path in files
+        and files[file.path][1] == file.size == os.fstat(files[file.path][0]).st_size
+        for file in manifest.files
+    )
+
+
+def _make_directory() -> Path:
+    """Return a new directory, and remove the directories of killed processes."""
+    parent = get_user_temp_directory()
+    for other in parent.glob("memory-*-*"):
+        if not Path("/proc", other.name.split("-")[1]).exists():
+            remove_tree(other)
+    directory = parent / f"memory-{os.getpid()}-{os.urandom(8).hex()}"
+    directory.mkdir()
+    return directory

@@ -1,0 +1,59 @@
+"""Resume ranks from copies of checkpoints in memory, and release the copies at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from drawbar._async_save.memory_copies import RunAnchor, open_memory_copy, read_from_memory
+from drawbar._records.live_events import Event
+from drawbar._storage.local_copies import use_copies
+from drawbar.train._protocol.assignment import WorkerAssignment
+from drawbar.train._protocol.messages import Observation
+
+
+@contextmanager
+def resume_from_memory(
+    assignment: WorkerAssignment, send: Callable[[Observation], None]
+) -> Iterator[None]:
+    """Let a rank read the resume checkpoint from memory, and report the source of each read.
+
+    Args:
+        assignment: Assignment of the rank.
+        send: Callback that sends messages to the controller.
+    """
+    checkpoint = assignment.resume_checkpoint
+    if checkpoint is None:
+        yield
+        return
+    name = Path(checkpoint.path).name
+
+    def on_read(source: str) -> None:
+        send(Observation(kind="checkpoint_read", payload={"name": name, "source": source}))
+
+    with (
+        read_from_memory(checkpoint.path, assignment.run_id, on_read),
+        use_copies(open_memory_copy),
+    ):
+        yield
+
+
+class CopyReleaser:
+    """Watcher that releases the copies on this node when the run, or this process, ends.
+
+    The copies on other nodes are released by their ranks, or expire.
+
+    Args:
+        run_id: ID of the run.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._anchor = RunAnchor(run_id)
+
+    def on_event(self, event: Event) -> None:
+        """Ignore the event."""
+
+    def close(self) -> None:
+        """Release the copies."""
+        self._anchor.close()

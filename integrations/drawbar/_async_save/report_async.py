@@ -1,0 +1,75 @@
+"""Report a checkpoint that another process writes while training continues."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from typing import cast
+
+from drawbar._async_save.background_writer import BackgroundWriter
+from drawbar._async_save.memory_files import MemoryFiles
+from drawbar._base.metrics import normalize
+from drawbar.train._config.checkpoint_modes import CheckpointUploadMode
+from drawbar.train._config.validation_config import ValidationTaskConfig
+from drawbar.train._worker.active_session import current_session
+from drawbar.train._worker.report_checks import BackgroundWrite, UploadOptions
+
+
+def report_async(
+    metrics: Mapping[str, object],
+    save: Callable[[MemoryFiles], None],
+    validation: bool | ValidationTaskConfig = False,
+) -> float:
+    """Report metrics and a checkpoint that another process writes from memory to storage.
+
+    For frameworks that can save to a file object. Training continues when `save` has returned.
+    The next call waits until the files of this one are written. If they cannot be written, the next
+    report raises an error; after the last report, the end of the training function does.
+
+    Args:
+        metrics: See `drawbar.train.report()`.
+        save: Function that saves the checkpoint to files in shared memory.
+        validation: See `drawbar.train.report()`.
+
+    Returns:
+        Seconds that the call took: the wait for the files of the previous call, and `save`.
+
+    Raises:
+        RuntimeError: Called outside a training function.
+        CheckpointError: The process that wrote the previous checkpoint has died.
+        StorageError: The previous checkpoint could not be written, for example to a full disk.
+        OSError: There is not enough memory.
+
+    Example:
+        >>> def save(files):
+        ...     with files.open("state.pt") as file:
+        ...         torch.save(state, file)
+        >>> report_async({"loss": 0.5}, save)
+    """
+    start = time.monotonic()
+    session = current_session("report_async")
+    normalize(metrics)  # raises errors before the time-consuming part
+    writes = session.get_local(deque[BackgroundWrite])
+    with session.timer.measure("checkpoint_blocked"):
+        while writes:
+            writes.popleft().done.result()
+    assignment = session.assignment
+    writer = cast("BackgroundWriter | None", session.cache.get(BackgroundWriter))
+    if writer is None:
+        writer = BackgroundWriter(assignment.run_id, assignment.ranks.world_rank)
+        session.cache[BackgroundWriter] = writer  # all attempts of this process use it
+    with session.checkpoint_dir() as directory:
+        save(writer.clear_files())
+        write = writer.submit(directory, assignment.attempt)
+        options = UploadOptions(None, CheckpointUploadMode.ASYNC, None, None, write)
+        try:
+            session.report_checkpoint(metrics, directory, options, validation)
+        except BaseException:
+            write.report_index.cancel()
+            wait([write.done])  # the directory is deleted
+            raise
+        write.report_index.cancel()  # has no effect if the checkpoint was reported
+        writes.append(write)
+    return time.monotonic() - start

@@ -1,0 +1,1 @@
+"""Read the history of a stored run, and find stored runs."""

@@ -1,0 +1,1 @@
+"""Import paths and names of Ray Train, for scripts that replace `ray.train` with Drawbar."""

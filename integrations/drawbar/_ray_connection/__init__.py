@@ -1,0 +1,1 @@
+"""Find a Ray cluster, and connect this process to it."""
