@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import drawbar.torch
 from drawbar import train
 from drawbar.torch import (
     TorchftConfig,
@@ -144,6 +144,5 @@ def test_torchft_config_with_impossible_settings_raises_before_start(
 
 
 def test_torchft_config_has_import_path_of_ray_train() -> None:
-    from drawbar.train.v2.torch import torchft_config
-
-    assert torchft_config.TorchftConfig is drawbar.torch.TorchftConfig
+    module = importlib.import_module("drawbar.train.v2.torch.torchft_config")
+    assert module.TorchftConfig is TorchftConfig
