@@ -59,6 +59,11 @@ def check_run(
     events = history.events
     reports = _read_reports(history)
     attempts = {attempt.attempt: attempt for attempt in list_attempt_reports(events)}
+    if any(number > max(attempts, default=-1) for number in reports):
+        # An active run has started an attempt since the journal was read.
+        for later in list_attempt_reports(RunHistory.read(directory).events):
+            if later.attempt not in attempts:
+                reports.pop(later.attempt, None)
     _check_events(events, attempts, reports)
     _check_numbers(attempts, reports)
     _check_history(history, attempts.values())

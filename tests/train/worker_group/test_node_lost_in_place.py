@@ -126,7 +126,9 @@ def test_in_place_recovery_after_loss_of_nodes_continues_on_other_node(
     run = runs.find_run(tmp_path / "run")
     events: list[dict[str, Any]] = run.list_events()
     assert [event["event"] for event in events].count("attempt_started") == 1, err
-    recovered = [event for event in events if event["event"] == "recovered_in_place"]
+    recovered: list[dict[str, Any]] = [
+        event for event in events if event["event"] == "recovered_in_place"
+    ]
     assert len({rank for event in recovered for rank in event["ranks"]}) == sum(workers_by_node[1:])
     weight, bias = train_in_one_process(zip(*steps, strict=True))
     assert run.metrics == pytest.approx({"weight": weight, "bias": bias}, rel=1e-5)
