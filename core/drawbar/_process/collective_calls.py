@@ -25,6 +25,9 @@ class GroupCalls(msgspec.Struct, frozen=True):
         ranks: World ranks of the group; empty if it has all ranks.
         names: Name of each collective by number, in ascending order. All ranks number them alike.
         waiting_in: Number of the first collective that has not ended; None if all have.
+
+    Example:
+        >>> GroupCalls("0 (gloo)", ranks=(), names={1: "barrier", 2: "all_reduce"}, waiting_in=2)
     """
 
     group: str
@@ -67,6 +70,9 @@ def collective_calls(read: ReadCalls) -> Iterator[None]:
         read: Returns the latest collectives of this process, by process group. It is called from
             any thread, only when the stack of the rank is read. It must not wait for other ranks,
             and must not raise.
+
+    Returns:
+        A context manager.
 
     Example:
         ```python

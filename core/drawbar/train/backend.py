@@ -30,12 +30,7 @@ from drawbar._process.exit_codes import EXIT_DO_NOT_RETRY
 from drawbar._process.worker_env import get_visible_gpu_ids
 from drawbar._recovery.rank_recovery import RankRecovery
 from drawbar._storage.memory_files import MemoryFiles
-from drawbar.train._config.backend import (
-    Backend,
-    BackendConfig,
-    BackendWorkerGroup,
-    LauncherStore,
-)
+from drawbar.train._config.backend import Backend, BackendConfig, BackendWorkerGroup, LauncherStore
 from drawbar.train._config.data_source import DataSource
 from drawbar.train._worker.context import get_node_address, get_worker_address
 from drawbar.train._worker.instrumentation import get_forward_callback, measure_data_wait
