@@ -22,6 +22,7 @@ from drawbar.train import (
     Result,
     RunConfig,
     ScalingConfig,
+    get_context,
     runs,
 )
 
@@ -111,6 +112,26 @@ def test_hang_error_names_collective_and_ranks_that_never_entered_it(
     with pytest.raises(HangError) as raised:
         fit(function, num_workers, run_config=config)
     assert text in str(raised.value)
+
+
+def test_hang_error_ignores_collectives_of_earlier_attempts(
+    fit: Callable[..., Result], run_config: RunConfig
+) -> None:
+    def function() -> None:
+        is_first = get_context().get_attempt() == 0
+        if is_first:
+            for _ in range(3):
+                dist.all_reduce(torch.ones(2))
+        if dist.get_rank() == 1:
+            if is_first:
+                raise ValueError("fails")
+            wait_without_end()
+        dist.all_reduce(torch.ones(2))
+
+    failure_config = FailureConfig(hang_timeout=TIMEOUT_S, max_failures=1)
+    with pytest.raises(HangError) as raised:
+        fit(function, 2, run_config=replace(run_config, failure_config=failure_config))
+    assert "rank 1 never entered all_reduce #1, in which rank 0 waits" in str(raised.value)
 
 
 def test_stall_warning_names_only_the_rank_that_never_entered_the_collective(

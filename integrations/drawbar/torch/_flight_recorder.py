@@ -50,7 +50,7 @@ class _Dump(msgspec.Struct):
     entries: list[_Entry] = []  # the oldest first
 
     def is_complete_since(self, start_ns: int) -> bool:
-        """Return whether no entry since then is lost. A full recorder overwrites the oldest ones."""
+        """Return whether no entry since then is lost: a full recorder overwrites the oldest."""
         first = self.entries[0] if self.entries else None
         return first is None or first.record_id == 0 or first.time_created_ns < start_ns
 
