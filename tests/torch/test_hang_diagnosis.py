@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from drawbar.train import (
     Result,
     RunConfig,
     ScalingConfig,
+    get_context,
     runs,
 )
 
@@ -112,20 +114,49 @@ def test_hang_error_names_collective_and_ranks_that_never_entered_it(
     assert text in str(raised.value)
 
 
-def test_stall_warning_names_only_the_rank_that_never_entered_the_collective(
-    run_config: RunConfig,
+def test_hang_error_ignores_collectives_of_earlier_attempts(
+    fit: Callable[..., Result], run_config: RunConfig
 ) -> None:
-    config = replace(run_config, failure_config=FailureConfig(stall_warning_after=TIMEOUT_S))
+    def function() -> None:
+        is_first = get_context().get_attempt() == 0
+        if is_first:
+            for _ in range(3):
+                dist.all_reduce(torch.ones(2))
+        if dist.get_rank() == 1:
+            if is_first:
+                raise ValueError("fails")
+            wait_without_end()
+        dist.all_reduce(torch.ones(2))
+
+    failure_config = FailureConfig(hang_timeout=TIMEOUT_S, max_failures=1)
+    with pytest.raises(HangError) as raised:
+        fit(function, 2, run_config=replace(run_config, failure_config=failure_config))
+    assert "rank 1 never entered all_reduce #1, in which rank 0 waits" in str(raised.value)
+
+
+def test_stall_warning_names_only_the_rank_that_never_entered_the_collective(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    os.mkfifo(gate := tmp_path / "gate")
+
+    def function() -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            gate.read_text()
+        dist.all_reduce(torch.ones(2))
+
     run = TorchTrainer(
-        skip_all_reduce, scaling_config=ScalingConfig(num_workers=2), run_config=config
+        function,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=replace(run_config, failure_config=FailureConfig(stall_warning_after=TIMEOUT_S)),
     ).start()
     while not (stalled := run.stalled_ranks):
         assert not run.is_done
         threading.Event().wait(0.01)
-    run.stop()
-    text = "; rank 1 never entered all_reduce #3, in which rank 0 waits (process group 0 "
+    gate.write_text("")
+    run.wait()
+    text = "; rank 1 never entered all_reduce #2, in which rank 0 waits (process group 0 "
     assert list(stalled) == [1]
     assert text in stalled[1]
-    found = runs.find_run(Path(config.storage_path or "") / "run").list_events()
-    (event,) = (event for event in found if event["event"] == "ranks_quiet")
-    assert text in str(event)
+    events = runs.find_run(run.path).list_events()
+    assert any(text in str(event) for event in events if event["event"] == "ranks_quiet")

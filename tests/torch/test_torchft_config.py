@@ -144,10 +144,5 @@ def test_torchft_config_with_impossible_settings_raises_before_start(
 
 
 def test_torchft_config_has_import_path_of_ray_train() -> None:
-<<<<<<< HEAD
-    torchft_config = importlib.import_module("drawbar.train.v2.torch.torchft_config")
-    assert torchft_config.TorchftConfig is drawbar.torch.TorchftConfig
-=======
     module = importlib.import_module("drawbar.train.v2.torch.torchft_config")
     assert module.TorchftConfig is TorchftConfig
->>>>>>> shrink

@@ -26,7 +26,8 @@ class GroupCalls(msgspec.Struct, frozen=True):
         names: Name of each collective by number, in ascending order. All ranks number them alike.
         waiting_in: Number of the first collective that has not ended; None if all have.
 
-    Example: `GroupCalls(group="0 (gloo)", ranks=(), names={7: "all_reduce"}, waiting_in=7)`
+    Example:
+        >>> GroupCalls("0 (gloo)", ranks=(), names={1: "barrier", 2: "all_reduce"}, waiting_in=2)
     """
 
     group: str

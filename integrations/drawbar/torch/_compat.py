@@ -57,12 +57,11 @@ def get_groups() -> list[Group]:
     Raises:
         AttributeError: This version of torch does not have the API.
         KeyError: A group has just been destroyed.
+        ValueError: The default group has just been destroyed.
     """
     groups = []
     c10d: Any = dist.distributed_c10d
     for group, name in list(c10d._world.pg_names.items()):
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            continue
         ranks = tuple(c10d._world.pg_group_ranks[group])
         devices = c10d._world.pg_backend_config[group].split(",")  # such as "cpu:gloo,cuda:nccl"
         groups.append(

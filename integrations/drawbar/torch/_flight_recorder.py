@@ -47,7 +47,16 @@ class _Entry(msgspec.Struct):
 
 
 class _Dump(msgspec.Struct):
-    entries: list[_Entry] = []
+    entries: list[_Entry] = []  # the oldest first
+
+    def is_complete_since(self, start_ns: int) -> bool:
+        """Return whether no entry since then is lost: a full recorder overwrites the oldest."""
+        first = self.entries[0] if self.entries else None
+        return first is None or first.record_id == 0 or first.time_created_ns < start_ns
+
+
+# Once for all threads: msgspec can crash if two threads use a type for the first time.
+_dump_decoder = msgspec.json.Decoder(_Dump)
 
 
 @contextmanager
@@ -61,11 +70,11 @@ def flight_recorder() -> Iterator[None]:
 def _read_calls(start_ns: int) -> list[GroupCalls]:
     try:
         groups = get_groups()
-        dumps = [msgspec.json.decode(dump, type=_Dump) for dump in dump_flight_recorders()]
-    except (msgspec.MsgspecError, AttributeError, KeyError, RuntimeError):
+        dumps = [_dump_decoder.decode(dump) for dump in dump_flight_recorders()]
+    except (msgspec.MsgspecError, AttributeError, KeyError, RuntimeError, ValueError):
         return []  # another version of torch, or the groups have just been destroyed
-    # A full recorder overwrites its oldest entries, perhaps all of a group.
-    is_complete = all(dump.entries[0].record_id == 0 for dump in dumps if dump.entries)
+    # Otherwise, a group without entries may have had some.
+    is_complete = all(dump.is_complete_since(start_ns) for dump in dumps)
     entries: dict[tuple[str, str], list[_Entry]] = {}  # by group and backend
     for entry in (entry for dump in dumps for entry in dump.entries):
         if not entry.is_p2p and entry.time_created_ns >= start_ns:
@@ -79,14 +88,13 @@ def _read_calls(start_ns: int) -> list[GroupCalls]:
 
 
 def _make_group_calls(group: Group, backend: str, entries: list[_Entry]) -> GroupCalls:
-    names = [group.name, backend]
-    if group.description != "undefined":  # torch's default
-        names.insert(1, group.description)
+    is_described = group.description != "undefined"  # torch's default
+    description = f"{group.description}, {backend}" if is_described else backend
     latest_id = max((entry.pg_id for entry in entries), default=0)  # others have been destroyed
     # The last entry of a number has its state: it can combine the ones before.
     calls = {entry.collective_seq_id: entry for entry in entries if entry.pg_id == latest_id}
     return GroupCalls(
-        group=f"{group.name} ({', '.join(names[1:])})",
+        group=f"{group.name} ({description})",
         ranks=group.ranks,
         names={number: call.name for number, call in sorted(calls.items())},
         waiting_in=min((n for n, call in calls.items() if not call.has_ended), default=None),
