@@ -25,6 +25,7 @@ from drawbar._records.live_events import AttemptEnding, Event, Notice
 from drawbar._recovery import time_limit
 from drawbar._recovery.attempt_recovery import JOIN_TIMEOUT_S, AttemptRecovery, Recovered
 from drawbar._recovery.decisions import GiveUp
+from drawbar._recovery.failure_policy import FailurePolicy
 from drawbar._recovery.messages import JoinTimedOut, RanksLost, RankStalled
 from drawbar._recovery.node_watcher import NodesDraining, NodeWatcher
 from drawbar._recovery.startup_errors import classify_startup_error
@@ -78,6 +79,7 @@ class Controller:
         planner: Plans the workers of each attempt.
         group: Workers.
         validator: Runs validations; None if the trainer has no `validation_config`.
+        policy: Finds the causes of failures.
         emit: Callback that publishes events.
     """
 
@@ -87,6 +89,7 @@ class Controller:
         planner: RunAssignmentPlanner,
         group: WorkerGroup,
         validator: Validator | None,
+        policy: FailurePolicy,
         emit: Emit,
     ) -> None:
         self._run = run
@@ -131,7 +134,7 @@ class Controller:
             ),
         )
         self._recovery = Recovery(
-            run, group, self._backend, self._checkpoints, emit, self._queue.join
+            run, group, self._backend, self._checkpoints, policy, emit, self._queue.join
         )
 
     # -- called from any thread
