@@ -41,7 +41,6 @@ from drawbar.train._controller.diagnosis import (
     RankSampler,
     StallDetector,
 )
-from drawbar.train._controller.failures import AttemptFailure
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.request_agreement import RepliesDue, StopRequested
 from drawbar.train._controller.run import ControllerOutcome, OpenRun
@@ -247,7 +246,7 @@ class Controller:
 
     # -- one attempt
 
-    async def _start_attempt(self) -> AttemptFailure | None:
+    async def _start_attempt(self) -> failures.AttemptFailure | None:
         """Start the workers and their functions. Return the failure if they do not start."""
         # A commit or a stop() before the next attempt runs does not belong to any attempt.
         self._attempt = None
@@ -267,7 +266,7 @@ class Controller:
             assignments = await run_in_daemon_thread(self._planner.make_assignments, start, workers)
         except Exception as error:
             cause = classify_startup_error(error)
-            return AttemptFailure(cause, exception=error, started=start.time)
+            return failures.AttemptFailure(cause, exception=error, started=start.time)
         for text in [*self._planner.describe_fork_errors(workers), *self._planner.notices]:
             self._emit(Notice(text))
         attempt = self._attempt = Attempt(
@@ -347,7 +346,7 @@ class Controller:
             resume_checkpoint=registry.get_path(latest) if latest else checkpoint,
         )
 
-    async def _wait_for_attempt(self, attempt: Attempt) -> AttemptFailure | None:
+    async def _wait_for_attempt(self, attempt: Attempt) -> failures.AttemptFailure | None:
         """Wait until an attempt has ended or the run is stopped. Return the failure, if any."""
         self._hang = None
         await self._queue.handle_until(
@@ -362,7 +361,7 @@ class Controller:
                 ahead = attempt.batch_counts.describe_ranks_ahead()
                 first_index = attempt.progress.first_index
                 failure = failures.describe_hang(hang.hang_timeout, stacks, ahead, first_index)
-                attempt.fail(AttemptFailure("hang", [failure]))
+                attempt.fail(failures.AttemptFailure("hang", [failure]))
         if attempt.error is not None:
             raise attempt.error
         if attempt.failure is None:
@@ -469,12 +468,12 @@ class Controller:
         if self._should_stop_at_commit and is_requested and not self._has_ended:
             self._stop()
         elif attempt.requests.latest.preemption is not None and is_requested:
-            attempt.fail(AttemptFailure("preemption"))  # restart on other nodes
+            attempt.fail(failures.AttemptFailure("preemption"))  # restart on other nodes
         elif self._group.num_idle_workers:
-            attempt.fail(AttemptFailure("resize"))  # restart with more workers
+            attempt.fail(failures.AttemptFailure("resize"))  # restart with more workers
 
     def _on_storage_failed(self, error: Exception) -> None:
-        failure = AttemptFailure("storage", exception=error)
+        failure = failures.AttemptFailure("storage", exception=error)
         # Emit a notice if there is no running attempt that could fail with this error.
         if self._attempt is None or not self._attempt.fail(failure):
             self._emit(Notice(f"A checkpoint was not committed: {error}"))
