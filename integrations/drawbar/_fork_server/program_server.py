@@ -33,7 +33,7 @@ else:  # this file runs by path
 
     # The script may have modules of these names.
     for module in (forkable, preloadable, rank_attributes, rank_reads, script_imports, server):
-        del sys.modules[module.__name__]
+        sys.modules.pop(module.__name__, None)
     del sys.path[:2], module
 
 MARKER_VARIABLE = "DRAWBAR_PROGRAM"

@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from drawbar._failure_analysis.failure_history import FailureHistory
+from drawbar._failure_analysis.fingerprint import find_nature, make_fingerprints
 from drawbar._process.ranks import WorkerInfo
 from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.events import AttemptEnded, JournaledEvent, RunStarted
-from drawbar._records.failure_history import FailureHistory, list_failed_attempts
-from drawbar._records.fingerprint import FailureFingerprint, find_nature, make_fingerprints
-from drawbar._records.verdict import Verdict
+from drawbar._records.verdict import FailureFingerprint, Verdict
+from drawbar._recovery.failure_policy import list_failed_attempts
 
 WORKERS = [
     WorkerInfo(node_id="a" * 8, node_ip="10.0.0.1", hostname="one", pid=10),

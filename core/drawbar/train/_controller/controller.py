@@ -25,6 +25,7 @@ from drawbar._records.live_events import AttemptEnding, Event, Notice
 from drawbar._recovery import time_limit
 from drawbar._recovery.attempt_recovery import JOIN_TIMEOUT_S, AttemptRecovery, Recovered
 from drawbar._recovery.decisions import GiveUp
+from drawbar._recovery.failure_policy import FailurePolicy
 from drawbar._recovery.messages import JoinTimedOut, RanksLost, RankStalled
 from drawbar._recovery.node_watcher import NodesDraining, NodeWatcher
 from drawbar._recovery.startup_errors import classify_startup_error
@@ -40,7 +41,6 @@ from drawbar.train._controller.diagnosis import (
     RankSampler,
     StallDetector,
 )
-from drawbar.train._controller.failures import AttemptFailure
 from drawbar.train._controller.recovery import Recovery
 from drawbar.train._controller.request_agreement import RepliesDue, StopRequested
 from drawbar.train._controller.run import ControllerOutcome, OpenRun
@@ -78,6 +78,7 @@ class Controller:
         planner: Plans the workers of each attempt.
         group: Workers.
         validator: Runs validations; None if the trainer has no `validation_config`.
+        policy: Finds the causes of failures.
         emit: Callback that publishes events.
     """
 
@@ -87,6 +88,7 @@ class Controller:
         planner: RunAssignmentPlanner,
         group: WorkerGroup,
         validator: Validator | None,
+        policy: FailurePolicy,
         emit: Emit,
     ) -> None:
         self._run = run
@@ -131,7 +133,7 @@ class Controller:
             ),
         )
         self._recovery = Recovery(
-            run, group, self._backend, self._checkpoints, emit, self._queue.join
+            run, group, self._backend, self._checkpoints, policy, emit, self._queue.join
         )
 
     # -- called from any thread
@@ -244,7 +246,7 @@ class Controller:
 
     # -- one attempt
 
-    async def _start_attempt(self) -> AttemptFailure | None:
+    async def _start_attempt(self) -> failures.AttemptFailure | None:
         """Start the workers and their functions. Return the failure if they do not start."""
         # A commit or a stop() before the next attempt runs does not belong to any attempt.
         self._attempt = None
@@ -264,7 +266,7 @@ class Controller:
             assignments = await run_in_daemon_thread(self._planner.make_assignments, start, workers)
         except Exception as error:
             cause = classify_startup_error(error)
-            return AttemptFailure(cause, exception=error, started=start.time)
+            return failures.AttemptFailure(cause, exception=error, started=start.time)
         for text in [*self._planner.describe_fork_errors(workers), *self._planner.notices]:
             self._emit(Notice(text))
         attempt = self._attempt = Attempt(
@@ -344,7 +346,7 @@ class Controller:
             resume_checkpoint=registry.get_path(latest) if latest else checkpoint,
         )
 
-    async def _wait_for_attempt(self, attempt: Attempt) -> AttemptFailure | None:
+    async def _wait_for_attempt(self, attempt: Attempt) -> failures.AttemptFailure | None:
         """Wait until an attempt has ended or the run is stopped. Return the failure, if any."""
         self._hang = None
         await self._queue.handle_until(
@@ -359,7 +361,7 @@ class Controller:
                 ahead = attempt.batch_counts.describe_ranks_ahead()
                 first_index = attempt.progress.first_index
                 failure = failures.describe_hang(hang.hang_timeout, stacks, ahead, first_index)
-                attempt.fail(AttemptFailure("hang", [failure]))
+                attempt.fail(failures.AttemptFailure("hang", [failure]))
         if attempt.error is not None:
             raise attempt.error
         if attempt.failure is None:
@@ -466,12 +468,12 @@ class Controller:
         if self._should_stop_at_commit and is_requested and not self._has_ended:
             self._stop()
         elif attempt.requests.latest.preemption is not None and is_requested:
-            attempt.fail(AttemptFailure("preemption"))  # restart on other nodes
+            attempt.fail(failures.AttemptFailure("preemption"))  # restart on other nodes
         elif self._group.num_idle_workers:
-            attempt.fail(AttemptFailure("resize"))  # restart with more workers
+            attempt.fail(failures.AttemptFailure("resize"))  # restart with more workers
 
     def _on_storage_failed(self, error: Exception) -> None:
-        failure = AttemptFailure("storage", exception=error)
+        failure = failures.AttemptFailure("storage", exception=error)
         # Emit a notice if there is no running attempt that could fail with this error.
         if self._attempt is None or not self._attempt.fail(failure):
             self._emit(Notice(f"A checkpoint was not committed: {error}"))

@@ -15,13 +15,12 @@ from drawbar._process.threads import run_in_daemon_thread
 from drawbar._process.worker_failure import WorkerFailure, sort_root_cause_first
 from drawbar._records.event_stream import Emit
 from drawbar._records.events import AttemptEndCause, AttemptEnded, RanksRecovered
-from drawbar._records.failure_history import FailureHistory
-from drawbar._records.fingerprint import make_fingerprints
 from drawbar._records.live_events import AttemptEnding, Notice, WorkersFailed
 from drawbar._records.rollback import Rollback, decide_rollback
 from drawbar._records.verdict import Verdict
 from drawbar._recovery.attempt_recovery import Recovered
 from drawbar._recovery.decisions import GiveUp, Restart, decide_after_failure, startup_delay
+from drawbar._recovery.failure_policy import AttemptFailures, FailurePolicy
 from drawbar.train._controller.attempt import Attempt
 from drawbar.train._controller.callbacks import BackendHooks
 from drawbar.train._controller.checkpoint_coordinator import CheckpointCoordinator
@@ -59,6 +58,7 @@ class Recovery:
         group: Workers.
         backend: Hooks of the backend.
         checkpoints: Checkpoints of the run. After a failure, its commits are completed.
+        policy: Finds the causes of failures.
         emit: Callback that publishes events.
         wait_for_events: Waits until the controller has handled the events on its queue.
     """
@@ -69,6 +69,7 @@ class Recovery:
         group: WorkerGroup,
         backend: BackendHooks,
         checkpoints: CheckpointCoordinator,
+        policy: FailurePolicy,
         emit: Emit,
         wait_for_events: Callable[[], Awaitable[None]],
     ) -> None:
@@ -76,13 +77,10 @@ class Recovery:
         self._group = group
         self._backend = backend
         self._checkpoints = checkpoints
+        self._policy = policy
         self._emit = emit
         self._wait_for_events = wait_for_events
         self._failure_counts = run.failure_counts
-        config = run.spec.run_config.failure_config
-        self._history = FailureHistory(
-            run.failed_attempts, config.stop_when_deterministic, config.exclude_nodes_after
-        )
         self._failed_starts = 0  # in a row
         self._has_warned = False  # that work is lost
 
@@ -191,16 +189,15 @@ class Recovery:
 
     async def _judge(self, attempt: Attempt, failure: AttemptFailure) -> Verdict | None:
         """Return why the attempt failed. A bad node is excluded from later attempts."""
-        fingerprints = make_fingerprints(
-            failure.cause,
-            failure.failures,
-            attempt.workers,
-            attempt.progress.first_index,
-            attempt.last_report_times,
+        failed = AttemptFailures(
+            attempt=attempt.number,
+            cause=failure.cause,
+            failures=failure.failures,
+            workers=attempt.workers,
+            first_report_index=attempt.progress.first_index,
+            last_report_times=attempt.last_report_times,
         )
-        return await run_in_daemon_thread(
-            self._history.judge, attempt.number, fingerprints, self._group.exclude_node
-        )
+        return await run_in_daemon_thread(self._policy.judge, failed, self._group.exclude_node)
 
     async def _stop_workers(self, failure: AttemptFailure, *, should_relocate: bool) -> None:
         """End the attempt on all workers. Processes that a restart can reuse are kept.
@@ -228,7 +225,7 @@ class Recovery:
                 should_keep=should_keep,
                 # After a failed start, the next attempt creates the processes, after a delay.
                 should_replace=is_restart_possible and failure.cause != "startup",
-                failed_ranks=self._history.list_ranks_to_replace(
+                failed_ranks=self._policy.list_ranks_to_replace(
                     failure.failures if failure.request is None else ()
                 ),
             )

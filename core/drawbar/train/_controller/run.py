@@ -11,11 +11,11 @@ from drawbar._process.errors import TrainingFailedError
 from drawbar._process.serialization import Serialized
 from drawbar._records.event_stream import Emit, Watcher
 from drawbar._records.events import AttemptEndCause
-from drawbar._records.failure_history import FailedAttempt
 from drawbar._records.journal import Journal
 from drawbar._records.report_log import ReportLog
 from drawbar._records.rollback import Rollback
 from drawbar._records.timeline import RunState
+from drawbar._records.verdict import FailedAttempt
 from drawbar._storage.checkpoint import Checkpoint
 from drawbar._storage.run_directory import RunDirectory
 from drawbar.train._config.backend import BackendConfig

@@ -19,6 +19,7 @@ from drawbar._process.threads import run_in_daemon_thread
 from drawbar._records.event_stream import Emit, EventStream
 from drawbar._records.live_events import ControllerFailed, Notice
 from drawbar._records.timeline import FINAL_STATUSES, RunState
+from drawbar._recovery.failure_policy import MakeFailurePolicy
 from drawbar._storage.files import inherit_directory_mode, write_atomically
 from drawbar.train._controller.assignments import RunAssignmentPlanner
 from drawbar.train._controller.callbacks import CallbackRunner
@@ -114,6 +115,7 @@ class ControllerThread:
         watchers: Create the watchers of the run, such as the console. The callbacks of the user
             follow them.
         make_control_socket: Creates the control socket from the local path of the run.
+        make_failure_policy: Creates the policy that finds the causes of failures.
         validator: Runs validations, or None.
         is_on_ray: Whether the workers die when this process disconnects from Ray.
         use_caller_thread: Run calls, and start the controller, in the thread that calls `join`, so
@@ -134,6 +136,7 @@ class ControllerThread:
         make_worker_group: Callable[[str, SubmitCall], WorkerGroup],
         watchers: Sequence[MakeWatcher],
         make_control_socket: Callable[[Path, Self], ControlSocket],
+        make_failure_policy: MakeFailurePolicy,
         *,
         validator: Validator | None = None,
         is_on_ray: bool = False,
@@ -143,6 +146,7 @@ class ControllerThread:
         self._spec = spec
         self._on_end = None if on_end is None else partial(on_end, self)
         self._make_worker_group = make_worker_group
+        self._make_failure_policy = make_failure_policy
         self._validator = validator
         self._is_on_ray = is_on_ray
         self._executor = CallerExecutor(use_caller_thread=use_caller_thread)
@@ -216,8 +220,11 @@ class ControllerThread:
 
     async def _run_controller(self) -> ControllerOutcome:
         group = self._make_worker_group(str(self.directory.local_path), self._executor.submit)
+        policy = self._make_failure_policy(
+            self._open_run.failed_attempts, self._spec.run_config.failure_config
+        )
         controller = Controller(
-            self._open_run, self._plan, group, self._validator, self._events.emit
+            self._open_run, self._plan, group, self._validator, policy, self._events.emit
         )
         with self._lock:
             self._controller = controller

@@ -35,7 +35,6 @@ from drawbar._records.events import (
     RunEnded,
     RunStarted,
 )
-from drawbar._records.failure_history import list_failed_attempts
 from drawbar._records.journal import Journal
 from drawbar._records.report_log import ReportLog, repair_segments
 from drawbar._records.report_ranges import (
@@ -49,6 +48,7 @@ from drawbar._records.report_ranges import (
 from drawbar._records.rollback import remove_discarded
 from drawbar._records.stored_reports import StoredReports
 from drawbar._records.timeline import RunState
+from drawbar._recovery.failure_policy import list_failed_attempts
 from drawbar._recovery.resume import RunDirectoryState, decide_resume, list_config_changes
 from drawbar._storage.checkpoint_store import quarantine, split_damaged, uncommit
 from drawbar._storage.default_storage import get_default_storage_path

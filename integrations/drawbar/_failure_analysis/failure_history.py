@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from drawbar._base.wording import format_count
 from drawbar._process.worker_failure import WorkerFailure, find_failed_ranks
-from drawbar._records.events import AttemptEnded, JournaledEvent, RunStarted
-from drawbar._records.fingerprint import FailureFingerprint, FailureNature
-from drawbar._records.verdict import Verdict
+from drawbar._records.verdict import FailedAttempt, FailureFingerprint, FailureNature, Verdict
 
 NEAR_SECONDS = 60.0
 """Without a batch since the last report, two failures in this time after it are at one place."""
@@ -58,9 +55,6 @@ _REASONS: dict[FailureNature, str] = {
     "hang": "no rank made progress",
 }
 
-FailedAttempt = tuple[int, list[FailureFingerprint]]
-"""Number of an attempt, and its failures, the root cause first."""
-
 _SWITCH_OFF = "FailureConfig(stop_when_deterministic=False) restarts the run anyway"
 
 
@@ -78,26 +72,6 @@ class _Repetition(NamedTuple):
     first: FailureFingerprint
     second: FailureFingerprint
     tries: int
-
-
-def list_failed_attempts(events: Iterable[JournaledEvent]) -> list[FailedAttempt]:
-    """Return the failed attempts since the settings of the run have changed last.
-
-    Failures of earlier starts count, too: a scheduler may start a run again and again.
-
-    Args:
-        events: Events of the journal, with the newest start.
-    """
-    attempts: list[FailedAttempt] = []
-    settings = b""
-    for event in events:
-        if isinstance(event, RunStarted):
-            previous, settings = settings, msgspec.json.encode(event.config)
-            if settings != previous:
-                attempts = []
-        elif isinstance(event, AttemptEnded) and event.verdict is not None:
-            attempts.append((event.attempt, event.verdict.fingerprints))
-    return attempts
 
 
 class FailureHistory:
