@@ -73,6 +73,7 @@ _CHAINED_TYPE = re.compile(r"^(?:[\w.]+\.)?(\w+)(?::|$)", re.MULTILINE)
 # Addresses, identifiers, and numbers differ between two runs of the same code.
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\b(?=\w*\d)[0-9a-fA-F-]{8,}\b|\d+")
 _HANG_SECONDS = re.compile(r"no rank made progress for [\d.e+]+ s")
+_COLLECTIVE_NUMBER = re.compile(r"(?<=\w) #\d+")
 
 
 def make_fingerprints(
@@ -165,7 +166,9 @@ def _find_nature_of_death(message: str) -> FailureNature:
 
 def _describe_error(failure: WorkerFailure, nature: FailureNature) -> str:
     if nature == "hang":
-        return _HANG_SECONDS.sub("no progress", failure.message.partition("\nstacks:")[0])
+        message = failure.message.partition("\nstacks:")[0]
+        # After a restart, the same collective has another number.
+        return _COLLECTIVE_NUMBER.sub("", _HANG_SECONDS.sub("no progress", message))
     if failure.kind == "died":
         killed = _SIGNAL.match(failure.message)
         return killed[0] if killed else failure.message.splitlines()[0]

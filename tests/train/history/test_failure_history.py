@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -242,8 +243,14 @@ def test_attempt_that_got_further_refutes_the_repetition() -> None:
 
 
 def test_hang_is_deterministic_at_the_same_lines_and_data() -> None:
+    numbers = itertools.count(11)
+
     def hang(num_batches: int | None, num_reports: int = 7) -> WorkerFailure:
-        message = "no rank made progress for 3 s\n  rank 1: a.py:3\nstacks: /run/stacks"
+        # After a restart, the same collective has another number.
+        missing = f"rank 1 never entered all_reduce #{next(numbers)}, in which rank 0 waits"
+        message = (
+            f"no rank made progress for 3 s\n  rank 1: a.py:3\n  {missing}\nstacks: /run/stacks"
+        )
         place: dict[str, Any] = {"num_batches": num_batches, "num_reports": num_reports}
         return fail("no progress", message, kind="hang", rank=-1, location="", **place)
 
