@@ -13,8 +13,8 @@ from drawbar._base.frames import format_user_location, is_drawbar_file, is_stdli
 from drawbar._base.wording import escape_surrogates
 from drawbar._process.batch_counter import describe_batch, get_num_batches
 from drawbar._process.errors import ProgramFailedError, StorageError
-from drawbar._process.program_main import get_builtin_type
 from drawbar._process.serialization import serialize_without_references
+from drawbar._process.standalone import get_builtin_type
 from drawbar._process.worker_failure import MAX_SHOWN_CHARS, FailureKind, WorkerFailure
 
 # An exception may contain a full batch, and is sent with every failure message.

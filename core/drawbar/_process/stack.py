@@ -13,7 +13,7 @@ from drawbar._base.frames import find_user_frames, is_internal_file
 from drawbar._process.batch_counter import format_place
 from drawbar._process.codec import Codec
 from drawbar._process.collective_calls import GroupCalls, read_collective_calls
-from drawbar._process.program_main import collect_stacks
+from drawbar._process.standalone import collect_stacks
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

@@ -23,10 +23,13 @@ from drawbar._fork_server import client, program_server
 from drawbar._fork_server.client import ForkServerError
 from drawbar._fork_server.forkable import read_node_id, read_start_time
 from drawbar._fork_server.rank_reads import RANK_VARIABLES
+from drawbar._modes import program_main
 from drawbar._modes.program_output import OutputStream
-from drawbar._process import preloadable, program_main
+from drawbar._process import preloadable
 
-_CORE_DIRECTORY = os.path.dirname(preloadable.__file__)
+CORE_DIRECTORY = os.path.dirname(preloadable.__file__)
+"""Directory with files of the core that the processes of a script import by path."""
+
 ERROR_VARIABLE = "DRAWBAR_LAUNCH_FORK_ERROR"
 """Why a process was not forked. Not the variable of Ray workers, which would inherit it."""
 
@@ -183,7 +186,8 @@ class ProgramForkServer:
         """Fork a process.
 
         Args:
-            arguments: As for `NewProcess`: the script of Drawbar, and the command line of a rank.
+            arguments: As for `NewProcess`: the script of Drawbar, `CORE_DIRECTORY`, and the command
+                line of a rank.
             environment: As for `NewProcess`.
             streams: As for `NewProcess`.
             descriptors: As for `NewProcess`.
@@ -193,7 +197,7 @@ class ProgramForkServer:
             ForkServerError: The server does not fork processes.
             OSError: The server has ended, or cannot be started.
         """
-        server, control = self._use_server(arguments[1:], environment)
+        server, control = self._use_server(arguments[2:], environment)
         connection, server_connection = socket.socketpair()
         pid = os.getpid()
         request = {
@@ -253,7 +257,7 @@ class ProgramForkServer:
         self._control, listener = socket.socketpair()
         with listener:
             descriptor = listener.fileno()
-            arguments = [str(descriptor), _CORE_DIRECTORY, *program]
+            arguments = [str(descriptor), CORE_DIRECTORY, *program]
             self._process = subprocess.Popen(
                 [sys.executable, program_server.__file__, *arguments],
                 env=environment,
@@ -328,7 +332,7 @@ def start_program(
     """
     environment = {name: environment[name] for name in environment if name != ERROR_VARIABLE}
     fork_server = _thread.fork_server
-    if fork_server is not None and _may_import_framework(arguments[1:]):
+    if fork_server is not None and _may_import_framework(arguments[2:]):
         try:
             return fork_server.fork(arguments, environment, streams, descriptors, wait_for_reply)
         except (OSError, ForkServerError) as error:

@@ -23,9 +23,11 @@ from typing import IO
 import msgspec
 
 from drawbar._fork_server.client import REPLY_TIMEOUT_S, ForkServerError
+from drawbar._modes import program_main
 from drawbar._modes.activity import ActivityMonitor
 from drawbar._modes.program_failure import ProgramFailure, make_program_error
 from drawbar._modes.program_launch import (
+    CORE_DIRECTORY,
     CPUS_VARIABLE,
     NO_PYTHON,
     PROGRAM_MARKER_VARIABLE,
@@ -35,7 +37,7 @@ from drawbar._modes.program_launch import (
 )
 from drawbar._modes.program_output import STREAMS, OutputStream, OutputWriter, ProgramOutput
 from drawbar._modes.session_client import RankConnection
-from drawbar._process import program_main, sentinel
+from drawbar._process import sentinel
 from drawbar._process.output import write_to_log
 from drawbar._process.stack import Stack, detect_stopped_process
 from drawbar._process.training_thread import AttemptInterrupted
@@ -171,6 +173,7 @@ class ProgramProcess:
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the process with the given command line and environment."""
+        command = [*([] if self._is_python else [NO_PYTHON]), *arguments]
         with contextlib.ExitStack() as stack:
             null = stack.enter_context(open(os.devnull, "r+b", buffering=0))
             self._pipes, writers = open_pipes(stack, self._output.piped_streams)
@@ -179,7 +182,7 @@ class ProgramProcess:
             child_session = stack.enter_context(self._child_session)
             self._register()
             self._process = process = start_program(
-                [program_main.__file__, *([] if self._is_python else [NO_PYTHON]), *arguments],
+                [program_main.__file__, CORE_DIRECTORY, *command],
                 {**environment, PROGRAM_MARKER_VARIABLE: self._marker},
                 [null.fileno(), *outputs],
                 [control.fileno(), child_session.fileno()],

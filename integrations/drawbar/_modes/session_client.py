@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drawbar._modes.connection import Connection
-from drawbar._process.program_main import SESSION_VARIABLE
+from drawbar._modes.program_main import SESSION_VARIABLE
 from drawbar._process.serialization import serialize_without_references
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import (

@@ -5,6 +5,9 @@ it. The script runs in the main thread as `__main__`, with the `sys.argv` and `s
 `python script.py` or `python -m module`. Its exception is printed as Python would print it,
 without the frames of this file, and is sent over a socket.
 
+`python program_main.py CONTROL SESSION CORE ARGUMENTS...` has the descriptors of two sockets, the
+directory of `drawbar._process`, and the command line after `python`.
+
     -> {"failed": {...}}    exception that ended the script, as soon as it is raised
     <- "stack"              request for the stacks
     -> {"stack": {...}}     reply
@@ -24,8 +27,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType, ModuleType, TracebackType
+
+if __package__:
+    from drawbar._process import standalone
+else:  # this file runs by path
+    sys.path.insert(0, sys.argv[3])
+    import standalone  # type: ignore[import-not-found, no-redef]
+
+    del sys.path[0], sys.modules["standalone"]  # the script may have a module of this name
 
 SESSION_VARIABLE = "DRAWBAR_SESSION"
 """Process that may report for its rank, and its socket descriptor: `<pid>:<fd>`."""
@@ -167,15 +178,10 @@ def _send_failure(connection: socket.socket, error: BaseException) -> None:
         ],
         "time": time.time(),
         "is_exit": isinstance(error, SystemExit | KeyboardInterrupt),
-        "builtin_type": get_builtin_type(error),
+        "builtin_type": standalone.get_builtin_type(error),
         **_get_data_position(),
     }
     _send(connection, {"failed": failure})
-
-
-def get_builtin_type(error: BaseException) -> str:
-    """Return the name of the nearest built-in class of an exception."""
-    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "builtins")
 
 
 def _get_data_position() -> dict[str, object]:
@@ -213,36 +219,8 @@ def _is_runner_file(file: str) -> bool:
 def _serve_stack_requests(connection: socket.socket) -> None:
     """Send the stacks of this process for each request."""
     for _ in connection.makefile("rb"):
-        lines, text = collect_stacks(threading.main_thread().ident, _is_runner_file)
+        lines, text = standalone.collect_stacks(threading.main_thread().ident, _is_runner_file)
         _send(connection, {"stack": {"frames": lines, "text": text}})
-
-
-def collect_stacks(
-    training_thread: int | None, is_runner_file: Callable[[str], bool]
-) -> tuple[list[tuple[str, int, str]], str]:
-    """Return the stacks of this process.
-
-    Args:
-        training_thread: Identifier of the thread that runs the user's code, if it runs.
-        is_runner_file: Whether a file belongs to the code that calls the user's code.
-
-    Returns:
-        Frames of that thread as (file, line, function), and the stacks of all threads as text. That
-        thread comes first, without the frames above the user's code.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts, lines = [], []
-    frames = sys._current_frames()
-    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != training_thread):
-        stack = traceback.extract_stack(frame)
-        title = f"Thread {names.get(ident, ident)}"
-        if ident == training_thread:
-            lines = [(entry.filename, entry.lineno or 0, entry.name) for entry in stack]
-            title += " (training)"
-            while len(stack) > 1 and is_runner_file(stack[0].filename):
-                stack.pop(0)
-        texts.append(f"{title}:\n" + "".join(stack.format()))
-    return lines, "\n".join(texts)
 
 
 def _send(connection: socket.socket, message: dict[str, object]) -> None:
@@ -254,4 +232,4 @@ def _send(connection: socket.socket, message: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4:])
