@@ -41,20 +41,25 @@ class FailsOnce(L.Callback):
             raise RuntimeError("once")
 
 
-def function() -> int:
+def make_trainer(callbacks: list[L.Callback], **options: Any) -> L.Trainer:
     strategy: Any = RayDDPStrategy()
-    trainer = prepare_trainer(
+    return prepare_trainer(
         L.Trainer(
             max_epochs=2,
             accelerator="cpu",
             strategy=strategy,
-            callbacks=[RayTrainReportCallback(), FailsOnce()],
+            callbacks=callbacks,
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=False,
             logger=False,
+            **options,
         )
     )
+
+
+def function() -> int:
+    trainer = make_trainer([RayTrainReportCallback(), FailsOnce()])
     batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=2)
     held_out = train.get_dataset_shard("valid").iter_torch_batches(batch_size=2)
     trainer.fit(Line(), batches, held_out)
@@ -106,20 +111,7 @@ def test_loader_without_length_trains_each_row_once(
     run_config: RunConfig, fail_at: int, has_validation: bool
 ) -> None:
     def function() -> list[int]:
-        strategy: Any = RayDDPStrategy()
-        trainer = prepare_trainer(
-            L.Trainer(
-                max_epochs=2,
-                accelerator="cpu",
-                strategy=strategy,
-                callbacks=[SaveEachStep()],
-                val_check_interval=1 if has_validation else None,
-                enable_checkpointing=False,
-                enable_model_summary=False,
-                enable_progress_bar=False,
-                logger=False,
-            )
-        )
+        trainer = make_trainer([SaveEachStep()], val_check_interval=1 if has_validation else None)
         batches = train.get_dataset_shard("train").iter_torch_batches(batch_size=2)
         valid = train.get_dataset_shard("valid").iter_torch_batches(batch_size=2)
         model = Recorder(fail_at)

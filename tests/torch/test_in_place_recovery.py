@@ -239,22 +239,27 @@ def die_when_spare_is_ready(config: dict[str, Any]) -> float:
         loss.backward()
         optimizer.step()
         if context.get_world_rank() == 1 and not killed.exists():
-            while len(list_processes(str(killed.parents[1]))) <= NUM_WORKERS:
-                time.sleep(0.05)
+            wait_for_spare(str(killed.parents[1]))
             killed.write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
     return float(psutil.Process().create_time())
 
 
-def list_processes(path: str) -> set[int]:
-    """Return the IDs of the processes of a run. Each has a sentinel, which receives the ID."""
-    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return {
-        int(arguments[index + 1])
-        for arguments in commands
-        for index, argument in enumerate(arguments[:-1])
-        if argument.endswith("sentinel.py") and path in " ".join(arguments)
-    }
+def wait_for_spare(path: str) -> set[int]:
+    """Wait until a run has a spare process, and return the IDs of all its processes.
+
+    Each process has a sentinel, which receives the ID. Nothing announces the spare process.
+    """
+    processes = set[int]()
+    while len(processes) <= NUM_WORKERS:
+        commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        processes = {
+            int(arguments[index + 1])
+            for arguments in commands
+            for index, argument in enumerate(arguments[:-1])
+            if argument.endswith("sentinel.py") and path in " ".join(arguments)
+        }
+    return processes
 
 
 def test_in_place_recovery_uses_the_spare_process(
@@ -300,9 +305,7 @@ def die_with_spare(config: dict[str, Any]) -> None:
         if train.get_context().get_world_rank() == 1 and not (directory / "killed").exists():
             (directory / "killed").touch()
             ranks = {int(pid) for file in directory.glob("pids_*") for pid in file.open()}
-            while not (spares := list_processes(str(directory.parent)) - ranks):
-                time.sleep(0.05)
-            for pid in [*spares, os.getpid()]:
+            for pid in [*(wait_for_spare(str(directory.parent)) - ranks), os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
 
 

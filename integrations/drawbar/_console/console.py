@@ -128,8 +128,7 @@ class Console:
                     if self._level <= logging.INFO:
                         self._display.on_commit()
                 case events.CheckpointRead(source="memory"):
-                    text = f"Rank {event.rank} reads {event.name} from memory."
-                    self._print(logging.INFO, text)
+                    self._print(logging.INFO, f"Rank {event.rank} reads {event.name} from memory.")
                 case events.CheckpointDeleted():
                     self._line_status.checkpoints.pop(event.name, None)
                 case events.CheckpointValidated():

@@ -13,8 +13,11 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from drawbar._base.wording import format_count
+from drawbar._failure_analysis.fingerprint import make_fingerprints
 from drawbar._process.worker_failure import WorkerFailure, find_failed_ranks
 from drawbar._records.verdict import FailedAttempt, FailureFingerprint, FailureNature, Verdict
+from drawbar._recovery.failure_config import FailureConfig
+from drawbar._recovery.failure_policy import AttemptFailures
 
 NEAR_SECONDS = 60.0
 """Without a batch since the last report, two failures in this time after it are at one place."""
@@ -75,44 +78,33 @@ class _Repetition(NamedTuple):
 
 
 class FailureHistory:
-    """Failures of a run with the same settings, the oldest first.
+    """The `FailurePolicy` of every run: compares its failures with the same settings.
 
     Args:
         attempts: Number of each failed attempt and its failures, the root cause first.
-        stop_when_deterministic: As in `FailureConfig`.
-        exclude_nodes_after: As in `FailureConfig`.
+        config: Settings of failures.
     """
 
-    def __init__(
-        self,
-        attempts: Iterable[FailedAttempt],
-        stop_when_deterministic: bool,
-        exclude_nodes_after: int | None,
-    ) -> None:
+    def __init__(self, attempts: Iterable[FailedAttempt], config: FailureConfig) -> None:
         self._attempts = list(attempts)
-        self._should_stop = stop_when_deterministic
-        self._exclude_after = exclude_nodes_after
+        self._should_stop = config.stop_when_deterministic
+        self._exclude_after = config.exclude_nodes_after
 
-    def judge(
-        self,
-        attempt: int,
-        failures: Sequence[FailureFingerprint],
-        exclude_node: Callable[[str], bool],
-    ) -> Verdict | None:
+    def judge(self, failed: AttemptFailures, exclude_node: Callable[[str], bool]) -> Verdict | None:
         """Add the failures of an attempt, and return what follows from them.
 
         Args:
-            attempt: Number of the attempt.
-            failures: Failures, the root cause first.
+            failed: Failures of the attempt.
             exclude_node: Excludes a node. Returns False if the other nodes have no room.
 
         Returns:
-            The verdict; None without failures.
+            The verdict; None without failures of ranks.
         """
+        failures = make_fingerprints(failed)
         if not failures:
             return None
         selected = _select(failures)
-        verdict = self._judge(attempt, selected, exclude_node)
+        verdict = self._judge(failed.attempt, selected, exclude_node)
         return replace(verdict, fingerprints=selected)
 
     def _judge(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 
 from drawbar._base.frames import format_user_location
 from drawbar._process.ranks import WorkerInfo
 from drawbar._process.worker_failure import CONNECTION_LOST, WorkerFailure
 from drawbar._records.verdict import FailureFingerprint, FailureNature
+from drawbar._recovery.failure_policy import AttemptFailures
 
 _MAX_ERROR_CHARS = 1000
 
@@ -76,42 +76,29 @@ _HANG_SECONDS = re.compile(r"no rank made progress for [\d.e+]+ s")
 _COLLECTIVE_NUMBER = re.compile(r"(?<=\w) #\d+")
 
 
-def make_fingerprints(
-    cause: str,
-    failures: Sequence[WorkerFailure],
-    workers: Sequence[WorkerInfo],
-    first_report_index: int,
-    last_report_times: Mapping[int, float],
-) -> list[FailureFingerprint]:
+def make_fingerprints(failed: AttemptFailures) -> list[FailureFingerprint]:
     """Return the fingerprints of the failures of an attempt, in the same order.
 
-    Args:
-        cause: Cause of the end of the attempt, as in `AttemptEnded`.
-        failures: Failures, the root cause first.
-        workers: Process of each rank, in rank order.
-        first_report_index: Number of the first report of the attempt.
-        last_report_times: By rank, time of its last report, or of the start of its function.
-
-    Returns:
-        Fingerprints; empty if the failures are never retried, or are no failures of ranks.
+    They are empty if the failures are never retried, or are no failures of ranks.
     """
-    if cause not in ("worker", "hang", "preemption"):
+    if failed.cause not in ("worker", "hang", "preemption"):
         return []
+    workers = failed.workers
     num_nodes = len({worker.node_id for worker in workers})
     fingerprints = []
-    for failure in failures:
+    for failure in failed.failures:
         # After a failed recovery in place, the rank has another process, maybe on another node.
         has_worker = failure.rank >= 0 and not failure.node_id
         worker: WorkerInfo | WorkerFailure = workers[failure.rank] if has_worker else failure
-        nature = "preemption" if cause == "preemption" else find_nature(failure)
-        since = last_report_times.get(failure.rank, failure.time)
+        nature = "preemption" if failed.cause == "preemption" else find_nature(failure)
+        since = failed.last_report_times.get(failure.rank, failure.time)
         fingerprints.append(
             FailureFingerprint(
                 rank=failure.rank,
                 nature=nature,
                 error=_describe_error(failure, nature),
                 location=_find_location(failure, nature),
-                report_index=first_report_index + failure.num_reports,
+                report_index=failed.first_report_index + failure.num_reports,
                 num_batches=failure.num_batches,
                 num_reports=failure.num_reports,
                 seconds=max(failure.time - since, 0.0),

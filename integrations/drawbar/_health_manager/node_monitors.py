@@ -36,7 +36,7 @@ class NodeMonitor(AllReducePeer):
         """Run a probe. Returns its result as JSON. Exceptions but MemoryError fail it.
 
         Raises:
-            TypeError: The probe did not return a result. This says nothing about the node.
+            TypeError: The probe did not return a result, so the health of the node is unknown.
         """
         try:
             result = probe.poll(context)

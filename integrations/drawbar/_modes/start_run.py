@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from drawbar._failure_analysis.failure_analysis import FailureAnalysis
+from drawbar._failure_analysis.failure_history import FailureHistory
 from drawbar._handle.in_process_run import InProcessRun
 from drawbar._handle.run_view import RunView
 from drawbar._modes.cluster_checks import check_cluster_fits, check_validation_fits
@@ -70,7 +70,7 @@ def start_controller(
         make_worker_group,
         watchers,
         ControlSocket,
-        FailureAnalysis,
+        FailureHistory,
         validator=validator,
         is_on_ray=is_on_ray,
         use_caller_thread=use_caller_thread,

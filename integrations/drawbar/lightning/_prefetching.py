@@ -29,7 +29,7 @@ def make_loader_without_prefetched_batch(loader: Any, trainer: Trainer) -> Any:
         return StatefulLoaderWithoutPrefetchedBatch(loader, trainer)
     try:
         len(loader)
-    except (TypeError, NotImplementedError):  # as Lightning finds out
+    except (TypeError, NotImplementedError):  # Lightning catches the same errors
         return LoaderWithoutPrefetchedBatch(loader, trainer)
     return loader
 

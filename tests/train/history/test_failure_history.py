@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from drawbar._failure_analysis.failure_history import FailureHistory
-from drawbar._failure_analysis.fingerprint import find_nature, make_fingerprints
+from drawbar._failure_analysis.fingerprint import find_nature
 from drawbar._process.ranks import WorkerInfo
 from drawbar._process.worker_failure import WorkerFailure
 from drawbar._records.events import AttemptEnded, JournaledEvent, RunStarted
 from drawbar._records.verdict import FailureFingerprint, Verdict
-from drawbar._recovery.failure_policy import list_failed_attempts
+from drawbar._recovery.failure_config import FailureConfig
+from drawbar._recovery.failure_policy import AttemptFailures, list_failed_attempts
 
 WORKERS = [
     WorkerInfo(node_id="a" * 8, node_ip="10.0.0.1", hostname="one", pid=10),
@@ -90,7 +91,8 @@ class Run:
     """A run whose attempts fail one after another, each in new processes."""
 
     def __init__(self, *, stop: bool = True, exclude: int | None = None, room: bool = True) -> None:
-        self.history = FailureHistory([], stop, exclude)
+        config = FailureConfig(stop_when_deterministic=stop, exclude_nodes_after=exclude)
+        self.history = FailureHistory([], config)
         self.attempt = -1
         self.has_room = room
         self.workers = WORKERS
@@ -98,9 +100,15 @@ class Run:
     def fail(self, *failures: WorkerFailure, cause: str = "worker", first: int = 0) -> Verdict:
         self.attempt += 1
         pids = [msgspec.structs.replace(each, pid=each.pid or self.attempt) for each in failures]
-        times = dict.fromkeys(range(len(self.workers)), 90.0)
-        fingerprints = make_fingerprints(cause, pids, self.workers, first, times)
-        verdict = self.history.judge(self.attempt, fingerprints, lambda node: self.has_room)
+        failed = AttemptFailures(
+            attempt=self.attempt,
+            cause=cause,
+            failures=pids,
+            workers=self.workers,
+            first_report_index=first,
+            last_report_times=dict.fromkeys(range(len(self.workers)), 90.0),
+        )
+        verdict = self.history.judge(failed, lambda node: self.has_room)
         assert verdict is not None
         return verdict
 
@@ -154,7 +162,7 @@ def test_crash_location_is_the_user_line_of_faulthandler() -> None:
     failure = die(
         f"killed by SIGSEGV: Fatal Python error: Segmentation fault\n\n{stack}\n\nThread 2"
     )
-    (fingerprint,) = make_fingerprints("worker", [failure], WORKERS, 0, {})
+    (fingerprint,) = Run().fail(failure).fingerprints
     assert fingerprint.location == "/x/train.py:3 in step"
 
 
@@ -378,7 +386,7 @@ def test_failure_of_thousands_of_ranks_is_compared_and_stored_for_some() -> None
 
 def test_node_of_a_dead_process_is_not_that_of_its_replacement() -> None:
     death = die("killed by SIGSEGV", node_id="c" * 8, hostname="three")
-    (fingerprint,) = make_fingerprints("worker", [death], WORKERS, 0, {})
+    (fingerprint,) = Run().fail(death).fingerprints
     assert (fingerprint.node_id, fingerprint.hostname) == ("c" * 8, "three")
 
 
