@@ -38,6 +38,7 @@ class HealthPolicy(fields.ConfigRepr):
 
     Raises:
         TypeError: An argument has the wrong type.
+        ValueError: `preflight` is set without a `probe_creator`.
 
     Example: `HealthPolicy(probe_creator=builtin_probes, preflight=True)`
     """
@@ -45,6 +46,14 @@ class HealthPolicy(fields.ConfigRepr):
     probe_creator: Annotated[ProbeCreator | None, _check_creator] = None
     evaluators_creator: Annotated[EvaluatorsCreator | None, _check_creator] = None
     preflight: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.preflight and self.probe_creator is None:
+            raise ValueError(
+                "HealthPolicy(preflight=True) needs a probe_creator, found None. Set it, for "
+                "example to health.builtin_probes."
+            )
 
 
 @dataclass(frozen=True, repr=False)

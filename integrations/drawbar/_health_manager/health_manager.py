@@ -66,11 +66,6 @@ class _Policy:
                     f"HealthPolicy.{name} must return a list of instances of {kind.__name__}, "
                     f"found {found!r}"
                 )
-        if policy.preflight and not probes:
-            raise ValueError(
-                "HealthPolicy.preflight=True needs probes. Set probe_creator, for example to "
-                "health.builtin_probes"
-            )
         for probe in probes:
             seconds = {"timeout_s": probe.timeout_s}
             if isinstance(probe, NodeProbe):

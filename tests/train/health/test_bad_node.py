@@ -146,7 +146,6 @@ class Quick(health.NodeProbe):
     ("settings", "error", "message"),
     [
         ({"probe_creator": lambda: 5}, TypeError, "must return a list of instances of Probe"),
-        ({"preflight": True}, ValueError, "preflight=True needs probes"),
         ({"probe_creator": lambda: [Quick(interval_s=-1)]}, ValueError, "Quick.interval_s must be"),
         ({"probe_creator": lambda: [Quick(timeout_s=0)]}, ValueError, "Quick.timeout_s must be"),
     ],
@@ -164,6 +163,11 @@ def test_invalid_policy_raises_before_the_start(
     )
     with pytest.raises(error, match=message):
         trainer.fit()
+
+
+def test_preflight_without_probes_raises() -> None:
+    with pytest.raises(ValueError, match=r"preflight=True\) needs a probe_creator, found None"):
+        health.HealthPolicy(preflight=True)
 
 
 def test_probe_that_returns_no_result_excludes_no_node(
