@@ -82,16 +82,16 @@ class LoaderWithoutPrefetchedBatch:
     def _read(self, batches: Iterator[object]) -> Iterator[object]:
         get_positions = attempt_local(_OpenLoaders).get_positions
         while True:
-            is_ahead = is_prefetching(self._trainer)
-            before = get_positions() if is_ahead else {}
-            if is_ahead:
-                self.before_prefetch()
             vars(self)["_previous_positions"] = {}
+            before = None
+            if is_prefetching(self._trainer):
+                before = get_positions()
+                self.before_prefetch()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            if is_ahead:
+            if before is not None:
                 # Only of the sources of this batch: a validation may read others before the report.
                 vars(self)["_previous_positions"] = {
                     name: before.get(name)
