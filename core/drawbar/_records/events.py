@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -305,6 +306,7 @@ class RanksRecovered(JournalEntry, frozen=True, kw_only=True, tag="recovered_in_
         attempt: Number of the attempt.
         ranks: The ranks that died.
         num_deaths: Number of deaths, also of new processes. Each of them uses the failure budget.
+        num_preempted: Number of them that were lost with their nodes.
         failure_headlines: One line for each of the ranks.
         failure_time: Time of the first death, in seconds since the epoch.
         stopped_seconds: Longest time in seconds in which a surviving rank waited.
@@ -320,12 +322,13 @@ class RanksRecovered(JournalEntry, frozen=True, kw_only=True, tag="recovered_in_
     failure_time: float
     stopped_seconds: float
     budget: str = ""
+    num_preempted: int = 0
 
     @staticmethod
     def of(
         attempt: int,
         failures: Sequence[WorkerFailure],
-        num_deaths: int,
+        num_deaths: Counter[AttemptEndCause],
         stopped_seconds: float,
         budget: str,
     ) -> RanksRecovered:
@@ -334,7 +337,8 @@ class RanksRecovered(JournalEntry, frozen=True, kw_only=True, tag="recovered_in_
             time=time.time(),
             attempt=attempt,
             ranks=[failure.rank for failure in failures],
-            num_deaths=num_deaths,
+            num_deaths=num_deaths.total(),
+            num_preempted=num_deaths["preemption"],
             failure_headlines=[failure.headline() for failure in failures],
             failure_time=min(failure.time for failure in failures),
             stopped_seconds=stopped_seconds,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from drawbar._process.serialization import Serialized
-from drawbar._records.events import ReportsLost
+from drawbar._records.events import AttemptEndCause, ReportsLost
 from drawbar._recovery.membership import Membership
 from drawbar._recovery.messages import (
     JoinTimedOut,
@@ -24,6 +25,7 @@ from drawbar._recovery.messages import (
 from drawbar._recovery.recorded_collectives import RecordedCollectives
 
 DeathT = TypeVar("DeathT")
+CheckBudget = Callable[[AttemptEndCause, Counter[AttemptEndCause]], str]
 
 JOIN_TIMEOUT_S = 120.0
 """Maximum time that a new process needs until it can receive the state of the training."""
@@ -64,12 +66,12 @@ class Recovered(Generic[DeathT]):
 
     Attributes:
         deaths: First death by rank.
-        num_deaths: Number of deaths, also of new processes.
+        num_deaths: Number of deaths by cause, also of new processes.
         stopped_seconds: Longest time in which a rank did not train.
     """
 
     deaths: Mapping[int, DeathT]
-    num_deaths: int
+    num_deaths: Counter[AttemptEndCause]
     stopped_seconds: float
 
 
@@ -82,7 +84,8 @@ class AttemptRecovery(Generic[DeathT]):
         replace: Starts a new process for a rank, which receives the announcement of the death. It
             is called with the rank, the announcement, and the description of the death.
         on_recovered: Called when all ranks have finished a recovery.
-        check_budget: Returns why so many deaths cannot be recovered, "" if they can.
+        check_budget: Returns why a further death with this cause cannot be recovered, "" if it can.
+            It is called with the cause, and the number of deaths in this recovery by cause.
 
     Attributes:
         deaths: First death by rank that is not recovered yet. The deaths of new processes are
@@ -96,11 +99,11 @@ class AttemptRecovery(Generic[DeathT]):
         broadcast: Callable[[Collection[int], RecoveryCommand], None],
         replace: Callable[[int, RanksLost, DeathT], None],
         on_recovered: Callable[[Recovered[DeathT]], None],
-        check_budget: Callable[[int], str] = lambda num_deaths: "",
+        check_budget: CheckBudget = lambda cause, num_deaths: "",
     ) -> None:
         self.deaths: dict[int, DeathT] = {}
         self.collectives = RecordedCollectives()
-        self._num_deaths = 0
+        self._num_deaths = Counter[AttemptEndCause]()
         self._world_size = world_size
         self._broadcast = broadcast
         self._replace = replace
@@ -115,18 +118,21 @@ class AttemptRecovery(Generic[DeathT]):
         """Command that announces the latest death."""
         return self._membership.make_command()
 
-    def on_death(self, rank: int, death: DeathT, obstacle: str) -> Declined | None:
+    def on_death(
+        self, rank: int, death: DeathT, obstacle: str, cause: AttemptEndCause = "worker"
+    ) -> Declined | None:
         """Replace a rank that has died, unless there is an obstacle.
 
         Args:
             rank: Rank of the dead process.
             death: Description of the death.
             obstacle: Why the attempt cannot recover in place, "" if it can.
+            cause: "worker", or "preemption" if the process was lost with its node.
         """
         self.deaths.setdefault(rank, death)
-        self._num_deaths += 1
-        if obstacle := obstacle or self._check_budget(self._num_deaths):
+        if obstacle := obstacle or self._check_budget(cause, self._num_deaths):
             return Declined(obstacle)
+        self._num_deaths[cause] += 1
         lost = self._membership.on_death(rank)
         if lost is None:
             return Declined("all ranks with the state of the training have died")
@@ -168,7 +174,7 @@ class AttemptRecovery(Generic[DeathT]):
                     recovered = Recovered(
                         self.deaths, self._num_deaths, self._membership.stopped_seconds
                     )
-                    self.deaths, self._num_deaths = {}, 0
+                    self.deaths, self._num_deaths = {}, Counter()
                     self._on_recovered(recovered)
         return None
 

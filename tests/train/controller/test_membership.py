@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from drawbar._process.serialization import serialize
+from drawbar._records.events import AttemptEndCause
 from drawbar._recovery.attempt_recovery import AttemptRecovery, Declined, Recovered
 from drawbar._recovery.messages import (
     GroupFormed,
@@ -58,7 +60,9 @@ def test_recovery_replaces_dead_rank_and_forms_group_when_all_are_ready() -> Non
     attempt.finish(2, 0.7)
     assert attempt.recovered == []
     attempt.finish(0, 0.0)
-    assert attempt.recovered == [Recovered({0: "killed"}, 1, 0.7)]
+    assert attempt.recovered == [
+        Recovered({0: "killed"}, Counter[AttemptEndCause]({"worker": 1}), 0.7)
+    ]
     assert not attempt.recovery.deaths
 
 
@@ -66,7 +70,7 @@ def test_recovery_with_another_death_waits_for_all_ranks_again() -> None:
     attempt = Attempt()
     attempt.recovery.on_death(2, "first", "")
     attempt.get_ready(1, 0, 1, 2)
-    attempt.recovery.on_death(1, "second", "")
+    attempt.recovery.on_death(1, "second", "", "preemption")
     assert attempt.sent[-1] == ([0, 2], RanksLost(generation=2, leader=0))
     attempt.get_ready(1, 1)  # of the earlier generation
     attempt.get_ready(2, 0, 2)
@@ -75,7 +79,8 @@ def test_recovery_with_another_death_waits_for_all_ranks_again() -> None:
     assert isinstance(attempt.sent[-1][1], GroupFormed)
     for rank in range(3):
         attempt.finish(rank, 1.0, generation=2)
-    assert attempt.recovered == [Recovered({1: "second", 2: "first"}, 2, 1.0)]
+    num_deaths: Counter[AttemptEndCause] = Counter({"worker": 1, "preemption": 1})
+    assert attempt.recovered == [Recovered({1: "second", 2: "first"}, num_deaths, 1.0)]
 
 
 def test_recovery_without_survivor_or_with_obstacle_is_declined() -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from drawbar._process.ranks import Ranks, WorkerInfo
 from drawbar._process.serialization import serialize
 from drawbar._records.event_stream import EventStream
 from drawbar._records.events import (
+    AttemptEndCause,
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
@@ -366,7 +368,9 @@ def test_get_events_after_returns_events_in_order_once() -> None:
         LinePrinted(1, OutputLine(text="bad batch", stream="stderr")),
         WorkersFailed("worker", [FAILURE], is_final=False),
         PreemptionAnnounced(time=0, attempt=0, info=PreemptionInfo(None, {"n": [0]})),
-        RanksRecovered.of(0, [FAILURE], 1, 0.4, "max_failures: 2 of 3 left"),
+        RanksRecovered.of(
+            0, [FAILURE], Counter[AttemptEndCause]({"worker": 1}), 0.4, "max_failures: 2 of 3 left"
+        ),
         ValidationsPending("checkpoint_000003"),
         ControllerFailed(),
         RunEnded(time=0, outcome="finished"),

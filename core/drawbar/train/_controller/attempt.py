@@ -18,7 +18,12 @@ from drawbar._process.ranks import WorkerInfo
 from drawbar._process.stalled_ranks import RankActivity
 from drawbar._records.batch_counts import BatchCountCheck
 from drawbar._records.event_stream import Emit
-from drawbar._records.events import AttemptStarted, PreemptionAnnounced, ShardEpochEnded
+from drawbar._records.events import (
+    AttemptEndCause,
+    AttemptStarted,
+    PreemptionAnnounced,
+    ShardEpochEnded,
+)
 from drawbar._records.live_events import Notice, RoundCompleted
 from drawbar._recovery.attempt_recovery import (
     AttemptRecovery,
@@ -360,7 +365,8 @@ class Attempt:
             progress.pending_offers or progress.awaited_report or progress.awaited_checkpoints
         )
         obstacle = find_obstacle(bool(self.finished), is_in_checkpoint)
-        self._conclude(self._in_place.on_death(rank, death, obstacle))
+        cause: AttemptEndCause = "preemption" if death.is_preempted else "worker"
+        self._conclude(self._in_place.on_death(rank, death, obstacle, cause))
 
     def _on_recovery_message(self, rank: int, message: RecoveryMessage | RecoveryNotice) -> None:
         if self._in_place is None:

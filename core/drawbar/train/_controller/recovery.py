@@ -144,11 +144,10 @@ class Recovery:
                 self._warn_if_work_is_lost()
         return decision
 
-    def check_budget(self, num_deaths: int) -> str:
-        """Return why so many deaths cannot be recovered in place, "" if they can."""
+    def check_budget(self, cause: AttemptEndCause, num_deaths: Counter[AttemptEndCause]) -> str:
+        """Return why a further death cannot be recovered in place, "" if it can."""
         config = self._run.spec.run_config.failure_config
-        counts = self._failure_counts + Counter[AttemptEndCause]({"worker": num_deaths - 1})
-        decision = decide_after_failure("worker", counts, config)
+        decision = decide_after_failure(cause, self._failure_counts + num_deaths, config)
         return decision.reason if isinstance(decision, GiveUp) else ""
 
     async def record_recovered(
@@ -162,8 +161,8 @@ class Recovery:
             workers: The processes that have died, by rank.
         """
         budget = ""
-        for _ in range(recovered.num_deaths):
-            decision = self._decide("worker")
+        for cause in recovered.num_deaths.elements():
+            decision = self._decide(cause)
             if isinstance(decision, Restart):
                 self._failure_counts, budget = decision.failure_counts, decision.budget
         described = await self._describe_deaths(attempt, recovered.deaths, workers)

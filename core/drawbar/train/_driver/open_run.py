@@ -314,7 +314,8 @@ def _list_failures_since_last_end(events: list[JournaledEvent]) -> list[AttemptE
         elif isinstance(event, AttemptEnded):
             ends.append(event.cause)
         elif isinstance(event, RanksRecovered):
-            ends += ["worker"] * event.num_deaths
+            ends += ["worker"] * (event.num_deaths - event.num_preempted)
+            ends += ["preemption"] * event.num_preempted
     return ends
 
 

@@ -29,6 +29,7 @@ from drawbar._process.serialization import MIN_SHARED_BYTES, Serialized, seriali
 from drawbar._process.stack import STACK, Stack, detect_stopped_process
 from drawbar._process.threads import run_in_daemon_thread
 from drawbar._process.worker_failure import WorkerFailure
+from drawbar._recovery.startup_errors import is_node_loss
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.commands import COMMANDS, CollectiveResult, Command
 from drawbar.train._protocol.messages import MESSAGE_BATCHES, ProcessRetired, RankFailed, WorkerDied
@@ -120,7 +121,7 @@ class RayWorkerGroup:
         node = self._find_shared_node(rank) if shares_node else ""
         slot = self._ranks[rank] = self._pool.replace(self._ranks[rank], node)
         slot.on_messages = new.on_messages
-        slot.run_task = asyncio.ensure_future(self._run_replacement(rank, slot, new))
+        slot.run_task = asyncio.ensure_future(self._run_replacement(rank, slot, new, node))
         if not node:
             loop = asyncio.get_running_loop()
             loop.call_later(RESERVED_START_S, self._replace_if_not_started, rank, slot, new)
@@ -136,11 +137,14 @@ class RayWorkerGroup:
         if self._ranks.get(rank) is slot and slot.is_running and not slot.info.done():
             self.replace_worker(rank, new, shares_node=True)
 
-    async def _run_replacement(self, rank: int, slot: ActorSlot, new: Replacement) -> None:
+    async def _run_replacement(
+        self, rank: int, slot: ActorSlot, new: Replacement, node: str
+    ) -> None:
         try:
             worker = await slot.info
         except RayError as error:
-            new.on_messages(rank, [WorkerDied(detail=str(error), time=time.time())])
+            death = await run_in_daemon_thread(_make_worker_died, error, node)
+            new.on_messages(rank, [death])
             return
         suppress_death_messages([(worker.node_id, worker.pid)])
         stream = self._call_run(slot, new.make_assignment(worker))
@@ -329,9 +333,16 @@ async def _detect_stopped_worker(worker: WorkerInfo) -> Stack | None:
 
 
 def _make_worker_died(error: RayError, node_id: str) -> WorkerDied:
-    """Describe the death of a worker. It counts as preempted if its node is lost or draining."""
+    """Describe the death of a worker. It counts as preempted if its node is lost or draining.
+
+    Args:
+        error: Error from Ray.
+        node_id: Node of the worker; "" if it is unknown, because the worker has not started.
+    """
     # Ray sets `preempted` for drained nodes. A lost node counts as alive for a while.
-    preempted = bool(getattr(error, "preempted", False)) or not is_node_available(node_id)
+    preempted = bool(getattr(error, "preempted", False)) or is_node_loss(error)
+    if node_id and not preempted:
+        preempted = not is_node_available(node_id)
     return WorkerDied(detail=str(error), time=time.time(), is_preempted=preempted)
 
 
