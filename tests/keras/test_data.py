@@ -439,3 +439,11 @@ def test_prepare_dataset_shard_matches_arrays(tmp_path: Path) -> None:
         # the optimizer counts.
         tolerance = 1e-5 if prepare is of_shard else 1e-3
         assert second == pytest.approx(expected[1], tolerance)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_shard_resumed_mid_epoch_trains_batches_that_keras_had_read_ahead(tmp_path: Path) -> None:
+    undisturbed = losses(of_shard, tmp_path)
+    for fails_at in ((1, 1), IN_THE_MIDDLE):  # three batches are left, and one
+        path = tmp_path / f"batch-{fails_at[1]}"
+        assert losses(of_shard, path, fails_at) == pytest.approx(undisturbed[1:], 1e-4)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import keras
 import numpy as np
 
-from drawbar.train.backend import register_data_position
+from drawbar.train.backend import register_data_position, register_read_ahead
 
 NUM_PEEKED_BATCHES = 2
 """Maximum number of batches that Keras reads before the first epoch to find out shapes."""
@@ -172,7 +173,8 @@ class RayDataBatches(ResumableBatches):
     """Batches of a Ray Data shard, which tracks its own position.
 
     Batches that Keras reads before the first epoch are kept, because a shard can be read only once
-    per epoch.
+    per epoch. A checkpoint has the position after the batches that are trained: Keras reads others
+    ahead.
     """
 
     def __init__(
@@ -188,6 +190,30 @@ class RayDataBatches(ResumableBatches):
         self._sample_weight = sample_weight
         self._iterator: Iterator[dict[str, object]] = iter(())
         self._peeked: list[object] = []
+        self._is_training = False
+        self._has_begun_epoch = False
+        self._num_trained = 0
+        # Positions before a batch was read, by its index, if it is not trained yet.
+        self._previous_positions: dict[int, dict[str, object]] = {}
+        self._get_positions = register_read_ahead(
+            lambda: self._previous_positions.get(self._num_trained, {})
+        )
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Save the position after the trained batches, which `set_num_trained` counts."""
+        self._is_training, self._has_begun_epoch = True, False
+        try:
+            yield
+        finally:
+            self._is_training = False
+
+    def set_num_trained(self, number: int) -> None:
+        """Record how many batches of this epoch are trained. Call it when an epoch begins, too."""
+        self._has_begun_epoch = True
+        self._num_trained = number
+        for index in [index for index in self._previous_positions if index < number]:
+            del self._previous_positions[index]
 
     def skip_batches(self, batches: int) -> None:
         """Skip the batches that the shard has consumed, or no batches if `batches` is 0.
@@ -197,16 +223,36 @@ class RayDataBatches(ResumableBatches):
         super().skip_batches(self._num_consumed if batches else 0)
 
     def __getitem__(self, index: int) -> object:
+        is_peeking = self._is_training and not self._has_begun_epoch
         if index < len(self._peeked):
-            return self._peeked[index]
-        if index == 0:
-            self._iterator = iter(self._batches)
-        batch = self._to_keras_batch(next(self._iterator))
-        self._peeked = [*self._peeked, batch] if index < NUM_PEEKED_BATCHES else []
-        if index == len(self) - 1:
+            batch = self._peeked[index]
+        else:
+            if index == 0:
+                self._iterator = iter(self._batches)
+                self._num_trained, self._previous_positions = 0, {}
+            try:
+                batch = self._read(index)
+            except StopIteration:
+                if is_peeking and self._peeked:  # Keras needs only shapes
+                    return self._peeked[-1]
+                raise
+            self._peeked = [*self._peeked, batch] if index < NUM_PEEKED_BATCHES else []
+        if index == len(self) - 1 and not is_peeking:
             self._peeked = []
             next(self._iterator, None)  # so that the shard records the end of the epoch
         return batch
+
+    def _read(self, index: int) -> object:
+        if not self._is_training:
+            return self._to_keras_batch(next(self._iterator))
+        before = self._get_positions()
+        columns = next(self._iterator)
+        self._previous_positions[index] = {
+            name: before.get(name)
+            for name, position in self._get_positions().items()
+            if position != before.get(name)
+        }
+        return self._to_keras_batch(columns)
 
     def _to_keras_batch(self, columns: dict[str, object]) -> object:
         columns = dict(columns)

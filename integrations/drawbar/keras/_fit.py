@@ -6,13 +6,19 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
 import numpy as np
 
 from drawbar.keras._allreduce import all_gather_rows
-from drawbar.keras._batches import ArrayBatches, ResumableBatches, SequentialBatches
+from drawbar.keras._batches import (
+    ArrayBatches,
+    RayDataBatches,
+    ResumableBatches,
+    SequentialBatches,
+)
 from drawbar.keras._callback_files import write_on_rank_zero
 from drawbar.keras._compat import set_placed_value
 from drawbar.keras._monitors import KeepLearningRate, connect_monitors
@@ -58,7 +64,11 @@ def make_resumable_fit(model: Model, fit: KerasMethod) -> KerasMethod:
 
             x, epoch_order_callback = as_tf_dataset(x)
             options["callbacks"].insert(0, epoch_order_callback)
-        with warnings.catch_warnings(), write_on_rank_zero(options["callbacks"]) as callbacks:
+        with (
+            warnings.catch_warnings(),
+            _tracking_trained_batches(model, x, options["callbacks"]),
+            write_on_rank_zero(options["callbacks"]) as callbacks,
+        ):
             if options.get("steps_per_epoch") is None:
                 # The end of the data is then the end of an epoch, which needs no warning.
                 warnings.filterwarnings("ignore", "Your input ran out of data")
@@ -201,6 +211,27 @@ def _remaining_epoch(
 
 def _prepend_callback(options: dict[str, Any], **methods: KerasMethod) -> None:
     options["callbacks"].insert(0, keras.callbacks.LambdaCallback(**methods))
+
+
+def _tracking_trained_batches(
+    model: Model, data: object, callbacks: list[Any]
+) -> AbstractContextManager[None]:
+    """Let a shard save the position after the trained batches: Keras reads others ahead."""
+    if not isinstance(data, RayDataBatches):
+        return nullcontext()
+    # Not at the end of a batch: Keras would wait for the result of each one. The other callbacks
+    # of a batch's beginning are called between these two.
+    first = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: data.set_num_trained(0),
+        on_train_batch_begin=lambda batch, logs: data.set_num_trained(batch),
+    )
+    last = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: data.set_num_trained(
+            batch + model.steps_per_execution
+        )
+    )
+    callbacks[:] = [first, *callbacks, last]
+    return data.training()
 
 
 def _as_resumable(data: Any) -> ResumableBatches | None:

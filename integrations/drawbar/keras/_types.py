@@ -62,6 +62,7 @@ class Model(Protocol):
     predict_function: object
     jit_compile: object
     stop_training: bool
+    steps_per_execution: int
     get_metrics_result: Callable[[], Mapping[str, object]]
 
     def get_weights(self) -> Sequence[object]: ...
