@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from drawbar._rendezvous import reserved_port
+from drawbar._rendezvous import held_port, reserved_port
 from drawbar._rendezvous._ports import _ephemeral_range
 from drawbar.jax._tpu_slices import multislice_env, slice_name
 from drawbar.lightgbm import _c_api
@@ -348,7 +348,17 @@ def test_ports_are_not_those_that_the_kernel_gives_out() -> None:
     """So a program that takes ports as they become free, by asking for any, never gets one."""
     with ExitStack() as stack:
         ports = [stack.enter_context(reserved_port()) for _ in range(50)]
+        ports += [stack.enter_context(held_port("127.0.0.1")) for _ in range(50)]
+    assert len(set(ports)) == 100
     assert not set(ports) & set(_ephemeral_range())
+
+
+def test_only_servers_that_share_addresses_can_use_a_held_port() -> None:
+    with held_port("127.0.0.1") as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("0.0.0.0", port))
+        with socket.create_server(("0.0.0.0", port), reuse_port=False):
+            pass
 
 
 # -- trackers

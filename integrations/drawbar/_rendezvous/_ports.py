@@ -1,12 +1,15 @@
 """Reserve TCP ports that a framework binds later.
 
-- `held_port` keeps a socket bound to the port. This works for JAX, whose gRPC server sets
+Both functions choose a port outside of the ephemeral range, from which the kernel assigns free
+ports. The kernel also assigns a port that is bound at another address of the host, so a bound
+socket alone does not keep other servers away. A lock keeps other Drawbar workers from using the
+port.
+
+- `held_port` also keeps a socket bound to the port. This works for JAX, whose gRPC server sets
   SO_REUSEPORT, and for torch's store, which sets SO_REUSEADDR like most servers. They can bind the
   port too, because the socket sets both options and does not listen.
 - `reserved_port` is for LightGBM and TensorFlow, whose native code fails if the port is already
-  bound. Therefore, no socket stays bound to it. Instead, a lock keeps other Drawbar workers from
-  using the port. Other processes rarely choose it, because it is outside the ephemeral range, from
-  which the kernel assigns free ports.
+  bound. Therefore, no socket stays bound to it.
 
 The lock is an abstract Unix socket whose name contains the port number. Only one process in a
 network namespace can bind it, and the kernel releases it when that process ends.
@@ -34,13 +37,16 @@ def held_port(host: str) -> Iterator[int]:
 
     Args:
         host: Address to bind.
+
+    Raises:
+        OSError: No port is free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as holder:
+    with reserved_port() as port, socket.socket(family, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((host, 0))
-        yield int(holder.getsockname()[1])
+        holder.bind((host, port))
+        yield port
 
 
 @contextmanager
