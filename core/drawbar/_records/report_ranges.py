@@ -122,9 +122,10 @@ def apply_to_attempts(attempts: list[AttemptReports], event: JournaledEvent) -> 
         case WorkersStarted() if attempts:
             attempts[-1].num_workers = len(event.workers)
         case CheckpointCommitted():
-            for attempt in attempts:
+            for attempt in reversed(attempts):  # it is one of the last ones
                 if attempt.attempt == event.attempt:
                     attempt.add_checkpoint(event.name, event.index)
+                    break
         case AttemptEnded() | RunEnded() if attempts and event.num_reports is not None:
             attempts[-1].num_reports = event.num_reports
         case _:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from drawbar import train
 from drawbar._records.rollback import Rollback, decide_rollback, find_positions
 from drawbar._recovery.decisions import GiveUp, Restart, decide_after_failure
 from drawbar.train import FailureConfig, Result, WorkerGroupError
-from drawbar.train.backend import register_data_position
+from drawbar.train.backend import DataSource, register_data_position
 from tests.train.runs import fit
 from tests.train.text_checkpoints import content, save
 
@@ -91,3 +94,62 @@ def test_checkpoint_that_a_killed_driver_has_not_discarded_is_not_used(tmp_path:
     assert content(Result.from_path(run).checkpoint) == "a"
     assert fit(function, tmp_path, {"should_fail": False}).return_value == "a"
     assert not (run / "checkpoint_000001").exists()
+
+
+class Numbers(DataSource):
+    """The numbers below 8 for one rank, with positions that can be moved if `can_skip`."""
+
+    def __init__(self, can_skip: bool) -> None:
+        self.can_skip = can_skip
+
+    def assign(
+        self, node_ids: Sequence[str], positions: Mapping[str, object]
+    ) -> list[Callable[[], dict[str, Any]]]:
+        return [partial(open_numbers, self.can_skip)]
+
+
+def open_numbers(can_skip: bool) -> dict[str, Any]:
+    return {"train": NumberShard(can_skip)}
+
+
+class NumberShard:
+    def __init__(self, can_skip: bool) -> None:
+        self.num_read = 0
+        skip = self.skip if can_skip else None
+        position = register_data_position("numbers", lambda: self.num_read, skip_batches=skip)
+        self.num_read = position or 0
+
+    def skip(self, num_batches: int) -> int:
+        return self.num_read + num_batches
+
+    def __iter__(self) -> Iterator[int]:
+        while self.num_read < 8:
+            self.num_read += 1
+            yield self.num_read - 1
+
+
+def read_numbers() -> list[int]:
+    seen = []
+    for number in train.get_dataset_shard("train"):
+        seen.append(number)
+        if number == 3:
+            train.rollback("nan", skip=2)
+        save(str(number))
+    return seen
+
+
+@pytest.mark.parametrize("can_skip", [True, False])
+def test_rollback_skips_batches_of_a_data_source_that_supports_it(
+    tmp_path: Path, can_skip: bool
+) -> None:
+    trainer = train.DataParallelTrainer(
+        read_numbers,
+        scaling_config=train.ScalingConfig(num_workers=0),
+        run_config=train.RunConfig(name="run", storage_path=str(tmp_path)),
+        datasets=Numbers(can_skip),
+    )
+    if can_skip:
+        assert trainer.fit().return_value == [6, 7]
+    else:
+        with pytest.raises(WorkerGroupError, match=r"skip_batches=, not of .* found 'train'"):
+            trainer.fit()

@@ -117,8 +117,8 @@ class Recovery:
         failure.failures = sort_root_cause_first(failure.failures)
         if attempt is not None and (early_return := _describe_early_return(attempt, failure)):
             failure.failures.insert(0, early_return)
-        # Commit the checkpoints of which all files were persisted before the attempt ended. A
-        # restart resumes from them.
+        # Commit the checkpoints of which all files were persisted before the ranks were
+        # stopped. A restart resumes from them.
         await self._checkpoints.finish_attempt()
         # After these causes the backend was not set up.
         if failure.cause not in ("startup", "configuration"):

@@ -28,6 +28,7 @@ class DataSources:
         self._open_shards = open_shards
         self._lock = threading.RLock()
         self._shards: Mapping[str, Any] | None = None
+        self._shard_sources: set[str] = set()  # positions that the shards have registered
         self._position_callbacks: dict[str, Callable[[], object]] = {}
         self._skip_callbacks: dict[str, Callable[[int], object]] = {}
         self._read_ahead: list[Callable[[], Mapping[str, object]]] = []
@@ -45,7 +46,9 @@ class DataSources:
                 open_shards = self._open_shards
                 if isinstance(open_shards, Serialized):
                     open_shards = open_shards.deserialize()
+                earlier = set(self._position_callbacks)
                 self._shards = {} if open_shards is None else open_shards()
+                self._shard_sources = self._position_callbacks.keys() - earlier
         try:
             return self._shards[name]
         except KeyError:
@@ -82,13 +85,17 @@ class DataSources:
         """
         with self._lock:
             unsupported = self._position_callbacks.keys() - self._skip_callbacks.keys()
-            fixed = sorted({*(self._shards or ()), *unsupported})
+            # Shards without a position cannot skip batches either.
+            can_skip = self._shard_sources and not self._shard_sources & unsupported
+            shards = () if can_skip else self._shards or ()
+            fixed = sorted({*shards, *(unsupported - self._shard_sources)})
             skips = dict(self._skip_callbacks)
         if fixed or not skips:
             raise RuntimeError(
                 "rollback() can skip batches only in a loop over a data loader of "
-                "drawbar.torch.prepare_data_loader(), not of a dataset of the trainer or of a "
-                f"framework's trainer; found {', '.join(map(repr, fixed)) or 'no data loader'}. "
+                "drawbar.torch.prepare_data_loader() or a source with skip_batches=, not of a "
+                "dataset of the trainer or of a framework's trainer; found "
+                f"{', '.join(map(repr, fixed)) or 'no data loader'}. "
                 "Iterate over a prepared loader, or restart the run with other data."
             )
         return {**self.get_positions(), **{name: get(skip) for name, get in skips.items()}}
