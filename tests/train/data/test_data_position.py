@@ -160,6 +160,7 @@ class TestShards:
         assert orders == [whole for *_, whole in ranks]
         assert sorted(chain(*orders)) == list(range(ROWS))
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("in_memory", "reads"),
         [
