@@ -340,9 +340,7 @@ os._exit(0)
             *("import sys; sys.path.append('/')", "the imports changed sys.path"),
             marks=pytest.mark.nightly,
         ),
-        pytest.param(
-            *("1 / 0", "an import raised ZeroDivisionError"), marks=pytest.mark.nightly
-        ),
+        pytest.param(*("1 / 0", "an import raised ZeroDivisionError"), marks=pytest.mark.nightly),
         ("import os; os._exit(1)", "the fork server has ended"),
         ("import os; os.environ['SET_BY_IMPORT'] = '1'; print('output', flush=True)", ""),
     ],

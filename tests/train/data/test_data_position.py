@@ -164,7 +164,7 @@ class TestShards:
     @pytest.mark.parametrize(
         ("in_memory", "reads"),
         [
-            pytest.param(False, [(2, 10), (3, 20), (1, ROWS)], marks=pytest.mark.nightly),
+            (False, [(2, 10), (3, 20), (1, ROWS)]),
             (True, [(2, 10), (3, ROWS)]),
         ],
     )

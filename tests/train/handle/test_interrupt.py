@@ -120,7 +120,11 @@ def test_ctrl_c_once_stops_gracefully_and_resumes(
 
 @pytest.mark.parametrize(
     ("number", "num_workers", "code"),
-    [(signal.SIGINT, 2, ABORTED), (signal.SIGINT, 0, ABORTED), (signal.SIGTERM, 2, 143)],
+    [
+        pytest.param(signal.SIGINT, 2, ABORTED, marks=pytest.mark.nightly),
+        (signal.SIGINT, 0, ABORTED),
+        (signal.SIGTERM, 2, 143),
+    ],
 )
 def test_ctrl_c_or_sigterm_saves_if_function_can(
     run_config: RunConfig,
