@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -231,9 +232,18 @@ def installed_by(requirements: Iterable[str]) -> set[str]:
                 left += PROJECT["optional-dependencies"][extra]
         elif wanted.name.lower() not in found:
             found.add(wanted.name.lower())
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                left += [each for each in metadata.requires(wanted.name) or () if needed(each)]
+            left += list_requirements(wanted.name)
     return found
+
+
+@functools.cache
+def list_requirements(distribution: str) -> list[str]:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return [each for each in metadata.requires(distribution) or () if needed(each)]
+    return []
+
+
+find_distributions = functools.cache(metadata.packages_distributions)
 
 
 def needed(requirement: str) -> bool:
@@ -264,7 +274,7 @@ def test_docs_installation_line_covers_imports_of_the_page(page: str) -> None:
     extras = [f"drawbar[{extras}]" for extras in names]
     besides = [each for _, others in lines for each in others.split()]
     brought = installed_by([*PROJECT["dependencies"], *extras, *besides])
-    homes = metadata.packages_distributions()
+    homes = find_distributions()
     imported = {name for block in blocks_of(page) for name in modules_of(block.code)}
     # Aim is the example of a tool that Drawbar does not install.
     foreign = imported - set(sys.stdlib_module_names) - {"drawbar", "aim"}

@@ -102,7 +102,7 @@ def test_config_with_invalid_import_option_raises(config: Make, option: str) -> 
         ),
     ],
 )
-@pytest.mark.parametrize("given", [None, False])
+@pytest.mark.parametrize("given", [pytest.param(None, marks=pytest.mark.nightly), False])
 def test_training_function_imports_sklearn_unless_disabled(
     trainer: Make, option: str, config: Make, library: str, given: bool | None, tmp_path: Path
 ) -> None:
@@ -136,7 +136,9 @@ def imported(trainer: Make, library: str, folder: Path, **options: Any) -> Any:
     return trainer(function, scaling_config=workers, run_config=run_config, **options).fit().metrics
 
 
-@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+@pytest.mark.parametrize(
+    "library", ["xgboost", pytest.param("lightgbm", marks=pytest.mark.nightly)]
+)
 def test_process_with_imported_sklearn_keeps_it(library: str) -> None:
     script = f"""
 import sys, sklearn

@@ -327,7 +327,10 @@ def test_columns_of_rows_to_evaluate_are_found_by_name(classifier: Any, rows: An
 
 @pytest.mark.parametrize(
     ("ours", "plain"),
-    [(RayXGBRegressor, xgboost.XGBRegressor), (RayXGBClassifier, xgboost.XGBClassifier)],
+    [
+        (RayXGBRegressor, xgboost.XGBRegressor),
+        pytest.param(RayXGBClassifier, xgboost.XGBClassifier, marks=pytest.mark.nightly),
+    ],
 )
 def test_xgboost_several_outputs_and_weights_of_features(ours: Any, plain: Any, rows: Any) -> None:
     x, y = rows

@@ -98,7 +98,11 @@ def test_quantile_objective_on_sorted_rows_is_as_good_as_one_process(
 
 
 @pytest.mark.parametrize(
-    ("library", "regressor"), [("xgboost", RayXGBRegressor), ("lightgbm", RayLGBMRegressor)]
+    ("library", "regressor"),
+    [
+        pytest.param("xgboost", RayXGBRegressor, marks=pytest.mark.nightly),
+        ("lightgbm", RayLGBMRegressor),
+    ],
 )
 def test_estimator_with_mae_objective_on_sorted_rows_is_as_good_as_one_process(
     library: str, regressor: Any

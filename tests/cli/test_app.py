@@ -27,8 +27,11 @@ def test_main_as_module_prints_version() -> None:
 
 
 @pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [("runs",), ("show", "long"), ("show", "nosuch")])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(("runs",), marks=pytest.mark.nightly), ("show", "long"), ("show", "nosuch")],
+)
 def test_command_whose_reader_has_ended_prints_nothing(
     arguments: tuple[str, ...], unbuffered: str, stderr: int, shared_storage: Path
 ) -> None:

@@ -307,7 +307,14 @@ def losses(
 
 
 @pytest.mark.parametrize(
-    "prepare", [of_arrays, of_keras, of_tensorflow, of_torch, of_torch_in_any_order]
+    "prepare",
+    [
+        of_arrays,
+        pytest.param(of_keras, marks=pytest.mark.nightly),
+        pytest.param(of_tensorflow, marks=pytest.mark.nightly),
+        pytest.param(of_torch, marks=pytest.mark.nightly),
+        of_torch_in_any_order,
+    ],
 )
 def test_fit_after_mid_epoch_checkpoint_resumes_mid_epoch(
     prepare: Callable[[], Any], tmp_path: Path

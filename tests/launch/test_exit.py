@@ -52,7 +52,13 @@ def without_start_notices(err: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "source", [EXIT_WITH_MESSAGE, ARGUMENT_ERROR, INTERRUPT], ids=["exit", "argparse", "interrupt"]
+    "source",
+    [
+        EXIT_WITH_MESSAGE,
+        pytest.param(ARGUMENT_ERROR, marks=pytest.mark.nightly),
+        INTERRUPT,
+    ],
+    ids=["exit", "argparse", "interrupt"],
 )
 def test_launch_of_script_that_exits_prints_what_python_prints(launch: Launch, source: str) -> None:
     process = launch.start(source)
@@ -171,7 +177,11 @@ def test_exit_of_a_script_is_a_failure_of_kind_exit(launch: Launch) -> None:
     assert (error.is_exit, error.exit_code) == (True, 200)
 
 
-@pytest.mark.parametrize("variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["", "unbuffered"])
+@pytest.mark.parametrize(
+    "variables",
+    [{}, pytest.param({"PYTHONUNBUFFERED": "1"}, marks=pytest.mark.nightly)],
+    ids=["", "unbuffered"],
+)
 @pytest.mark.parametrize(("source", "code"), [("print(1)", 120), ("print(1); exit(3)", 3)])
 def test_launch_with_full_stdout_exits_as_python_does(
     launch: Launch, variables: dict[str, str], source: str, code: int

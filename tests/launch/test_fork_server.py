@@ -76,7 +76,13 @@ def read_states(done: Launched) -> list[dict[str, Any]]:
     return [json.loads(done.log(rank).splitlines()[-1]) for rank in range(2)]
 
 
-@pytest.mark.parametrize("script", [("script.py", "--x=1", "b c"), ("-m", "package.module", "x")])
+@pytest.mark.parametrize(
+    "script",
+    [
+        ("script.py", "--x=1", "b c"),
+        pytest.param(("-m", "package.module", "x"), marks=pytest.mark.nightly),
+    ],
+)
 def test_forked_rank_has_the_state_of_a_new_interpreter(
     launch: Launch, script: tuple[str, ...]
 ) -> None:
@@ -113,10 +119,10 @@ def test_forked_rank_has_the_state_of_a_new_interpreter(
 @pytest.mark.parametrize(
     ("ending", "code", "error"),
     [
-        ("sys.exit(3)", 3, ""),
+        pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.nightly),
         ("raise ValueError('wrong')", 1, 'line 12, in <module>\n    raise ValueError("wrong")'),
-        ("os._exit(4)", 4, ""),
-        ("os.abort()", 134, "killed by SIGABRT"),
+        pytest.param("os._exit(4)", 4, "", marks=pytest.mark.nightly),
+        pytest.param("os.abort()", 134, "killed by SIGABRT", marks=pytest.mark.nightly),
         ("import ctypes; ctypes.string_at(0)", 139, "Fatal Python error: Segmentation fault"),
     ],
 )
@@ -176,7 +182,10 @@ NOT_FIRST = "the script does not begin with imports that can be shared"
             (),
             NOT_FIRST,
         ),
-        ("import helper\nimport pandas", ("helper.py",), NOT_FIRST),
+        pytest.param(
+            *("import helper\nimport pandas", ("helper.py",), NOT_FIRST),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             *("import pandas\nassert pandas.LOCAL", ("pandas.py",), NOT_FIRST),
             marks=pytest.mark.nightly,
@@ -327,8 +336,11 @@ os._exit(0)
             "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()",
             "imports have started threads",
         ),
-        ("import sys; sys.path.append('/')", "the imports changed sys.path"),
-        ("1 / 0", "an import raised ZeroDivisionError"),
+        pytest.param(
+            *("import sys; sys.path.append('/')", "the imports changed sys.path"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(*("1 / 0", "an import raised ZeroDivisionError"), marks=pytest.mark.nightly),
         ("import os; os._exit(1)", "the fork server has ended"),
         ("import os; os.environ['SET_BY_IMPORT'] = '1'; print('output', flush=True)", ""),
     ],
@@ -349,7 +361,10 @@ def test_import_with_an_effect_that_a_fork_lacks_starts_new_processes(
     assert done.out.decode().startswith(reason or "output\n1\n"), done.out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly), (signal.SIGKILL, -9)],
+)
 def test_end_of_launcher_while_the_fork_server_imports(
     launch: Launch,
     pipe: Pipe,

@@ -205,7 +205,11 @@ def test_launch_elastic_starts_workers_that_fit(launch: Launch) -> None:
     [
         (["--num-workers", str(CORES + 1)], f"at most {CORES} fit"),
         (["--use-gpu"], "needs GPU=1, but no node of this cluster has the resource 'GPU'"),
-        (["--nproc_per_node=2", "--nproc-per-node", "gpu"], "--nproc-per-node gpu found no device"),
+        pytest.param(
+            ["--nproc_per_node=2", "--nproc-per-node", "gpu"],
+            "--nproc-per-node gpu found no device",
+            marks=pytest.mark.nightly,
+        ),
         (["--nproc_per_node=2", "--nproc-per-node", str(10**11)], "Cannot start 100000000000"),
     ],
 )

@@ -124,6 +124,7 @@ def test_launch_of_program_with_error_file_reports_its_exception(launch: Launch)
     assert written["errorCode"] == 7
 
 
+@pytest.mark.nightly
 def test_launch_of_program_that_exits_prints_its_code_like_a_script(launch: Launch) -> None:
     command = 'if [ "$RANK" = 0 ]; then sleep 600; fi; exit 3'
     done = launch("", "--no-python", script=("sh", "-c", command))

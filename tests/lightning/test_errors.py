@@ -127,6 +127,7 @@ def test_missing_lightning_raises_with_install_command() -> None:
     assert re.search('run: pip install .*"pytorch-lightning[^"]*>=2.4', error)
 
 
+@pytest.mark.nightly
 def test_missing_deepspeed_raises_with_install_command() -> None:
     hide = "import sys; sys.modules['deepspeed'] = None; "
     error = python(hide + "from drawbar.lightning import RayDeepSpeedStrategy as S; S()")

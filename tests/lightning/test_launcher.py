@@ -186,6 +186,7 @@ def test_best_and_last_checkpoint_are_tested_and_predicted_with(
     assert {name: vars(checkpoint)[name] for name in before} == before  # fit has set them
 
 
+@pytest.mark.nightly
 def test_launcher_returns_full_weights_of_sharded_model(
     plain: Any, tmp_path: Path, fitted: tuple[Any, Any]
 ) -> None:

@@ -106,9 +106,11 @@ class SaveEachStep(L.Callback):
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.filterwarnings("ignore")  # Lightning's, of few workers and no logger
-@pytest.mark.parametrize(("fail_at", "has_validation"), [(1, False), (3, True), (6, True)])
+@pytest.mark.parametrize(
+    ("num_workers", "fail_at", "has_validation"), [(0, 1, False), (1, 3, True), (0, 6, True)]
+)
 def test_loader_without_length_trains_each_row_once(
-    run_config: RunConfig, fail_at: int, has_validation: bool
+    run_config: RunConfig, num_workers: int, fail_at: int, has_validation: bool
 ) -> None:
     def function() -> list[int]:
         trainer = make_trainer([SaveEachStep()], val_check_interval=1 if has_validation else None)
@@ -123,7 +125,7 @@ def test_loader_without_length_trains_each_row_once(
     result = TorchTrainer(
         function,
         datasets={"train": rows, "valid": held_out},
-        scaling_config=ScalingConfig(num_workers=1),
+        scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=replace(run_config, failure_config=FailureConfig(max_failures=1)),
     ).fit()
     assert result.return_value == [*range(8), *range(8)]

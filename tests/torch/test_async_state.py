@@ -116,7 +116,6 @@ def test_save_async_of_ddp_model_resumes(ray_cluster: None, fit: Fit) -> None:
         assert torch.equal(value, expected)
 
 
-@pytest.mark.nightly
 def test_save_async_of_fsdp_model_resumes_with_other_number_of_workers(
     ray_cluster: None, fit: Fit
 ) -> None:
@@ -157,12 +156,10 @@ def test_save_async_of_fsdp_model_resumes_with_other_number_of_workers(
         return start, loaded, saved
 
     _, _, saved = fit(function, 2).return_value
-    for num_workers in (2, 1):
-        start, loaded, next_saved = fit(function, num_workers).return_value
-        assert start > 0
-        for value, expected in zip(loaded, saved, strict=True):
-            assert torch.equal(value, expected)
-        saved = next_saved
+    start, loaded, _ = fit(function, 1).return_value
+    assert start > 0
+    for value, expected in zip(loaded, saved, strict=True):
+        assert torch.equal(value, expected)
 
 
 def test_save_async_with_killed_writer_raises_and_restarts_from_commit(

@@ -95,12 +95,16 @@ HANGS = [
     ),
     (skip_backward, 2, "rank 1 never entered all_reduce #"),
     (call_broadcast, 2, "rank 0 entered all_reduce #2, but rank 1 entered broadcast #2 "),
-    (
+    pytest.param(
         skip_in_subgroup,
         3,
         "rank 2 never entered all_reduce #1, in which rank 0 waits (process group 1 (pair, gloo))",
+        marks=pytest.mark.nightly,
     ),
-    (recreate_group, 2, "rank 1 never entered barrier #2, in which rank 0 waits "),
+    pytest.param(
+        *(recreate_group, 2, "rank 1 never entered barrier #2, in which rank 0 waits "),
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 

@@ -201,8 +201,8 @@ def assert_equal_weights(result: Result, other: Result) -> None:
 @pytest.mark.parametrize(
     "kills",
     [
-        [Kill(1, 8, "backward")],
-        [Kill(0, 8, "forward")],
+        pytest.param([Kill(1, 8, "backward")], marks=pytest.mark.nightly),
+        pytest.param([Kill(0, 8, "forward")], marks=pytest.mark.nightly),
         pytest.param([Kill(2, 3, "step")], marks=pytest.mark.nightly),
         pytest.param([Kill(1, 2 * STEPS, "epoch")], marks=pytest.mark.nightly),
         [Kill(0, 8, "backward"), Kill(1, 8, "backward")],
@@ -309,6 +309,7 @@ def die_with_spare(config: dict[str, Any]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_in_place_recovery_of_rank_killed_with_spare_and_replacement_starts_another_process(
     run: Callable[..., tuple[Result, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,7 +473,8 @@ def wait_in_first_attempt(config: dict[str, Any]) -> None:
     for _ in training.iter_losses():
         if train.get_context().get_world_rank() == 1 and not marker.exists():
             marker.touch()
-            threading.Event().wait()
+            while True:
+                threading.Event().wait(0.01)  # until the restart
 
 
 def test_in_place_recovery_applies_timeout_of_torch_config(

@@ -80,7 +80,7 @@ def _no_new_writers() -> Iterator[None]:
     assert not psutil.wait_procs(new, timeout=30)[1]  # less than `KEEP_S`
 
 
-@pytest.mark.parametrize("killed_rank", [0, 1])
+@pytest.mark.parametrize("killed_rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_restart_after_sigkill_reads_checkpoint_from_memory(
     ray_cluster: None, fit: Fit, tmp_path: Path, killed_rank: int
 ) -> None:

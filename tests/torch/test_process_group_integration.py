@@ -85,7 +85,11 @@ def test_process_group_can_be_recreated_by_script(fit: Callable[..., Result]) ->
 
 @pytest.mark.usefixtures("patient_restarts")
 @pytest.mark.parametrize(
-    ("leave", "reason"), [(boom, "rank 1: ValueError: boom"), (kill, "rank 1: worker process died")]
+    ("leave", "reason"),
+    [
+        pytest.param(boom, "rank 1: ValueError: boom", marks=pytest.mark.nightly),
+        (kill, "rank 1: worker process died"),
+    ],
 )
 def test_surviving_worker_joins_new_process_group(
     fit: Callable[..., Result], run_config: RunConfig, leave: Callable[[], None], reason: str
@@ -158,7 +162,11 @@ def step_together() -> None:
 
 @pytest.mark.parametrize(
     ("function", "num_warnings"),
-    [(load_alone, 1), (step_together, 0), (collective.barrier, 0)],
+    [
+        (load_alone, 1),
+        (step_together, 0),
+        pytest.param(collective.barrier, 0, marks=pytest.mark.nightly),
+    ],
 )
 def test_communication_check_without_collectives_warns_once(
     fit: Callable[..., Result], capfd: pytest.CaptureFixture[str], function: Any, num_warnings: int

@@ -96,7 +96,7 @@ def list_ends(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("is_killed", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_rollback_of_one_rank_equals_run_without_the_batches(
     tmp_path: Path, is_killed: bool
 ) -> None:

@@ -19,7 +19,13 @@ FRAMEWORK_SEED = 7
 FRAMEWORK_SCENARIOS = 8  # one scenario of Lightning has two ranks
 
 
-@pytest.mark.parametrize("number", range(SCENARIOS))
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[pytest.mark.nightly] if number % 3 else [])
+        for number in range(SCENARIOS)
+    ],
+)
 def test_loader_in_random_scenario_behaves_as_documented(number: int) -> None:
     scenario = draw_scenario(SEED, number)
     assert check_scenario(scenario) == [], scenario

@@ -96,6 +96,7 @@ def test_sharded_checkpoint_contains_shard_of_each_rank(killed: tuple[str, Resul
         assert (Path(checkpoint.path) / shard).stat().st_size > 1000
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("killed", ["fsdp"], indirect=True)
 def test_fsdp_resumes_on_other_world_size(killed: tuple[str, Result], resume: Any) -> None:
     assert sorted(resume(*killed)) == list(range(1, 11))

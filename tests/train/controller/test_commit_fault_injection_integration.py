@@ -115,7 +115,7 @@ def resume_in_threads(directory: Path, run_config: RunConfig) -> Result:
 @pytest.mark.parametrize(
     ("point", "report_options"),
     [
-        ("persist.start", {}),
+        pytest.param("persist.start", {}, marks=pytest.mark.nightly),
         ("persist.half", {}),
         ("persist.half", {"delete_local_checkpoint_after_upload": True}),
     ],

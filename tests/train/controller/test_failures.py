@@ -272,7 +272,7 @@ def test_restart_after_sigkill_resumes_from_latest_checkpoint(run_config: RunCon
     ]
 
 
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_restart_keeps_process_and_cache_of_survivors(run_config: RunConfig, reuse: bool) -> None:
     def function() -> tuple[bool, int]:
         context = train.get_context()

@@ -160,10 +160,11 @@ class TestShards:
         assert orders == [whole for *_, whole in ranks]
         assert sorted(chain(*orders)) == list(range(ROWS))
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("in_memory", "reads"),
         [
-            pytest.param(False, [(2, 10), (3, 20), (1, ROWS)], marks=pytest.mark.nightly),
+            (False, [(2, 10), (3, 20), (1, ROWS)]),
             (True, [(2, 10), (3, ROWS)]),
         ],
     )

@@ -100,12 +100,12 @@ def test_worker_has_modules_arguments_environment_and_directory(commands: Comman
     ("ending", "code"),
     [
         ("pass", 0),
-        ("sys.exit('message')", 1),
+        pytest.param("sys.exit('message')", 1, marks=pytest.mark.nightly),
         ("raise ValueError", 1),
-        ("os._exit(3)", 3),
-        ("os.abort()", -signal.SIGABRT),
+        pytest.param("os._exit(3)", 3, marks=pytest.mark.nightly),
+        pytest.param("os.abort()", -signal.SIGABRT, marks=pytest.mark.nightly),
         ("os.kill(os.getpid(), 9)", -signal.SIGKILL),
-        ("signal.raise_signal(15)", -signal.SIGTERM),
+        pytest.param("signal.raise_signal(15)", -signal.SIGTERM, marks=pytest.mark.nightly),
     ],
 )
 def test_command_ends_as_its_worker(commands: Commands, ending: str, code: int) -> None:
@@ -217,8 +217,14 @@ def test_other_environment_has_another_server(commands: Commands) -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("import missing_module", "No module named 'missing_module'"),
-        ("import sys; sys.exit(3)", "import preloaded raised SystemExit: 3"),
+        pytest.param(
+            *("import missing_module", "No module named 'missing_module'"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            *("import sys; sys.exit(3)", "import preloaded raised SystemExit: 3"),
+            marks=pytest.mark.nightly,
+        ),
         ("import os; os._exit(3)", "the fork server ended"),
         ("import sys; sys.modules['jax'] = sys", "imported jax, which must not be forked"),
         (

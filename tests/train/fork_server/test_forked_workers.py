@@ -127,11 +127,11 @@ def test_forked_workers_create_different_objects_and_use_arrow(tmp_path: Path) -
         total = pyarrow.compute.sum(column).as_py()
         return find_server() != 0, [*identifiers, ray.put(1).hex()], total
 
-    result = fit(function, tmp_path, num_workers=4, forkserver_preload=["pyarrow"])
+    result = fit(function, tmp_path, num_workers=2, forkserver_preload=["pyarrow"])
     assert result.return_values is not None
     are_forked, identifiers, totals = zip(*result.return_values, strict=True)
     assert all(are_forked)
-    assert len({name for names in identifiers for name in names}) == 8
+    assert len({name for names in identifiers for name in names}) == 4
     assert set(totals) == {sum(range(100_000))}
 
 
@@ -178,7 +178,10 @@ def import_and_be_killed_once(config: dict[str, Any]) -> int:
     return find_server()
 
 
-@pytest.mark.parametrize("environment", [{}, {"PANDAS_SETTING": "read by the import"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{}, pytest.param({"PANDAS_SETTING": "read by the import"}, marks=pytest.mark.nightly)],
+)
 def test_restart_and_later_run_preload_what_the_function_imported(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

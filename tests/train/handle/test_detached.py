@@ -270,6 +270,7 @@ def test_attach_by_name_prefers_detached_run_in_progress(
     assert train.attach("run").metrics == {"step": -1}
 
 
+@pytest.mark.nightly
 def test_detached_validation_after_driver_sigkill_completes(
     tmp_path: Path, finish_file: Path, drivers: Drivers, pipe: Pipe
 ) -> None:

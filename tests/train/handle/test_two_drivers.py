@@ -60,7 +60,9 @@ def where(
     return {"storage_filesystem": LocalFileSystem(auto_mkdir=True)}
 
 
-@pytest.mark.parametrize("before", ["nothing", "a run", "a damaged run"])
+@pytest.mark.parametrize(
+    "before", ["nothing", pytest.param("a run", marks=pytest.mark.nightly), "a damaged run"]
+)
 def test_concurrent_fits_start_exactly_one_run(
     tmp_path: Path, drivers: Drivers, pipe: Pipe, before: str, where: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 
 def test_reports_with_random_kills_are_not_lost(pytestconfig: pytest.Config) -> None:
-    command = [sys.executable, "-m", "benchmarks._report_kills", "--kills=20", "--seed=7"]
+    command = [sys.executable, "-m", "benchmarks._report_kills", "--kills=10", "--seed=7"]
     ended = subprocess.run(
         command,
         cwd=pytestconfig.rootpath,

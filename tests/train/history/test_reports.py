@@ -50,6 +50,13 @@ Reports = dict[tuple[int, int], Metrics]
 """Metrics by report number and rank."""
 
 
+def seeds(count: int) -> list[Any]:
+    """Return the seeds of random tests; `make test` runs every third one."""
+    return [
+        pytest.param(seed, marks=[pytest.mark.nightly] if seed % 3 else []) for seed in range(count)
+    ]
+
+
 class Run:
     """A run directory into which reports are written as by the controller."""
 
@@ -123,7 +130,7 @@ def read_feed(feed: ReportFeed, limit: int = 10_000) -> list[tuple[int, int, int
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_feed_of_random_reports_has_each_report_once_and_in_order(
     run: Run, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +181,7 @@ def test_list_of_segments_is_complete_while_segments_are_compressed(
     run.start_attempt(0, 0, 1)
 
     def report() -> None:
-        for step in range(2000):
+        for step in range(1000):
             run.report(0, 0, step, [{"step": step}])
 
     reporter = threading.Thread(target=report)
@@ -185,7 +192,7 @@ def test_list_of_segments_is_complete_while_segments_are_compressed(
     assert len(segments) > 1
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_history_of_random_attempts_has_every_report_once(
     run: Run, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +231,7 @@ def test_history_of_random_attempts_has_every_report_once(
         assert all(name.endswith(".gz") for name in list_reports(run.directory.local_path))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_history_without_a_segment_or_line_is_incomplete(
     run: Run, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,7 +400,9 @@ class Recorder(UserCallback):
             file.write(f"{metrics[0]['step']}\n")
 
 
-@pytest.mark.parametrize("occurrence", [1, 2, 7, 30])
+@pytest.mark.parametrize(
+    "occurrence", [1, *(pytest.param(count, marks=pytest.mark.nightly) for count in (2, 7)), 30]
+)
 @pytest.mark.parametrize("point", ["reports.written", "reports.compressed"])
 def test_driver_killed_while_writing_reports_loses_none_that_were_shown(
     tmp_path: Path, drivers: Drivers, point: str, occurrence: int

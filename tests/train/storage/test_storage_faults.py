@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import multiprocessing
 import os
 import select
 import shutil
@@ -376,26 +377,32 @@ def test_trainer_that_was_not_uploaded_is_restored_locally(tmp_path: Path) -> No
     assert DataParallelTrainer.restore(*far).train_loop_per_worker.__name__ == "two_steps"
 
 
-@pytest.mark.parametrize("point", FAULT_POINTS)
 def test_driver_killed_at_any_step_keeps_committed_checkpoints(
-    tmp_path: Path, drivers: Drivers, point: str
+    tmp_path: Path, drivers: Drivers
 ) -> None:
-    def main() -> None:
+    def drive(point: str) -> None:
         # The segment of an attempt is compressed once, at its end.
         kill_at(point, occurrence=1 if point == "reports.compressed" else 2)
-        fit(two_steps, tmp_path)
+        fit(two_steps, tmp_path / point)
 
-    with drivers(main, XDG_CACHE_HOME=str(tmp_path / "cache")) as driver:
-        assert driver.wait() == -signal.SIGKILL, driver.communicate()
-    is_committed = FAULT_POINTS.index(point) >= FAULT_POINTS.index("commit.manifest")
-    run = tmp_path / "far" / "run"
-    # The journal on remote storage is uploaded after the commit, so it may lag behind it.
-    newest = Result.from_path(str(run), LocalFileSystem(auto_mkdir=True)).checkpoint
-    assert content(newest) == ("1" if is_committed else "0")
-    assert newest is not None
-    newest.verify()
-    fit(lambda: None, tmp_path, resume="must")
-    assert len(list(run.glob("checkpoint_*"))) == (2 if is_committed else 1)
+    def main() -> None:  # forks, because importing Drawbar in each driver takes most of the time
+        for point in FAULT_POINTS:
+            driver = multiprocessing.get_context("fork").Process(target=drive, args=[point])
+            driver.start()
+            driver.join()
+            assert driver.exitcode == -signal.SIGKILL, point
+
+    drivers.run(main, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    for number, point in enumerate(FAULT_POINTS):
+        is_committed = number >= FAULT_POINTS.index("commit.manifest")
+        run = tmp_path / point / "far" / "run"
+        # The journal on remote storage is uploaded after the commit, so it may lag behind it.
+        newest = Result.from_path(str(run), LocalFileSystem(auto_mkdir=True)).checkpoint
+        assert content(newest) == ("1" if is_committed else "0"), point
+        assert newest is not None
+        newest.verify()
+        fit(lambda: None, tmp_path / point, resume="must")
+        assert len(list(run.glob("checkpoint_*"))) == (2 if is_committed else 1), point
 
 
 @pytest.mark.usefixtures("small_files")

@@ -18,10 +18,16 @@ from drawbar.train import Checkpoint, Result
 from drawbar.train.runs import find_run, list_runs
 from tests.train.storage.faulty_storage import content, save, two_steps
 
-NAMES = ["my run 100% #1 ?x é", "a+b%41%", "[x]*~'\"&=;@,$!()"]
+NAMES = [
+    "my run 100% #1 ?x é",
+    pytest.param("a+b%41%", marks=pytest.mark.nightly),
+    "[x]*~'\"&=;@,$!()",
+]
 
 
-@pytest.fixture(params=["path", "file", "s3", "s3 quoted", "memory"])
+@pytest.fixture(
+    params=["path", "file", "s3", pytest.param("s3 quoted", marks=pytest.mark.nightly), "memory"]
+)
 def storage_path(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:

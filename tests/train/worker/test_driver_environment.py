@@ -118,7 +118,7 @@ class Greeter:
         return "hello"
 
 
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("detached", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_ray_init_settings_of_driver_apply_in_workers(
     drivers: Drivers, tmp_path: Path, detached: bool
 ) -> None:

@@ -233,7 +233,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.parametrize("end", [pytest.param("exit", marks=pytest.mark.nightly), "kill"])
 def test_torchrun_server_process_ends_after_report_loses_nothing(run: Run, end: str) -> None:
     num_reports = 100  # more than the system of rank 0 accepts before rank 0 reads
     peer = subprocess.Popen(
