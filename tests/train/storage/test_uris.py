@@ -18,8 +18,9 @@ from drawbar.train import Checkpoint, Result
 from drawbar.train.runs import find_run, list_runs
 from tests.train.storage.faulty_storage import content, save, two_steps
 
+SPECIAL_NAME = "my run 100% #1 ?x é"
 NAMES = [
-    "my run 100% #1 ?x é",
+    SPECIAL_NAME,
     pytest.param("a+b%41%", marks=pytest.mark.nightly),
     "[x]*~'\"&=;@,$!()",
 ]
@@ -92,7 +93,7 @@ def test_error_of_run_prints_storage_path_that_resumes_it(storage_path: str) -> 
         raise RuntimeError("boom")
 
     with pytest.raises(train.TrainingFailedError) as raised:
-        fit(NAMES[0], storage_path, fail)
+        fit(SPECIAL_NAME, storage_path, fail)
     path = raised.value.path
     assert path is not None
     assert re.search(re.escape(f"Run directory: {path}"), str(raised.value))
