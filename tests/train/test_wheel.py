@@ -89,7 +89,7 @@ def test_python_with_the_wheel_replaces_only_the_setup_of_forked_workers(
     script.write_text("print('setup of Ray')")
 
     def start_worker(py_executable: str) -> str:
-        context = {
+        context: dict[str, object] = {
             "command_prefix": [],
             "env_vars": {},
             "py_executable": py_executable,
