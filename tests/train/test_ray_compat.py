@@ -8,6 +8,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +20,10 @@ import pytest
 import ray
 import ray.data
 from ray._private import state, worker
+from ray._private.runtime_env.context import RuntimeEnvContext
 
 from drawbar._base import ray_compat as _ray_compat
+from drawbar._fork_server import client
 from drawbar._modes.cluster_checks import check_cluster_fits
 from drawbar.train import InsufficientResourcesError, ScalingConfig
 
@@ -114,3 +120,38 @@ def test_dataset_has_block_rows_iterators_and_execution_index() -> None:
     assert coordinator is not None
     ray.kill(coordinator)
     assert ("_execution_idx" in vars(dataset.context)) == (RAY_VERSION >= (2, 54))
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_replaced"),
+    [
+        ({}, True),
+        ({"env_vars": {"A": "${B}/x", "C": "${D}$B y"}, "command_prefix": ["cd", "/", "&&"]}, True),
+        ({"override_worker_entrypoint": "other.py"}, False),
+        ({"py_executable": "echo of the user"}, False),
+    ],
+)
+def test_setup_of_forked_worker_runs_the_command_of_ray(
+    setting: dict[str, Any], is_replaced: bool
+) -> None:
+    command = f"echo $PWD $A $C; echo {client.__file__}"
+    context = RuntimeEnvContext(**{"py_executable": command, **setting}).serialize()
+    script = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
+    arguments = [f"--serialized-runtime-env-context={context}", "--language=PYTHON"]
+    replacement = "import sys; from drawbar._fork_server import ray_setup as r; r.run(sys.argv[1:])"
+
+    def start_worker(*python: str) -> str:
+        process = subprocess.run(
+            [sys.executable, *python, "default_worker.py", "--name=a b $A", *arguments],
+            env={**os.environ, "B": "b"},
+            capture_output=True,
+            text=True,
+        )
+        return process.stdout
+
+    # Without `site`, so that the line in the `.pth` file does not run.
+    path = [entry for entry in sys.path if entry]
+    of_ray = (
+        f"import sys, runpy; sys.path[:] = {path!r}; runpy.run_path({script!r}, None, '__main__')"
+    )
+    assert (start_worker("-c", replacement) == start_worker("-S", "-c", of_ray)) == is_replaced

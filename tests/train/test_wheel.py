@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import sysconfig
@@ -64,16 +65,43 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_contains_all_packages_with_types_and_no_tests(wheel: Path) -> None:
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    files = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    names = [name for name in files if name != "drawbar_fork_server.pth"]
     packages = {"/".join(name.split("/")[:2]) for name in names}  # py.typed covers subpackages
     assert "drawbar/train" in packages
     assert {name for name in names if name.endswith("py.typed")} == {
         f"{package}/py.typed" for package in packages
     }
     assert all(name.startswith("drawbar/") for name in names)
+    assert len(files) == len(names) + 1
     assert not [name for name in names if "test_" in name or "conftest" in name]
     sources = {*(ROOT / "core").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")}
     assert sum(name.endswith(".py") for name in names) == len(sources)
+
+
+def test_python_with_the_wheel_replaces_only_the_setup_of_forked_workers(
+    python: Path, tmp_path: Path
+) -> None:
+    site = python.parents[1] / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    client = site / "drawbar" / "_fork_server" / "client.py"
+    script = tmp_path / "ray" / "_private" / "workers" / "setup_worker.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("print('setup of Ray')")
+
+    def start_worker(py_executable: str) -> str:
+        context: dict[str, object] = {
+            "command_prefix": [],
+            "env_vars": {},
+            "py_executable": py_executable,
+            "override_worker_entrypoint": None,
+            "java_jars": [],
+        }
+        options = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(context)}"]
+        return run(python, script, "default_worker.py", *options, cwd=tmp_path).strip()
+
+    assert start_worker(f"echo forked by {client}") == f"forked by {client} default_worker.py"
+    assert start_worker("echo of the user") == "setup of Ray"
+    assert run(python, "-c", "print('another script')", cwd=tmp_path) == "another script\n"
 
 
 def test_wheel_runs_training_from_another_directory(
