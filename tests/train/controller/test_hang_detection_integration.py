@@ -129,7 +129,8 @@ def wait_for_child(gate: Path) -> None:
 
 
 def freeze(gate: Path) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    # Not `os.kill()`: another thread might receive the signal, and this one enter the barrier first.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 STALLS = {
