@@ -129,7 +129,7 @@ def wait_for_child(gate: Path) -> None:
 
 
 def freeze(gate: Path) -> None:
-    # Not `os.kill()`: another thread might receive the signal, and this one enter the barrier first.
+    # With `os.kill()`, this thread might enter the barrier before another one receives the signal.
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
