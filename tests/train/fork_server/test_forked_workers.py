@@ -68,6 +68,27 @@ def test_start_restart_and_later_run_use_one_server(
     assert "before the report" in (tmp_path / "second" / "logs" / "rank_1.log").read_text()
 
 
+def test_forked_worker_starts_without_the_setup_script_of_ray(drivers: Any, tmp_path: Path) -> None:
+    # Python imports `sitecustomize` after it has executed the lines of `.pth` files.
+    started = tmp_path / "started"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        f"with open({str(started)!r}, 'a') as file:\n"
+        "    print(*sys.orig_argv[1:2], file=file)\n"
+    )
+
+    def main() -> None:
+        result = fit(find_server, tmp_path, num_workers=1, forkserver_preload=[MODULE])
+        assert result.return_value != 0
+        assert "setup_worker.py" not in started.read_text()
+        # The worker of another runtime environment is set up by Ray.
+        task = ray.remote(find_server).options(runtime_env={"env_vars": {"OTHER": "1"}})
+        ray.get(task.remote())
+        assert "setup_worker.py" in started.read_text()
+
+    drivers.run(main, RAY_ADDRESS="local", PYTHONPATH=str(tmp_path))
+
+
 def test_import_error_starts_workers_without_server_and_is_shown_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
