@@ -20,6 +20,12 @@ from drawbar.train.backend import import_private
 
 tree_map_only = import_private("torch.utils._pytree", "tree_map_only")
 
+_GROUP_DICTS = (
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"),
+    "pg_coalesce_state",
+)
+"""Attributes of `_world` in which torch keeps its groups."""
+
 
 def count_group_activity() -> tuple[int, int] | None:
     """Count the collectives of the default process group, and all process groups.
@@ -97,13 +103,21 @@ def abort_default_group() -> None:
     abort()
 
 
-def reset_group_names() -> None:
-    """Name the next default group as in a new process.
+def forget_groups() -> None:
+    """Remove what is left of groups, so that the next default group is as in a new process.
 
-    torch counts groups to name them, also one whose creation fails, and does not start again then.
-    Ranks that give a group different names wait for each other until the time limit.
+    An interrupt can end `init_process_group()` and `destroy_process_group()` at any line. Then
+    torch may have no default group, but still the name of a group, and raises an error for the next
+    group with this name. It also counts groups to name them, also one whose creation fails, and
+    does not start again then. Ranks that give a group different names wait for each other until the
+    time limit.
     """
-    world: Any = getattr(dist.distributed_c10d, "_world", None)
+    c10d: Any = dist.distributed_c10d
+    world: Any = getattr(c10d, "_world", None)
+    for name in _GROUP_DICTS:
+        getattr(world, name, {}).clear()
+    if hasattr(c10d, "_unregister_all_process_groups"):
+        c10d._unregister_all_process_groups()
     if hasattr(world, "group_count"):
         world.group_count = 0
 

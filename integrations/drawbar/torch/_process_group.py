@@ -38,7 +38,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.torch._attempt_cleanup import on_attempt_end, restore_env, set_env
-from drawbar.torch._compat import abort_default_group, reset_group_names
+from drawbar.torch._compat import abort_default_group, forget_groups
 from drawbar.torch._flight_recorder import flight_recorder
 from drawbar.torch._replica_group import CollectiveTimeout, open_store
 from drawbar.train import TrainContext, collective, get_context
@@ -214,7 +214,7 @@ def _ensure_no_group() -> None:
             "torch.distributed is already initialized in this process, so the run cannot create "
             "its process group. Call torch.distributed.destroy_process_group() before fit()."
         )
-    reset_group_names()
+    forget_groups()
 
 
 def _destroy_group(device: torch.device) -> None:
