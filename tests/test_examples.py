@@ -47,6 +47,7 @@ def run(tmp_path: Path, forks: Forks) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.nightly  # README.md has the same script, which tests/test_docs.py runs
 def test_example_quickstart_trains(run: Callable[..., str], tmp_path: Path) -> None:
     output = run("quickstart.py")
     assert float(re.findall(r"'loss': ([\d.e-]+)", output)[0]) < 0.5

@@ -106,7 +106,7 @@ def run(path: Path, name: str, num_workers: int, max_steps: int) -> Result:
 def test_global_batch_size_keeps_loss_curve_with_other_numbers_of_workers(tmp_path: Path) -> None:
     run(tmp_path, "four", 4, 2 * EPOCH_STEPS)
     rows: Rows = []
-    for num_workers, max_steps in ((4, 2), (2, 4), (3, 6), (4, 8)):
+    for num_workers, max_steps in ((4, 3), (3, 2 * EPOCH_STEPS)):  # within an epoch
         rows += itertools.chain(*run(tmp_path, "changed", num_workers, max_steps).return_values)
     expected, curve = (
         find_run(str(tmp_path / name)).get_curves()["curve"] for name in ("four", "changed")

@@ -477,6 +477,7 @@ def wait_in_first_attempt(config: dict[str, Any]) -> None:
                 threading.Event().wait(0.01)  # until the restart
 
 
+@pytest.mark.nightly  # it waits 30 s for the notice of a death
 def test_in_place_recovery_applies_timeout_of_torch_config(
     run: Callable[..., tuple[Result, list[int]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
