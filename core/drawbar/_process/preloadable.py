@@ -20,7 +20,7 @@ FRAMEWORKS = frozenset(
         "xgboost",
     }
 )
-"""Packages with a slow import, which justifies a fork server."""
+"""Packages with a slow import, for which the ranks of a script are forked."""
 
 DEPENDENCIES = frozenset(
     {
@@ -40,12 +40,10 @@ def select_preloadable(modules: Iterable[str]) -> tuple[str, ...]:
         modules: Names of the imported modules of a process, as in `sys.modules`.
 
     Returns:
-        Packages and their direct submodules, whose import imports deeper ones. Nothing if no slow
-        package is among them.
+        Packages and their direct submodules, whose import imports deeper ones.
     """
-    names = [
+    return tuple(
         name
         for name in modules
         if name.count(".") <= 1 and name.partition(".")[0] in PRELOADABLE_PACKAGES
-    ]
-    return tuple(names) if any(name in FRAMEWORKS for name in names) else ()
+    )

@@ -187,7 +187,9 @@ def test_exception_and_exit_code_of_forked_worker(tmp_path: Path) -> None:
         fit(function, tmp_path, num_workers=1, forkserver_preload=[MODULE])
 
 
-def import_and_be_killed_once(config: dict[str, Any]) -> int:
+def import_and_be_killed_once(config: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether this process was forked, and whether it had the module at its start."""
+    was_imported = config["module"] in sys.modules
     os.environ.update(config["environment"])
     importlib.import_module(config["module"])
     train.report({})
@@ -196,34 +198,38 @@ def import_and_be_killed_once(config: dict[str, Any]) -> int:
     if train.get_context().get_world_rank() == 1 and not flag.exists():
         flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return find_server()
+    return find_server() != 0, was_imported
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [{}, pytest.param({"PANDAS_SETTING": "read by the import"}, marks=pytest.mark.nightly)],
+    ("module", "environment"),
+    [
+        ("pandas", {}),
+        ("this", {}),  # not preloaded: the workers have only what each worker imports
+        pytest.param("pandas", {"PANDAS_SETTING": "read by the import"}, marks=pytest.mark.nightly),
+    ],
 )
 def test_restart_and_later_run_preload_what_the_function_imported(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, module: str, environment: dict[str, str]
 ) -> None:
-    def function(config: dict[str, Any]) -> int:
+    def function(config: dict[str, Any]) -> tuple[bool, bool]:
         return import_and_be_killed_once(config)
 
-    # The function of the other case has the same name, but imports in another environment.
-    function.__qualname__ += repr(environment)
-    servers = [
+    # The function of another case has the same name, but imports something else.
+    function.__qualname__ += module + repr(environment)
+    runs = [
         fit(
             function,
             RunConfig(name=name, storage_path=tmp_path),
-            {"module": "pandas", "environment": environment, "flag": tmp_path / "was_killed"},
+            {"module": module, "environment": environment, "flag": tmp_path / "was_killed"},
             num_workers=2,
             max_failures=1,
         ).return_values
         for name in ("first", "second")
     ]
-    was_forked = [[server != 0 for server in run or []] for run in servers]
-    # Rank 0 of the first run is kept after the failure.
-    assert was_forked == ([[False] * 2] * 2 if environment else [[False, True], [True, True]])
+    kept = (False, True)  # rank 0 of the first run keeps its process after the failure
+    forked = (True, module == "pandas" and not environment)
+    assert runs == [[kept, forked], [forked, forked]]
 
 
 def test_second_run_of_a_notebook_cell_is_forked(tmp_path: Path) -> None:
@@ -254,7 +260,7 @@ def test_unsafe_import_of_the_function_is_shown_once(
     )
     runtime_env = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
 
-    def function(config: dict[str, Any]) -> int:
+    def function(config: dict[str, Any]) -> tuple[bool, bool]:
         return import_and_be_killed_once(config)
 
     flag = tmp_path / "was_killed"
@@ -262,7 +268,7 @@ def test_unsafe_import_of_the_function_is_shown_once(
     for name in ("first", "second"):
         run = RunConfig(name=name, storage_path=tmp_path, worker_runtime_env=runtime_env)
         result = fit(function, run, config, num_workers=2, max_failures=1)
-        assert result.return_values == [0, 0]
+        assert [is_forked for is_forked, _ in result.return_values or []] == [False, False]
     shown = capfd.readouterr().err
     assert shown.count("Workers started without the fork server") == 1
     assert "lightgbm started threads, which a fork would lose" in shown
