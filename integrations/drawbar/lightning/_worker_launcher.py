@@ -14,6 +14,7 @@ from drawbar.lightning._checkpoint import find_newest_checkpoint, lightning_chec
 from drawbar.lightning._prepare import prepare_trainer
 from drawbar.lightning._resume import is_tuner_run, select_resume_checkpoint
 from drawbar.train import Checkpoint
+from drawbar.train.backend import get_recovery
 
 
 class WorkerLauncher:
@@ -38,6 +39,9 @@ class WorkerLauncher:
         ckpt_path = call.arguments.get("ckpt_path")
         if trainer.state.fn == "fit" and not is_tuner_run(trainer):
             ckpt_path = select_resume_checkpoint(trainer, ckpt_path)
+            recovery = get_recovery()
+            if recovery is not None and recovery.is_joining:
+                ckpt_path = None  # another rank has newer weights
         if ckpt_path == "last":
             newest = find_newest_checkpoint() or self._previous
             ckpt_path = ckpt_path if newest is None else str(lightning_checkpoint_path(newest))

@@ -22,7 +22,14 @@ from drawbar.torch._tensors import iter_tensors
 
 
 class CannotRecoverError(RuntimeError):
-    """The state of the ranks does not allow an in-place recovery."""
+    """The state of the ranks does not allow an in-place recovery.
+
+    Example:
+        ```python
+        if state["callbacks"] != get_names(callbacks):
+            raise CannotRecoverError("the new process has other callbacks")
+        ```
+    """
 
 
 @dataclass
@@ -66,6 +73,7 @@ class StepState:
             change before the next step.
         random_states: States of the generators of Python, NumPy, and PyTorch.
         buffers: Buffers by model.
+        loop_state: State of the loop of a framework.
     """
 
     num_reductions: int
@@ -76,6 +84,7 @@ class StepState:
     followers: list[tuple[str, dict[str, Any]]]
     random_states: tuple[Any, Any, torch.Tensor]
     buffers: list[dict[str, torch.Tensor]]
+    loop_state: Any = None
 
 
 class TrainedObjects:
