@@ -20,8 +20,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
-from drawbar.lightning import DrawbarLogger, RayDDPStrategy, RayTrainReportCallback
+from drawbar.lightning import DrawbarLogger, RayDDPStrategy
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context, runs
 
@@ -33,8 +34,8 @@ pytestmark = [
 NUM_WORKERS = 3
 NUM_SAMPLES = 48
 BATCH_SIZE = 4
-EPOCHS = 4
 STEPS = NUM_SAMPLES // BATCH_SIZE // NUM_WORKERS
+EPOCHS = 3  # then, `EarlyStopping` ends the training
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Kill:
     rank: int
     step: int
     place: str
+
+    @property
+    def epoch(self) -> int:
+        return (self.step if self.place in ("forward", "backward") else self.step - 1) // STEPS
 
 
 class Recorder:
@@ -55,9 +60,10 @@ class Recorder:
         self._file = self._directory / f"rank_{self._rank}.jsonl"
         self._kills = [kill for kill in kills if kill.rank == self._rank]
 
-    def record(self, **values: Any) -> None:
+    def record(self, hook: str, epoch: int, **values: Any) -> None:
+        record = {"hook": hook, "epoch": epoch, "pid": os.getpid(), **values}
         with self._file.open("a") as file:
-            print(json.dumps({"pid": os.getpid(), **values}), file=file)
+            print(json.dumps(record), file=file)
 
     def die_at(self, place: str, step: int) -> None:
         for number, kill in enumerate(self._kills):
@@ -77,11 +83,13 @@ class Net(pl.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
         )
+        self.mean_loss = MeanMetric()
         weight: Any = next(self.parameters())
         weight.register_hook(lambda _: self.die_at("backward"))
 
     def die_at(self, place: str) -> None:
-        self.recorder.die_at(place, self.global_step)
+        if not self.trainer.sanity_checking:
+            self.recorder.die_at(place, self.global_step)
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.die_at("forward")
@@ -90,41 +98,45 @@ class Net(pl.LightningModule):
         loss = nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("own_loss", loss, on_step=False, on_epoch=True)
+        self.mean_loss(loss)
+        self.log("mean_loss", self.mean_loss, on_step=False, on_epoch=True)
+        self.log("until_stop", max(1.0 - self.current_epoch, 0.0), on_step=False, on_epoch=True)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        self.recorder.record(
-            hook="batch_end",
-            samples=self.samples,
-            place=[self.current_epoch, index, self.global_step],
-        )
+        step, epoch = self.global_step, self.current_epoch
+        self.recorder.record("batch_end", epoch, samples=self.samples, index=index, step=step)
         self.die_at("batch_end")
 
     def on_train_epoch_start(self) -> None:
-        self.recorder.record(hook="epoch_start", epoch=self.current_epoch)
+        self.recorder.record("epoch_start", self.current_epoch)
 
     def on_train_epoch_end(self) -> None:
         self.die_at("epoch_end")
-        own_loss = self.trainer.callback_metrics["own_loss"].item()
-        self.recorder.record(hook="epoch_end", epoch=self.current_epoch, own_loss=own_loss)
+        metrics = self.trainer.callback_metrics
+        losses = {name: metrics[name].item() for name in ("loss", "own_loss", "mean_loss")}
+        self.recorder.record("epoch_end", self.current_epoch, losses=losses)
 
     def validation_step(self, batch: Any, index: int) -> None:
-        if not self.trainer.sanity_checking:
-            self.die_at("validation")
+        self.die_at("validation")
         _, x, y = batch
         self.log("val_loss", nn.functional.mse_loss(self.net(x), y), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
-            self.recorder.record(hook="validation_end", epoch=self.current_epoch)
+            self.recorder.record("validation_end", self.current_epoch)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.die_at("checkpoint")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
-        }
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [
+            {"scheduler": plateau, "monitor": "val_loss"},
+            {"scheduler": decay, "interval": "step"},
+        ]
 
 
 def make_loader(count: int, shuffle: bool) -> DataLoader[Any]:
@@ -133,30 +145,37 @@ def make_loader(count: int, shuffle: bool) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=shuffle)
 
 
+def make_trainer(callbacks: list[Any], **options: Any) -> pl.Trainer:
+    defaults: Any = {
+        "accelerator": "cpu",
+        "strategy": RayDDPStrategy(),
+        "logger": DrawbarLogger(),
+        "log_every_n_steps": 1,
+        "max_epochs": 8,
+        "val_check_interval": 0.5,
+        "num_sanity_val_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(callbacks=callbacks, **{**defaults, **options})
+
+
 def train_func(config: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
-    module = Net(Recorder(config["directory"], config["kills"]))
-    checkpoint = ModelCheckpoint(monitor="val_loss", dirpath=config["directory"], save_top_k=2)
-    stopping = EarlyStopping("val_loss", patience=10)
-    callbacks: list[Any] = [checkpoint, stopping]
-    if config["checkpoints"]:
-        callbacks.append(RayTrainReportCallback())
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=RayDDPStrategy(),
-        callbacks=callbacks,
-        logger=DrawbarLogger(),
-        log_every_n_steps=1,
-        max_epochs=EPOCHS,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **config["options"],
-    )
+    module = config["make_module"](Recorder(config["directory"], config["kills"]))
+    checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=2)
+    stopping = EarlyStopping("until_stop", patience=1, check_on_train_epoch_end=True)
+    trainer = make_trainer([checkpoint, stopping, *config["callbacks"]], **config["options"])
     trainer.fit(module, make_loader(NUM_SAMPLES, True), make_loader(12, False))
+    schedulers = {
+        type(each.scheduler).__name__: each.scheduler.state_dict()
+        for each in trainer.lr_scheduler_configs
+    }
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "step": trainer.global_step,
-        "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "epoch": trainer.current_epoch,
+        "schedulers": schedulers,
         "stopping": stopping.state_dict(),
         "best_model_score": checkpoint.best_model_score,
         "best_model": Path(checkpoint.best_model_path).parts[-2:],
@@ -187,7 +206,7 @@ class Outcome:
 
 
 def run(
-    path: Path, *kills: Kill, function: Any = train_func, checkpoints: bool = False, **options: Any
+    path: Path, *kills: Kill, make_module: Any = Net, callbacks: Any = (), **options: Any
 ) -> Outcome:
     """Train, and return the outcome. `options` are arguments of the Trainer."""
     directory = path / "records"
@@ -195,12 +214,13 @@ def run(
     config = {
         "directory": str(directory),
         "kills": kills,
-        "checkpoints": checkpoints,
+        "make_module": make_module,
+        "callbacks": callbacks,
         "options": options,
     }
     failures = FailureConfig(max_failures=5, recovery="in_place")
     result = TorchTrainer(
-        function,
+        train_func,
         train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
         run_config=RunConfig(name="run", storage_path=path, failure_config=failures),
@@ -221,19 +241,24 @@ def undisturbed(
     return outcome
 
 
-def assert_close(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(state) == list(expected)
-    for name, value in expected.items():
-        if isinstance(value, float | torch.Tensor):
-            torch.testing.assert_close(state[name], value)
-        elif isinstance(value, dict):
-            assert_close(state[name], value)
-        else:
-            assert state[name] == value
+def assert_close(value: Any, expected: Any) -> None:
+    if isinstance(expected, float | torch.Tensor):
+        torch.testing.assert_close(value, expected)
+    elif isinstance(expected, dict):
+        assert list(value) == list(expected)
+        for name in expected:
+            assert_close(value[name], expected[name])
+    elif isinstance(expected, list):
+        assert len(value) == len(expected)
+        for each, other in zip(value, expected, strict=True):
+            assert_close(each, other)
+    else:
+        assert value == expected
 
 
 def check_equal(outcome: Outcome, undisturbed: Outcome) -> None:
     """Check that a run has ended like the undisturbed one."""
+    assert outcome.samples == undisturbed.samples
     pairs = zip(outcome.result.return_values, undisturbed.result.return_values, strict=True)
     for rank, (value, expected) in enumerate(pairs):
         if rank > 0:  # DDP does not copy the last buffers
@@ -243,17 +268,23 @@ def check_equal(outcome: Outcome, undisturbed: Outcome) -> None:
         assert_close(value, expected)
 
 
-def check_hooks(outcome: Outcome, undisturbed: Outcome, dead: set[int]) -> None:
-    """Check that the ranks that survive have run each hook once."""
-    for rank, (records, expected) in enumerate(
-        zip(outcome.records, undisturbed.records, strict=True)
-    ):
-        if rank not in dead:
-            assert len({each["pid"] for each in records}) == 1
-            for each, other in zip(records, expected, strict=True):
-                own, others = ({**values, "pid": 0} for values in (each, other))
-                assert own.pop("own_loss", 0) == pytest.approx(others.pop("own_loss", 0))
-                assert own == others
+def check_survivors(outcome: Outcome, undisturbed: Outcome, kills: list[Kill]) -> None:
+    """Check that the ranks that survive have run each hook once, and made each report once."""
+    frames = [each.result.metrics_dataframe for each in (outcome, undisturbed)]
+    for rank in set(range(NUM_WORKERS)) - {kill.rank for kill in kills}:
+        records, expected = outcome.records[rank], undisturbed.records[rank]
+        assert len({each["pid"] for each in records}) == 1
+        for record, other in zip(records, expected, strict=True):
+            changed = {"pid"}
+            if record["epoch"] in {kill.epoch for kill in kills}:
+                changed.add("losses")  # a mean of all batches of the epoch
+            own, others = (
+                {name: value for name, value in each.items() if name not in changed}
+                for each in (record, other)
+            )
+            assert_close(own, others)
+        reports, others = (frame[frame["rank"] == rank] for frame in frames)
+        assert len(reports) == len(others)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +293,17 @@ def check_hooks(outcome: Outcome, undisturbed: Outcome, dead: set[int]) -> None:
         pytest.param([Kill(1, 0, "forward")], id="first_batch"),
         pytest.param([Kill(1, STEPS + 1, "forward")], id="middle_of_epoch"),
         pytest.param([Kill(0, STEPS + 2, "backward")], id="backward_of_rank_0"),
-        pytest.param([Kill(2, STEPS + 2, "batch_end")], id="batch_end"),
+        pytest.param([Kill(2, STEPS + 1, "batch_end")], id="batch_end"),
         pytest.param([Kill(1, 2 * STEPS, "batch_end")], id="last_batch_end"),
-        pytest.param([Kill(1, 2 * STEPS, "epoch_end")], id="epoch_end"),
-        pytest.param([Kill(2, 2 * STEPS, "validation")], id="validation"),
+        pytest.param([Kill(0, STEPS + 2, "validation")], id="validation"),
+        pytest.param([Kill(2, 2 * STEPS, "validation")], id="validation_at_epoch_end"),
+        pytest.param([Kill(1, STEPS, "epoch_end")], id="epoch_end"),
+        pytest.param([Kill(1, EPOCHS * STEPS, "epoch_end")], id="last_epoch_end"),
+        pytest.param([Kill(1, 3, "backward"), Kill(2, 3, "backward")], id="two_at_once"),
+        pytest.param(
+            [Kill(1, 2, "forward"), Kill(1, STEPS, "validation"), Kill(0, STEPS + 3, "backward")],
+            id="one_by_one",
+        ),
     ],
 )
 def test_in_place_recovery_equals_undisturbed_run(
@@ -273,8 +311,7 @@ def test_in_place_recovery_equals_undisturbed_run(
 ) -> None:
     outcome = run(tmp_path, *kills)
     recovered = outcome.get_events("recovered_in_place")
-    assert [rank for event in recovered for rank in event["ranks"]] == [kill.rank for kill in kills]
+    assert sum(len(event["ranks"]) for event in recovered) == len(kills)
     assert len(outcome.get_events("attempt_started")) == 1
-    assert outcome.samples == undisturbed.samples
     check_equal(outcome, undisturbed)
-    check_hooks(outcome, undisturbed, {kill.rank for kill in kills})
+    check_survivors(outcome, undisturbed, kills)

@@ -285,12 +285,62 @@ def create_validation_loaders(trainer: Any) -> None:
         trainer.training = True
 
 
+_METRIC_COUNTERS = ("_update_count", "_computed")
+
+
+def read_metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return copies of the states of torchmetrics, by name."""
+    return {
+        name: {
+            state: value.copy() if isinstance(value, list) else value.clone()
+            for state, value in metric.metric_state.items()
+        }
+        | {counter: vars(metric)[counter] for counter in _METRIC_COUNTERS}
+        for name, metric in metrics.items()
+    }
+
+
+def load_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Load the result of `read_metric_states` of another rank."""
+    for name, metric in metrics.items():
+        for state, value in states[name].items():
+            setattr(metric, state, value)
+
+
+def find_metrics(module: nn.Module) -> dict[str, Any]:
+    """Return the torchmetrics of a module, by their names in the module."""
+    from torchmetrics import Metric
+
+    return {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
+
+
 _METRICS = ("_logged_metrics", "_callback_metrics", "_progress_bar_metrics")
 _LOG_STATE = ("_first_loop_iter", "_current_fx")
 _RESULT_STATE = (
     *("value", "cumulated_batch_size", "has_reset"),
     *("_forward_cache", "_computed", "_update_count"),
 )
+
+
+def read_result(result: Any) -> tuple[object, bool, dict[str, Any]]:
+    """Return a value of `self.log`. Lightning replaces its tensors and does not change them."""
+    metadata = copy.copy(result.meta)
+    metadata.sync = dataclasses.replace(metadata.sync, fn=None)  # a method of the strategy
+    values = {name: vars(result)[name] for name in _RESULT_STATE if name in vars(result)}
+    if not result.is_tensor:
+        del values["value"]  # torchmetrics of the module
+    return metadata, result.is_tensor, values
+
+
+def make_result(trainer: Any, metadata: Any, is_tensor: bool, values: Mapping[str, Any]) -> object:
+    """Make a value of `self.log` from the result of `read_result`."""
+    module = sys.modules[type(metadata).__module__]
+    metadata.sync = dataclasses.replace(metadata.sync, fn=trainer.strategy.reduce)
+    result = cast("Any", module)._ResultMetric(metadata, is_tensor)
+    vars(result).update(values)
+    if not is_tensor:
+        result.value = trainer.lightning_module.get_submodule(metadata.metric_attribute)
+    return cast("object", result)
 
 
 def read_fit_state(trainer: Any) -> dict[str, Any]:
@@ -306,7 +356,7 @@ def read_fit_state(trainer: Any) -> dict[str, Any]:
         "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
         "log_state": {name: getattr(connector, name) for name in _LOG_STATE},
         "results": {
-            name: _read_result(result) for name, result in fit_loop.epoch_loop._results.items()
+            name: read_result(result) for name, result in fit_loop.epoch_loop._results.items()
         },
     }
 
@@ -321,23 +371,7 @@ def load_fit_state(trainer: Any, state: Mapping[str, Any]) -> None:
     results = fit_loop.epoch_loop._results
     results.clear()
     for name, (metadata, is_tensor, values) in state["results"].items():
-        results[name] = _make_result(trainer, metadata, is_tensor, values)
-
-
-def _read_result(result: Any) -> tuple[object, bool, dict[str, Any]]:
-    """Return a value of `self.log`. Lightning replaces its tensors and does not change them."""
-    metadata = copy.copy(result.meta)
-    metadata.sync = dataclasses.replace(metadata.sync, fn=None)  # a method of the strategy
-    values = {name: vars(result)[name] for name in _RESULT_STATE if name in vars(result)}
-    return metadata, result.is_tensor, values
-
-
-def _make_result(trainer: Any, metadata: Any, is_tensor: bool, values: Mapping[str, Any]) -> object:
-    module = sys.modules[type(metadata).__module__]
-    metadata.sync = dataclasses.replace(metadata.sync, fn=trainer.strategy.reduce)
-    result = cast("Any", module)._ResultMetric(metadata, is_tensor)
-    vars(result).update(values)
-    return cast("object", result)
+        results[name] = make_result(trainer, metadata, is_tensor, values)
 
 
 def restart_train_loaders(trainer: object) -> None:

@@ -17,15 +17,20 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torch import Tensor
+
 from drawbar.lightning._compat import (
     averages_models,
     create_validation_loaders,
+    find_metrics,
     get_ddp_arguments,
     get_saved_step,
     hook_batches,
     load_fit_state,
+    load_metric_states,
     mark_step_as_saved,
     read_fit_state,
+    read_metric_states,
     reads_batches_in_module,
     restart_train_loaders,
     unhook_batches,
@@ -34,6 +39,7 @@ from drawbar.lightning._compat import (
 from drawbar.lightning._data_position import find_resumable_batches
 from drawbar.lightning._package import import_lightning_class
 from drawbar.torch.integration import CannotRecoverError, EpochPosition, InPlaceTraining
+from drawbar.train import collective
 
 _NEEDS = (
     "A rank of Lightning has it before a batch, in a validation, and at the end of an epoch, but "
@@ -61,6 +67,10 @@ class InPlaceFit:
 
     def __init__(self, trainer: Any, training: InPlaceTraining) -> None:
         check_settings(trainer)
+        self._metrics = find_metrics(trainer.lightning_module)
+        for metric in self._metrics.values():
+            if metric.dist_sync_fn is None:
+                metric.dist_sync_fn = _gather
         training.needs = _NEEDS
         self._trainer = trainer
         self._training = training
@@ -109,6 +119,7 @@ class InPlaceFit:
         return {
             "is_after_batch": is_after_batch,
             "fit": read_fit_state(trainer),
+            "torchmetrics": read_metric_states(self._metrics),
             "trainer": {
                 "should_stop": trainer.should_stop,
                 "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -129,6 +140,7 @@ class InPlaceFit:
             raise CannotRecoverError("the new process has other callbacks")
         if state["schedulers"] != _describe_schedulers(trainer):
             raise CannotRecoverError("the new process has other schedulers")
+        load_metric_states(self._metrics, state["torchmetrics"])
         load_fit_state(trainer, state["fit"])
         vars(trainer).update(state["trainer"])
         for callback, (_, callback_state, saved_step) in zip(
@@ -142,6 +154,11 @@ class InPlaceFit:
         batches.continue_at(EpochPosition(**state["position"]))
         restart_train_loaders(trainer)
         return bool(state["is_after_batch"])
+
+
+def _gather(tensor: Tensor, group: object = None) -> list[Tensor]:
+    """Gather a state of torchmetrics, also if its shape differs between ranks."""
+    return collective.all_gather(tensor)
 
 
 def _describe_schedulers(trainer: Any) -> list[tuple[str, str, int]]:

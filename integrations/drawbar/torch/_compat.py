@@ -98,14 +98,20 @@ def abort_default_group() -> None:
 
 
 def reset_group_names() -> None:
-    """Name the next default group as in a new process.
+    """Name the next default group as in a new process. Call it while no group exists.
 
     torch counts groups to name them, also one whose creation fails, and does not start again then.
-    Ranks that give a group different names wait for each other until the time limit.
+    Ranks that give a group different names wait for each other until the time limit. If an
+    exception interrupts the creation or destruction of a group, its name stays registered, and a
+    group of the same name raises an error.
     """
-    world: Any = getattr(dist.distributed_c10d, "_world", None)
+    c10d: Any = dist.distributed_c10d
+    world: Any = getattr(c10d, "_world", None)
     if hasattr(world, "group_count"):
         world.group_count = 0
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"):
+        getattr(world, name, {}).clear()
+    getattr(c10d, "_unregister_all_process_groups", lambda: None)()
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: object) -> object:
