@@ -444,7 +444,7 @@ class InPlaceTraining:
                 )
             if self._rank == sources[0]:
                 assert step is not None  # can_send
-                data = self._objects.save(step)
+                data = self._objects.save(step, self._recovery.get_counters())
                 for rank in new_ranks:
                     group.send(data, rank)
             elif self._rank in new_ranks:
@@ -466,7 +466,7 @@ class InPlaceTraining:
             raise
         step: StepState = state["step"]
         self._num_reductions, self._num_steps, self._has_gradients = step.num_reductions, 0, False
-        self._recovery.join(step.counters)
+        self._recovery.join(step.counters, state["latest_counters"])
         self._received = None
 
 

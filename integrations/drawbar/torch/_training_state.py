@@ -165,11 +165,17 @@ class TrainedObjects:
             checksum = zlib.crc32(data.numpy().data, checksum)
         return checksum
 
-    def save(self, step: StepState) -> bytes:
-        """Return a captured state with the weights. No step must have been made since."""
+    def save(self, step: StepState, latest_counters: tuple[int, int, int]) -> bytes:
+        """Return a captured state with the weights. No step must have been made since.
+
+        Args:
+            step: The captured state.
+            latest_counters: Numbers of the reports and collectives that the rank has now.
+        """
         file = io.BytesIO()
         state = {
             "step": step,
+            "latest_counters": latest_counters,
             "models": [model.state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
