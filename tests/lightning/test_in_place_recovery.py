@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
-from drawbar.lightning import DrawbarLogger, RayDDPStrategy
+from drawbar.lightning import DrawbarLogger, RayDDPStrategy, RayFSDPStrategy
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context, runs
 
@@ -36,6 +43,7 @@ NUM_SAMPLES = 48
 BATCH_SIZE = 4
 STEPS = NUM_SAMPLES // BATCH_SIZE // NUM_WORKERS
 EPOCHS = 3  # then, `EarlyStopping` ends the training
+IN_PLACE = FailureConfig(max_failures=5, recovery="in_place")
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.die_at("forward")
+        self.die_at(f"batch_{index}")
         samples, x, y = batch
         self.samples = samples.tolist()
         loss = nn.functional.mse_loss(self.net(x), y)
@@ -114,7 +123,8 @@ class Net(pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         self.die_at("epoch_end")
         metrics = self.trainer.callback_metrics
-        losses = {name: metrics[name].item() for name in ("loss", "own_loss", "mean_loss")}
+        names = {"loss", "own_loss", "mean_loss"} & metrics.keys()  # a resumed epoch has none
+        losses = {name: metrics[name].item() for name in sorted(names)}
         self.recorder.record("epoch_end", self.current_epoch, losses=losses)
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -129,6 +139,9 @@ class Net(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.die_at("checkpoint")
 
+    def on_fit_end(self) -> None:
+        self.die_at("fit_end")
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
@@ -139,10 +152,10 @@ class Net(pl.LightningModule):
         ]
 
 
-def make_loader(count: int, shuffle: bool) -> DataLoader[Any]:
+def make_loader(count: int, shuffle: bool, num_workers: int = 0) -> DataLoader[Any]:
     x = torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(torch.arange(count), x, x.sum(1, keepdim=True))
-    return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=shuffle)
+    return DataLoader(dataset, BATCH_SIZE, shuffle=shuffle, num_workers=num_workers)
 
 
 def make_trainer(callbacks: list[Any], **options: Any) -> pl.Trainer:
@@ -164,9 +177,10 @@ def train_func(config: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
     module = config["make_module"](Recorder(config["directory"], config["kills"]))
     checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=2)
-    stopping = EarlyStopping("until_stop", patience=1, check_on_train_epoch_end=True)
+    stopping = EarlyStopping("until_stop", patience=1, strict=False, check_on_train_epoch_end=True)
     trainer = make_trainer([checkpoint, stopping, *config["callbacks"]], **config["options"])
-    trainer.fit(module, make_loader(NUM_SAMPLES, True), make_loader(12, False))
+    loader = make_loader(NUM_SAMPLES, True, config["loader_workers"])
+    trainer.fit(module, loader, make_loader(12, False))
     schedulers = {
         type(each.scheduler).__name__: each.scheduler.state_dict()
         for each in trainer.lr_scheduler_configs
@@ -206,7 +220,13 @@ class Outcome:
 
 
 def run(
-    path: Path, *kills: Kill, make_module: Any = Net, callbacks: Any = (), **options: Any
+    path: Path,
+    *kills: Kill,
+    function: Any = train_func,
+    make_module: Any = Net,
+    callbacks: Any = (),
+    loader_workers: int = 0,
+    **options: Any,
 ) -> Outcome:
     """Train, and return the outcome. `options` are arguments of the Trainer."""
     directory = path / "records"
@@ -216,18 +236,17 @@ def run(
         "kills": kills,
         "make_module": make_module,
         "callbacks": callbacks,
+        "loader_workers": loader_workers,
         "options": options,
     }
-    failures = FailureConfig(max_failures=5, recovery="in_place")
     result = TorchTrainer(
-        train_func,
+        function,
         train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
-        run_config=RunConfig(name="run", storage_path=path, failure_config=failures),
+        run_config=RunConfig(name="run", storage_path=path, failure_config=IN_PLACE),
     ).fit()
-    files = [directory / f"rank_{rank}.jsonl" for rank in range(NUM_WORKERS)]
-    records = [list(map(json.loads, file.read_text().splitlines())) for file in files]
-    return Outcome(result, records)
+    files = sorted(directory.glob("rank_*.jsonl"))
+    return Outcome(result, [list(map(json.loads, file.read_text().splitlines())) for file in files])
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +316,7 @@ def check_survivors(outcome: Outcome, undisturbed: Outcome, kills: list[Kill]) -
         pytest.param([Kill(1, 2 * STEPS, "batch_end")], id="last_batch_end"),
         pytest.param([Kill(0, STEPS + 2, "validation")], id="validation"),
         pytest.param([Kill(2, 2 * STEPS, "validation")], id="validation_at_epoch_end"),
+        pytest.param([Kill(0, STEPS, "checkpoint")], id="before_checkpoint"),
         pytest.param([Kill(1, STEPS, "epoch_end")], id="epoch_end"),
         pytest.param([Kill(1, EPOCHS * STEPS, "epoch_end")], id="last_epoch_end"),
         pytest.param([Kill(1, 3, "backward"), Kill(2, 3, "backward")], id="two_at_once"),
@@ -315,3 +335,162 @@ def test_in_place_recovery_equals_undisturbed_run(
     assert len(outcome.get_events("attempt_started")) == 1
     check_equal(outcome, undisturbed)
     check_survivors(outcome, undisturbed, kills)
+
+
+def test_in_place_recovery_during_gradient_accumulation_equals_undisturbed_run(
+    tmp_path: Path,
+) -> None:
+    options = {"accumulate_grad_batches": 2, "loader_workers": 1}
+    undisturbed = run(tmp_path / "undisturbed", **options)
+    kills = [Kill(1, 2, "batch_1"), Kill(2, 5, "batch_2")]
+    outcome = run(tmp_path / "disturbed", *kills, **options)
+    assert len(outcome.get_events("recovered_in_place")) == len(kills)
+    assert_close(outcome.result.return_values[0], undisturbed.result.return_values[0])
+
+
+class NetWithBarrier(Net):
+    """Module whose ranks wait for each other between a step and the end of its batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        super().on_train_batch_end(outputs, batch, index)
+        self.trainer.strategy.barrier()
+
+
+class NetWithOwnCollective(Net):
+    """Module that uses the default process group."""
+
+    def on_train_start(self) -> None:
+        dist.barrier()
+
+
+class NetThatChangesWeights(Net):
+    """Module whose weights are others during a validation."""
+
+    def on_validation_start(self) -> None:
+        for param in self.parameters():
+            param.data *= 0.5
+
+    def on_validation_end(self) -> None:
+        for param in self.parameters():
+            param.data *= 2
+
+
+@pytest.mark.parametrize(
+    ("make_module", "kill", "notice"),
+    [
+        (NetWithBarrier, Kill(1, STEPS + 3, "batch_end"), "not between an optimizer step and"),
+        (NetThatChangesWeights, Kill(2, STEPS, "validation"), "code after the batch has changed"),
+    ],
+)
+def test_in_place_recovery_that_is_impossible_resumes_from_checkpoint_and_recovers_later(
+    tmp_path: Path,
+    undisturbed: Outcome,
+    capsys: pytest.CaptureFixture[str],
+    make_module: Any,
+    kill: Kill,
+    notice: str,
+) -> None:
+    outcome = run(tmp_path, kill, Kill(0, 2 * STEPS + 1, "backward"), make_module=make_module)
+    assert notice in capsys.readouterr().err
+    assert len(outcome.get_events("attempt_started")) == 2
+    assert len(outcome.get_events("recovered_in_place")) == 1
+    for value, expected in zip(
+        outcome.result.return_values, undisturbed.result.return_values, strict=True
+    ):
+        assert value["step"] == expected["step"]
+        assert value["epoch"] == expected["epoch"]
+    batches = {
+        (rank, each["epoch"], each["index"]): each["samples"]
+        for rank, records in enumerate(outcome.records)
+        for each in records
+        if "samples" in each
+    }
+    samples = Counter(sample for each in batches.values() for sample in each)
+    assert samples == undisturbed.samples
+
+
+@pytest.mark.parametrize(
+    ("make_module", "kill", "notice"),
+    [
+        (NetWithOwnCollective, Kill(1, STEPS + 3, "forward"), "calls torch.distributed itself"),
+        (Net, Kill(1, EPOCHS * STEPS, "fit_end"), "has returned from its function"),
+    ],
+)
+def test_in_place_recovery_that_is_impossible_restarts_the_run(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make_module: Any,
+    kill: Kill,
+    notice: str,
+) -> None:
+    outcome = run(tmp_path, kill, make_module=make_module)
+    assert notice in capsys.readouterr().err
+    assert len(outcome.get_events("attempt_started")) == 2
+    assert outcome.get_events("recovered_in_place") == []
+    assert outcome.samples.keys() == set(range(NUM_SAMPLES))
+
+
+class ManualNet(Net):
+    """Module with its own optimization."""
+
+    automatic_optimization = False
+
+
+class NumberStream(IterableDataset[int]):
+    """Stream of numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(100)
+
+
+def fit_with_unsupported_settings(config: dict[str, Any]) -> list[str]:
+    """Return the errors of `fit` with several settings."""
+    loaders = {
+        "stream": DataLoader(NumberStream()),
+        "sampler": DataLoader(range(9), sampler=[1, 2, 3]),  # type: ignore[arg-type]  # has len()
+        "two": [make_loader(9, True), make_loader(9, True)],
+    }
+    options: list[dict[str, Any]] = [
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"val_check_interval": "00:00:01:00"},
+        {"callbacks": [StochasticWeightAveraging(0.1)]},
+        {"callbacks": [LearningRateFinder()]},
+        {"strategy": RayDDPStrategy(find_unused_parameters=True)},
+    ]
+    fits: list[Any] = [(Net, {"val_check_interval": 1.0}, each) for each in loaders.values()]
+    fits += [(Net, each, make_loader(9, True)) for each in options]
+    fits += [(ManualNet, {}, make_loader(9, True))]
+    errors = []
+    for make_module, arguments, loader in fits:
+        trainer = make_trainer(**{"callbacks": [], **arguments})
+        with pytest.raises(ValueError, match="recovery='restart'") as raised:
+            trainer.fit(make_module(Recorder(config["directory"], ())), loader)
+        errors.append(str(raised.value))
+    with pytest.raises(ValueError, match="recovery='restart'") as raised:
+        make_trainer([], strategy=RayFSDPStrategy())
+    return [*errors, str(raised.value)]
+
+
+def test_in_place_recovery_with_unsupported_settings_raises(tmp_path: Path) -> None:
+    outcome = run(tmp_path, function=fit_with_unsupported_settings)
+    names = [
+        *["Return one torch DataLoader"] * 3,
+        "reload_dataloaders_every_n_epochs=1",
+        "a time as val_check_interval",
+        "StochasticWeightAveraging",
+        "LearningRateFinder",
+        "find_unused_parameters",
+        "automatic_optimization=False",
+        "RayFSDPStrategy does not work",
+    ]
+    for errors in outcome.result.return_values:
+        for error, name in zip(errors, names, strict=True):
+            assert name in error
+
+
+def test_in_place_recovery_with_sharded_model_raises_before_start() -> None:
+    with pytest.raises(ValueError, match=r"RayFSDPStrategy does not .* Use RayDDPStrategy\(\), or"):
+        pl.Trainer(
+            accelerator="cpu",
+            strategy=RayFSDPStrategy(num_workers=2, run_config=RunConfig(failure_config=IN_PLACE)),
+        )
