@@ -64,19 +64,21 @@ class Recorder:
 
     def __init__(self, directory: str, kills: tuple[Kill, ...]) -> None:
         self._directory = Path(directory)
-        self._rank = get_context().get_world_rank()
-        self._file = self._directory / f"rank_{self._rank}.jsonl"
-        self._kills = [kill for kill in kills if kill.rank == self._rank]
+        self._kills = kills
+
+    @property
+    def _rank(self) -> int:
+        return get_context().get_world_rank()
 
     def record(self, hook: str, epoch: int, **values: Any) -> None:
         record = {"hook": hook, "epoch": epoch, "pid": os.getpid(), **values}
-        with self._file.open("a") as file:
+        with (self._directory / f"rank_{self._rank}.jsonl").open("a") as file:
             print(json.dumps(record), file=file)
 
     def die_at(self, place: str, step: int) -> None:
         for number, kill in enumerate(self._kills):
-            marker = self._directory / f"killed_{self._rank}_{number}"
-            if (kill.place, kill.step) == (place, step) and not marker.exists():
+            marker = self._directory / f"killed_{number}"
+            if kill == Kill(self._rank, step, place) and not marker.exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -306,24 +308,32 @@ def check_survivors(outcome: Outcome, undisturbed: Outcome, kills: list[Kill]) -
         assert len(reports) == len(others)
 
 
+DEATHS = {
+    "first_batch": [Kill(1, 0, "forward")],
+    "middle_of_epoch": [Kill(1, STEPS + 1, "forward")],
+    "backward_of_rank_0": [Kill(0, STEPS + 2, "backward")],
+    "batch_end": [Kill(2, STEPS + 1, "batch_end")],
+    "last_batch_end": [Kill(1, 2 * STEPS, "batch_end")],
+    "validation": [Kill(0, STEPS + 2, "validation")],
+    "validation_at_epoch_end": [Kill(2, 2 * STEPS, "validation")],
+    "before_checkpoint": [Kill(0, STEPS, "checkpoint")],
+    "epoch_end": [Kill(1, STEPS, "epoch_end")],
+    "last_epoch_end": [Kill(1, EPOCHS * STEPS, "epoch_end")],
+    "two_at_once": [Kill(1, 3, "backward"), Kill(2, 3, "backward")],
+    "one_by_one": [
+        Kill(1, 2, "forward"),
+        Kill(1, STEPS, "validation"),
+        Kill(0, STEPS + 3, "backward"),
+    ],
+}
+IN_EACH_TEST_RUN = ("batch_end", "epoch_end", "one_by_one")
+
+
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param([Kill(1, 0, "forward")], id="first_batch"),
-        pytest.param([Kill(1, STEPS + 1, "forward")], id="middle_of_epoch"),
-        pytest.param([Kill(0, STEPS + 2, "backward")], id="backward_of_rank_0"),
-        pytest.param([Kill(2, STEPS + 1, "batch_end")], id="batch_end"),
-        pytest.param([Kill(1, 2 * STEPS, "batch_end")], id="last_batch_end"),
-        pytest.param([Kill(0, STEPS + 2, "validation")], id="validation"),
-        pytest.param([Kill(2, 2 * STEPS, "validation")], id="validation_at_epoch_end"),
-        pytest.param([Kill(0, STEPS, "checkpoint")], id="before_checkpoint"),
-        pytest.param([Kill(1, STEPS, "epoch_end")], id="epoch_end"),
-        pytest.param([Kill(1, EPOCHS * STEPS, "epoch_end")], id="last_epoch_end"),
-        pytest.param([Kill(1, 3, "backward"), Kill(2, 3, "backward")], id="two_at_once"),
-        pytest.param(
-            [Kill(1, 2, "forward"), Kill(1, STEPS, "validation"), Kill(0, STEPS + 3, "backward")],
-            id="one_by_one",
-        ),
+        pytest.param(kills, id=name, marks=() if name in IN_EACH_TEST_RUN else pytest.mark.nightly)
+        for name, kills in DEATHS.items()
     ],
 )
 def test_in_place_recovery_equals_undisturbed_run(
@@ -335,6 +345,22 @@ def test_in_place_recovery_equals_undisturbed_run(
     assert len(outcome.get_events("attempt_started")) == 1
     check_equal(outcome, undisturbed)
     check_survivors(outcome, undisturbed, kills)
+
+
+@pytest.mark.nightly
+def test_in_place_recovery_of_trainer_in_driver_equals_undisturbed_run(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    pl.seed_everything(0, verbose=False)
+    module = Net(Recorder(str(tmp_path), (Kill(1, STEPS + 1, "forward"),)))
+    run_config = RunConfig(name="run", storage_path=tmp_path, failure_config=IN_PLACE)
+    stopping = EarlyStopping("until_stop", patience=1, check_on_train_epoch_end=True)
+    strategy = RayDDPStrategy(num_workers=NUM_WORKERS, run_config=run_config)
+    trainer = make_trainer([stopping], strategy=strategy, logger=False)
+    trainer.fit(module, make_loader(NUM_SAMPLES, True), make_loader(12, False))
+    events = runs.find_run(str(tmp_path / "run")).list_events()
+    assert [each["ranks"] for each in events if each["event"] == "recovered_in_place"] == [[1]]
+    assert_close(dict(module.state_dict()), undisturbed.result.return_values[0]["weights"])
 
 
 def test_in_place_recovery_during_gradient_accumulation_equals_undisturbed_run(
@@ -379,7 +405,12 @@ class NetThatChangesWeights(Net):
     ("make_module", "kill", "notice"),
     [
         (NetWithBarrier, Kill(1, STEPS + 3, "batch_end"), "not between an optimizer step and"),
-        (NetThatChangesWeights, Kill(2, STEPS, "validation"), "code after the batch has changed"),
+        pytest.param(
+            NetThatChangesWeights,
+            Kill(2, STEPS, "validation"),
+            "code after the batch has changed",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_in_place_recovery_that_is_impossible_resumes_from_checkpoint_and_recovers_later(
@@ -412,7 +443,12 @@ def test_in_place_recovery_that_is_impossible_resumes_from_checkpoint_and_recove
 @pytest.mark.parametrize(
     ("make_module", "kill", "notice"),
     [
-        (NetWithOwnCollective, Kill(1, STEPS + 3, "forward"), "calls torch.distributed itself"),
+        pytest.param(
+            NetWithOwnCollective,
+            Kill(1, STEPS + 3, "forward"),
+            "calls torch.distributed itself",
+            marks=pytest.mark.nightly,
+        ),
         (Net, Kill(1, EPOCHS * STEPS, "fit_end"), "has returned from its function"),
     ],
 )

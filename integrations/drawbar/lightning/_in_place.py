@@ -80,7 +80,7 @@ class InPlaceFit:
         return self._training.wrap_model(model, get_ddp_arguments(self._trainer.strategy))
 
     def add_optimizers(self) -> None:
-        """Take part in recoveries from now on."""
+        """Register the optimizers, so that this rank joins recoveries."""
         for optimizer in self._trainer.strategy.optimizers:
             self._training.add_optimizer(optimizer)
 
@@ -96,7 +96,7 @@ class InPlaceFit:
         hook_batches(self._trainer, self._before_batch, self._before_other_code)
 
     def end(self) -> None:
-        """Capture no more states."""
+        """Stop to capture states."""
         unhook_batches(self._trainer)
 
     def _before_batch(self) -> bool:

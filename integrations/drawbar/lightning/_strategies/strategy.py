@@ -136,7 +136,7 @@ class RayStrategy(LauncherHook, CheckpointStrategyMixin, LateBoundBase, Parallel
         self.parallel_devices = [torch.device(kind, index) for index in range(count)]
 
     recovers_in_place = False
-    """Whether the strategy works with `FailureConfig(recovery="in_place")`."""
+    """True if the strategy works with `FailureConfig(recovery="in_place")`."""
 
     def configure_launcher(self) -> None:
         """Start workers with `num_workers`; otherwise, check the process group of this worker.
