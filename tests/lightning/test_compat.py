@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import (  # type: ignore[attr-defined]  # public
     LightningEnvironment,
@@ -23,6 +26,8 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from drawbar.lightning import _compat
 
@@ -76,6 +81,84 @@ def test_step_count_of_loggers_is_a_number_of_the_epoch_loop(trainer: L.Trainer)
     assert trainer.fit_loop.epoch_loop.on_save_checkpoint() == {"_batches_that_stepped": 0}
     _compat.undo_step_count(trainer)
     assert trainer.fit_loop.epoch_loop.on_save_checkpoint() == {"_batches_that_stepped": -1}
+
+
+def test_ddp_strategy_has_arguments_and_sets_up_model() -> None:
+    strategy = DDPStrategy(find_unused_parameters=True)
+    assert _compat.get_ddp_arguments(strategy) == {"find_unused_parameters": True}
+    assert not _compat.averages_models(strategy)
+    assert _compat.averages_models(DDPStrategy(model_averaging_period=2))
+    assert "self._setup_model(" in inspect.getsource(DDPStrategy.configure_ddp)
+
+
+def test_trainer_has_time_between_validations() -> None:
+    options: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    assert not _compat.validates_by_time(L.Trainer(val_check_interval=1.0, **options))
+    assert _compat.validates_by_time(L.Trainer(val_check_interval="00:00:00:01", **options))
+
+
+class Quadratic(L.LightningModule):
+    """Module that logs its parameter and torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.metric = MeanMetric()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = (self.weight * batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.metric(loss)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_quadratic(before_batch: Callable[[L.Trainer, Quadratic], None]) -> tuple[L.Trainer, int]:
+    """Train for four steps. Return the Trainer, and how often other code has followed a batch."""
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+    module, ends = Quadratic(), []
+
+    def hook() -> bool:
+        before_batch(trainer, module)
+        return False
+
+    _compat.hook_batches(trainer, hook, lambda: ends.append(trainer.global_step))
+    trainer.fit(module, DataLoader(torch.ones(4, 1)))  # type: ignore[arg-type]  # a tensor has rows
+    _compat.unhook_batches(trainer)
+    return trainer, len(ends)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*tensorboardX")
+def test_fit_continues_with_state_of_another_trainer() -> None:
+    states = []
+
+    def read(trainer: L.Trainer, module: Quadratic) -> None:
+        metrics = _compat.read_metric_states(_compat.find_metrics(module))
+        weights = copy.deepcopy(module.state_dict())
+        states.append((_compat.read_fit_state(trainer), metrics, weights))
+
+    complete, num_ends = fit_quadratic(read)
+    assert num_ends == 1
+
+    def load(trainer: L.Trainer, module: Quadratic) -> None:
+        if trainer.global_step == 0:
+            state, metrics, weights = states[2]
+            _compat.load_fit_state(trainer, state)
+            _compat.load_metric_states(_compat.find_metrics(module), metrics)
+            module.load_state_dict(weights)
+            _compat.restart_train_loaders(trainer)
+
+    resumed, num_ends = fit_quadratic(load)
+    assert num_ends == 1
+    assert resumed.global_step == complete.global_step == 4
+    expected = {name: value.item() for name, value in complete.callback_metrics.items()}
+    assert expected.keys() == {"loss", "loss_step", "loss_epoch", "metric"}
+    metrics = {name: value.item() for name, value in resumed.callback_metrics.items()}
+    assert metrics == pytest.approx(expected)
 
 
 def test_callbacks_of_tuner_stop_before_training() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
 
 from drawbar import train
+from drawbar.torch import TorchftConfig
 from drawbar.train import Result
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -197,3 +198,15 @@ def test_restart_in_second_epoch_repeats_order_of_any_data(
         )
         assert len(restarted.timeline.attempts) == 2
         assert restarted.return_values[0] == pytest.approx(complete.return_values[0], abs=1e-6)
+
+
+def test_prepare_trainer_with_recovery_in_place_raises(
+    tiny: Any, runs: Any, tmp_path: Path
+) -> None:
+    def function() -> None:
+        with pytest.raises(ValueError, match="a new process cannot repeat"):
+            runs.on_ray(tiny.trainer(tmp_path / "output"))
+
+    torch_config = TorchftConfig(lighthouse_kwargs={})  # recovers in place
+    result = runs.fit(function, tmp_path / "runs", torch_config=torch_config)
+    assert result.error is None

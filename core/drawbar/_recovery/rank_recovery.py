@@ -188,18 +188,19 @@ class RankRecovery:
         """
         return self._numbering.get_counters()
 
-    def join(self, counters: tuple[int, int, int]) -> None:
+    def join(self, counters: tuple[int, int, int], latest: tuple[int, int, int]) -> None:
         """Record that this rank has received the state of another one.
 
         Until then, reports have no effect, and collectives return their recorded results.
 
         Args:
-            counters: Result of `get_counters` on the other rank.
+            counters: Result of `get_counters` on the other rank, at the place of the state.
+            latest: Result of `get_counters` on the other rank when it sent the state.
         """
         reports, collectives, requests = counters
         # The other rank may report more or less often than this one, for example if only rank 0
-        # reports.
-        if abs(reports - self._num_received_reports) > 1:
+        # reports. The dead process may have made one report more than the other rank.
+        if not reports - 1 <= self._num_received_reports <= latest[0] + 1:
             reports = self._num_received_reports
         self._numbering.set_counters((reports, collectives, requests))
         self.is_joining = False

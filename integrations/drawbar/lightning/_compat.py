@@ -5,11 +5,15 @@ No other file of this package uses them.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, cast
 
 from torch import nn
@@ -35,7 +39,7 @@ class LauncherHook:
 
 
 class ModelSetupHook:
-    """Base class of an `FSDPStrategy` that wraps the model itself.
+    """Base class of a `DDPStrategy` or `FSDPStrategy` that wraps the model itself.
 
     Lightning's public `setup` does all its other work, too. Place it before Lightning's strategy.
     """
@@ -44,7 +48,7 @@ class ModelSetupHook:
         """Wrap a model with Lightning's function `wrap`."""
         return wrap(model)
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
+    def _setup_model(self, model: nn.Module) -> Any:
         return self.wrap_model(model, super()._setup_model)  # type: ignore[misc]  # Lightning's
 
 
@@ -202,6 +206,180 @@ def get_process_group_settings(strategy: object) -> tuple[str | None, timedelta 
 def has_full_state_dict(fsdp_strategy: object) -> bool:
     """Return whether an `FSDPStrategy` has `state_dict_type="full"`."""
     return bool(cast("Any", fsdp_strategy)._state_dict_type == "full")
+
+
+def get_ddp_arguments(strategy: object) -> dict[str, Any]:
+    """Return the arguments of `DistributedDataParallel` that the user passed to a strategy."""
+    return dict(cast("Any", strategy)._ddp_kwargs)
+
+
+def averages_models(strategy: object) -> bool:
+    """Return whether a `DDPStrategy` averages the models of the ranks after some steps."""
+    return cast("Any", strategy)._model_averaging_period is not None
+
+
+def validates_by_time(trainer: object) -> bool:
+    """Return whether `val_check_interval` is a time, as of Lightning 2.6."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def reads_batches_in_module(trainer: object) -> bool:
+    """Return whether `training_step` receives an iterator of batches as `dataloader_iter`."""
+    fetcher = cast("Any", trainer).fit_loop._data_fetcher
+    return type(fetcher).__name__ == "_DataLoaderIterDataFetcher"
+
+
+def get_saved_step(model_checkpoint: object) -> int | None:
+    """Return the value of `mark_step_as_saved`; None for other callbacks."""
+    return getattr(model_checkpoint, "_last_global_step_saved", None)
+
+
+_BATCH_HOOKS = ("advance", "on_advance_end", "_broadcast_sigterm_tensor")
+
+
+def hook_batches(
+    trainer: object, before_batch: Callable[[], bool], before_other_code: Callable[[], None]
+) -> None:
+    """Call functions between the batches of `fit`, where Lightning has no hooks.
+
+    Lightning then sends no SIGTERM of rank 0 to the others, which it does before each batch in the
+    default process group.
+
+    Args:
+        trainer: The Trainer.
+        before_batch: Called before a batch is read. If it returns True, Lightning continues as it
+            does after a batch.
+        before_other_code: Called after a batch if a validation or the end of the epoch follows.
+    """
+    loop = cast("Any", trainer).fit_loop.epoch_loop
+    advance, on_advance_end = loop.advance, loop.on_advance_end
+
+    def advance_unless_loaded(fetcher: Any) -> None:
+        # After a restart, Lightning may call `advance` only to repeat a validation.
+        skips_batch = loop.restarting and loop._should_check_val_fx(fetcher)
+        if skips_batch or not before_batch():
+            advance(fetcher)
+
+    def end_batch(fetcher: Any) -> None:
+        is_done = loop._is_training_done or loop.trainer.should_stop
+        if is_done or loop._should_check_val_fx(fetcher):
+            before_other_code()
+        on_advance_end(fetcher)
+
+    vars(loop).update(
+        zip(_BATCH_HOOKS, (advance_unless_loaded, end_batch, lambda: None), strict=True)
+    )
+
+
+def unhook_batches(trainer: object) -> None:
+    """Undo `hook_batches`."""
+    for name in _BATCH_HOOKS:
+        vars(cast("Any", trainer).fit_loop.epoch_loop).pop(name, None)
+
+
+def create_validation_loaders(trainer: Any) -> None:
+    """Create the validation loaders of `fit`, if they do not exist yet."""
+    if trainer.enable_validation and trainer.val_dataloaders is None:
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+
+
+_METRIC_COUNTERS = ("_update_count", "_computed")
+
+
+def read_metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return copies of the states of torchmetrics, by name."""
+    return {
+        name: {
+            state: value.copy() if isinstance(value, list) else value.clone()
+            for state, value in metric.metric_state.items()
+        }
+        | {counter: vars(metric)[counter] for counter in _METRIC_COUNTERS}
+        for name, metric in metrics.items()
+    }
+
+
+def load_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Load the result of `read_metric_states` of another rank."""
+    for name, metric in metrics.items():
+        for state, value in states[name].items():
+            setattr(metric, state, value)
+
+
+def find_metrics(module: nn.Module) -> dict[str, Any]:
+    """Return the torchmetrics of a module, by their names in the module."""
+    from torchmetrics import Metric
+
+    return {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
+
+
+_METRICS = ("_logged_metrics", "_callback_metrics", "_progress_bar_metrics")
+_LOG_STATE = ("_first_loop_iter", "_current_fx")
+_RESULT_STATE = (
+    *("value", "cumulated_batch_size", "has_reset"),
+    *("_forward_cache", "_computed", "_update_count"),
+)
+
+
+def read_result(result: Any) -> tuple[object, bool, dict[str, Any]]:
+    """Return a value of `self.log`. Lightning replaces its tensors and does not change them."""
+    metadata = copy.copy(result.meta)
+    metadata.sync = dataclasses.replace(metadata.sync, fn=None)  # a method of the strategy
+    values = {name: vars(result)[name] for name in _RESULT_STATE if name in vars(result)}
+    if not result.is_tensor:
+        del values["value"]  # torchmetrics of the module
+    return metadata, result.is_tensor, values
+
+
+def make_result(trainer: Any, metadata: Any, is_tensor: bool, values: Mapping[str, Any]) -> object:
+    """Make a value of `self.log` from the result of `read_result`."""
+    module = sys.modules[type(metadata).__module__]
+    metadata.sync = dataclasses.replace(metadata.sync, fn=trainer.strategy.reduce)
+    result = cast("Any", module)._ResultMetric(metadata, is_tensor)
+    vars(result).update(values)
+    if not is_tensor:
+        result.value = trainer.lightning_module.get_submodule(metadata.metric_attribute)
+    return cast("object", result)
+
+
+def read_fit_state(trainer: Any) -> dict[str, Any]:
+    """Return the progress of `fit`, and its logged metrics. Later batches do not change it."""
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    return {
+        "progress": {
+            name: value
+            for name, value in fit_loop.state_dict().items()
+            if not name.endswith("state_dict")
+        },
+        "logged_steps": fit_loop.epoch_loop._batches_that_stepped,
+        "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
+        "log_state": {name: getattr(connector, name) for name in _LOG_STATE},
+        "results": {
+            name: read_result(result) for name, result in fit_loop.epoch_loop._results.items()
+        },
+    }
+
+
+def load_fit_state(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Load the result of `read_fit_state` of another rank."""
+    fit_loop, connector = trainer.fit_loop, trainer._logger_connector
+    for name, progress in state["progress"].items():
+        attrgetter(name)(fit_loop).load_state_dict(progress)
+    fit_loop.epoch_loop._batches_that_stepped = state["logged_steps"]
+    vars(connector).update(state["metrics"] | state["log_state"])
+    results = fit_loop.epoch_loop._results
+    results.clear()
+    for name, (metadata, is_tensor, values) in state["results"].items():
+        results[name] = make_result(trainer, metadata, is_tensor, values)
+
+
+def restart_train_loaders(trainer: object) -> None:
+    """Begin the running iteration of the training loaders again, at the progress of `fit`."""
+    fit_loop = cast("Any", trainer).fit_loop
+    fetcher = fit_loop._data_fetcher
+    iter(fetcher)
+    fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class TrainLoaderTracker:
         The count that it restored does not fit if the number of workers has changed, or if the
         optimizer step for the last batches was missing in the checkpoint.
         """
-        batches = _find_resumable_batches(trainer)
+        batches = find_resumable_batches(trainer)
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         progress, window = epoch_loop.batch_progress, trainer.accumulate_grad_batches
         saved = progress.current.processed
@@ -204,6 +204,12 @@ class ResumableBatches(BatchSampler):
         length = super().__len__()
         return length - length % self.multiple
 
+    def continue_at(self, position: EpochPosition) -> None:
+        """Begin the next iteration at the position of another rank in Lightning's epoch."""
+        self._epoch = None
+        self._sampler.set_epoch(position.epoch)
+        self._sampler.resume_from(position)
+
     def shift(self, correction: int) -> None:
         """Adapt to a correction of Lightning's batch count before the first batch."""
         self._starts = [(count + correction, position) for count, position in self._starts]
@@ -238,7 +244,7 @@ class ResumableBatches(BatchSampler):
             newest = self._starts[-1][1]
             return asdict(EpochPosition(seed=newest.seed, epoch=newest.epoch + 1))
         count = current.processed
-        if _find_resumable_batches(self._trainer):
+        if find_resumable_batches(self._trainer):
             count -= count % self._trainer.accumulate_grad_batches
         begun = [start for start in self._starts if start[0] <= count]
         first, start = begun[-1] if begun else self._starts[0]
@@ -255,7 +261,7 @@ class ResumableBatches(BatchSampler):
         return int(epochs.processed)
 
 
-def _find_resumable_batches(trainer: Trainer) -> list[ResumableBatches]:
+def find_resumable_batches(trainer: Trainer) -> list[ResumableBatches]:
     """Find the batches of all training loaders; none if a loader is not resumable."""
     batches = [getattr(each, "batch_sampler", None) for each in get_train_loaders(trainer)[0]]
     found = [each for each in batches if isinstance(each, ResumableBatches)]

@@ -14,6 +14,7 @@ from drawbar.lightning._checkpoint import find_newest_checkpoint, lightning_chec
 from drawbar.lightning._prepare import prepare_trainer
 from drawbar.lightning._resume import is_tuner_run, select_resume_checkpoint
 from drawbar.train import Checkpoint
+from drawbar.train.backend import get_recovery
 
 
 class WorkerLauncher:
@@ -38,6 +39,7 @@ class WorkerLauncher:
         ckpt_path = call.arguments.get("ckpt_path")
         if trainer.state.fn == "fit" and not is_tuner_run(trainer):
             ckpt_path = select_resume_checkpoint(trainer, ckpt_path)
+            ckpt_path = _skip_if_joining(trainer, ckpt_path)
         if ckpt_path == "last":
             newest = find_newest_checkpoint() or self._previous
             ckpt_path = ckpt_path if newest is None else str(lightning_checkpoint_path(newest))
@@ -46,3 +48,16 @@ class WorkerLauncher:
 
     def kill(self, signum: object) -> None:
         """Do nothing. Workers end with their run."""
+
+
+def _skip_if_joining(trainer: Any, ckpt_path: Any) -> Any:
+    """Return the checkpoint to load, None in a process that receives newer weights from a rank.
+
+    Lightning checks the validation before `fit` unless it resumes within an epoch. A process that
+    does not load the checkpoint would not know whether the others have checked it, so none does.
+    """
+    recovery = get_recovery()
+    if recovery is None or ckpt_path is None:
+        return ckpt_path
+    trainer.num_sanity_val_steps = 0
+    return None if recovery.is_joining else ckpt_path

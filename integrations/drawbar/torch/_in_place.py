@@ -53,20 +53,53 @@ T = TypeVar("T")
 
 _UNSUPPORTED = ("find_unused_parameters", "process_group", "static_graph", "device_mesh")
 
+_NEEDS_OF_PLAIN_LOOP = (
+    "In-place recovery needs one backward pass per step, loaders of prepare_data_loader() that "
+    "resume within an epoch, and, if a rank dies before the first step of an epoch, code between "
+    "the epochs that changes no weights"
+)
+
 
 class DifferentSettingsError(RuntimeError):
     """The optimizers of the ranks have different settings, such as learning rates."""
 
 
 def find_training() -> InPlaceTraining | None:
-    """Return the in-place recovery of this rank's training; None if the run restarts instead."""
+    """Return the in-place recovery of this rank's training.
+
+    All ranks must call it for the first time at the same place.
+
+    Returns:
+        The recovery, the same in each call; None if the run restarts after a death.
+
+    Example:
+        >>> training = find_training()
+        >>> if training is not None:
+        ...     model = training.wrap_model(model, {})
+    """
     return None if get_recovery() is None else attempt_local(InPlaceTraining)
 
 
 class InPlaceTraining:
-    """State of one rank's training, and its recovery when another rank has died."""
+    """State of one rank's training, and its recovery when another rank has died.
+
+    A loop over prepared loaders needs nothing else. The loop of a framework calls `capture` instead
+    at the places at which a new process can continue, and `join` in the new process.
+
+    Attributes:
+        needs: Conditions of a recovery, for the message if they are not met.
+
+    Example:
+        ```python
+        training = find_training()
+        if training.is_joining:
+            training.join(trainer.load_progress)
+        training.capture(trainer.get_progress, repeats_code=False)
+        ```
+    """
 
     def __init__(self) -> None:
+        self.needs = _NEEDS_OF_PLAIN_LOOP
         recovery, context = get_recovery(), get_context()
         assert recovery is not None  # find_training() checks it
         self._recovery: RankRecovery = recovery
@@ -104,8 +137,8 @@ class InPlaceTraining:
             )
             raise ValueError(
                 "FailureConfig(recovery='in_place') needs a DDP model on the CPU without "
-                f"{', '.join(_UNSUPPORTED)}; {found}. Change the arguments of prepare_model(), or "
-                "set recovery='restart'."
+                f"{', '.join(_UNSUPPORTED)}; {found}. Change the arguments of prepare_model() or "
+                "of the strategy, or set recovery='restart'."
             )
         if not self._recovery.is_joining:
             assert self._group is not None
@@ -214,6 +247,48 @@ class InPlaceTraining:
             active_loader=self._loaders.index(record),
         )
         self._num_steps, self._checksum = 0, None
+
+    # -- places of other loops
+
+    @property
+    def is_joining(self) -> bool:
+        """True if this process replaces a dead one and has not received the state yet."""
+        return self._recovery.is_joining
+
+    def capture(self, get_loop_state: Callable[[], object], *, repeats_code: bool) -> None:
+        """Capture the state at a place at which a new process can continue.
+
+        Nothing is captured during gradient accumulation: a new process repeats its batches.
+
+        Args:
+            get_loop_state: Returns the state of the loop, which `join` passes to the new process.
+                Later changes of the loop must not change it.
+            repeats_code: Whether code follows that a new process repeats, such as a validation. It
+                must not change weights.
+        """
+        if self._has_gradients:
+            return
+        self._last_step = self._objects.capture(
+            has_stepped=True,
+            num_reductions=self._num_reductions,
+            counters=self._recovery.get_counters(),
+            loaders=[],
+            active_loader=-1,
+            loop_state=get_loop_state(),
+        )
+        self._num_steps = 0
+        self._checksum = self._objects.compute_checksum() if repeats_code else None
+
+    def join(self, load_loop_state: Callable[[Any], None]) -> None:
+        """Receive the state of another rank in a new process, and take part in the training.
+
+        Args:
+            load_loop_state: Loads the state of the loop that `capture` has received on the other
+                rank. It is called before weights and random states are loaded.
+        """
+        self._join()
+        assert self._received is not None  # _join() raises otherwise
+        self._load_state(self._received, load_loop_state)
 
     # -- a backward pass
 
@@ -364,14 +439,12 @@ class InPlaceTraining:
             sources = [rank for rank, state in enumerate(states) if state[0] == latest and state[2]]
             if not sources:
                 raise CannotRecoverError(
-                    "no rank is at the start of a step with the state of the last one. In-place "
-                    "recovery needs one backward pass per step, loaders of prepare_data_loader() "
-                    "that resume within an epoch, and, if a rank dies before the first step of an "
-                    "epoch, code between the epochs that changes no weights"
+                    "no rank is at the start of a step with the state of the last one. "
+                    f"{self.needs}"
                 )
             if self._rank == sources[0]:
                 assert step is not None  # can_send
-                data = self._objects.save(step)
+                data = self._objects.save(step, self._recovery.get_counters())
                 for rank in new_ranks:
                     group.send(data, rank)
             elif self._rank in new_ranks:
@@ -381,16 +454,19 @@ class InPlaceTraining:
                 self._set_targets()
         return 0 <= count < latest
 
-    def _load_state(self, state: dict[str, Any]) -> None:
+    def _load_state(
+        self, state: dict[str, Any], load_loop_state: Callable[[Any], None] = lambda state: None
+    ) -> None:
         """Load the state of another rank, and take part in the training."""
         try:
+            load_loop_state(state["step"].loop_state)
             self._objects.load(state)
         except CannotRecoverError as reason:
             self._recovery.decline(str(reason))
             raise
         step: StepState = state["step"]
         self._num_reductions, self._num_steps, self._has_gradients = step.num_reductions, 0, False
-        self._recovery.join(step.counters)
+        self._recovery.join(step.counters, state["latest_counters"])
         self._received = None
 
 

@@ -22,7 +22,14 @@ from drawbar.torch._tensors import iter_tensors
 
 
 class CannotRecoverError(RuntimeError):
-    """The state of the ranks does not allow an in-place recovery."""
+    """The state of the ranks does not allow an in-place recovery.
+
+    Example:
+        ```python
+        if state["callbacks"] != get_names(callbacks):
+            raise CannotRecoverError("the new process has other callbacks")
+        ```
+    """
 
 
 @dataclass
@@ -66,6 +73,7 @@ class StepState:
             change before the next step.
         random_states: States of the generators of Python, NumPy, and PyTorch.
         buffers: Buffers by model.
+        loop_state: State of the loop of a framework.
     """
 
     num_reductions: int
@@ -76,6 +84,7 @@ class StepState:
     followers: list[tuple[str, dict[str, Any]]]
     random_states: tuple[Any, Any, torch.Tensor]
     buffers: list[dict[str, torch.Tensor]]
+    loop_state: Any = None
 
 
 class TrainedObjects:
@@ -156,11 +165,17 @@ class TrainedObjects:
             checksum = zlib.crc32(data.numpy().data, checksum)
         return checksum
 
-    def save(self, step: StepState) -> bytes:
-        """Return a captured state with the weights. No step must have been made since."""
+    def save(self, step: StepState, latest_counters: tuple[int, int, int]) -> bytes:
+        """Return a captured state with the weights. No step must have been made since.
+
+        Args:
+            step: The captured state.
+            latest_counters: Numbers of the reports and collectives that the rank has now.
+        """
         file = io.BytesIO()
         state = {
             "step": step,
+            "latest_counters": latest_counters,
             "models": [model.state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }

@@ -7,7 +7,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from drawbar.train.backend import make_import_error, require_package, start_training
+from drawbar.train.backend import (
+    get_recovery,
+    make_import_error,
+    require_package,
+    start_training,
+)
 
 try:
     import torch
@@ -85,9 +90,9 @@ def prepare_trainer(trainer: T, *, global_batch_size: int | None = None) -> T:
         TypeError: `trainer` is not a `transformers.Trainer`.
         RuntimeError: Called outside a training function, or with `TrainingArguments` that were
             created outside of it.
-        ValueError: `save_only_model` is set. Or `global_batch_size` is not a multiple of
-            `per_device_train_batch_size` times the number of workers; or the Trainer uses
-            DeepSpeed.
+        ValueError: `save_only_model` is set; or the run recovers in place; or `global_batch_size`
+            is not a multiple of `per_device_train_batch_size` times the number of workers; or the
+            Trainer uses DeepSpeed.
             `train()` raises it if the number of samples is not a multiple of `global_batch_size`
             and `dataloader_drop_last` is not set.
 
@@ -107,6 +112,11 @@ def prepare_trainer(trainer: T, *, global_batch_size: int | None = None) -> T:
         raise TypeError(
             f"prepare_trainer needs a transformers.Trainer, found {trainer!r} "
             f"({type(trainer).__name__})."
+        )
+    if get_recovery() is not None:
+        raise ValueError(
+            "transformers.Trainer does not work with FailureConfig(recovery='in_place'), because a "
+            "new process cannot repeat its collectives. Set recovery='restart'."
         )
     args = trainer.args
     if (args.fsdp or args.deepspeed) and not _uses_sharding(trainer):

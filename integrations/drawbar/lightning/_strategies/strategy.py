@@ -20,21 +20,31 @@ from drawbar.lightning._bases import DDPStrategy, ParallelStrategy
 from drawbar.lightning._checkpoint import CheckpointStrategyMixin
 from drawbar.lightning._compat import (
     LauncherHook,
+    ModelSetupHook,
     get_process_group_settings,
     get_trainer,
     make_precision_plugin,
 )
 from drawbar.lightning._environment import RayLightningEnvironment, is_in_training_function
+from drawbar.lightning._in_place import InPlaceFit
 from drawbar.lightning._launcher import ProcessGroupOptions, RayLauncher, WorkerLaunchConfig
 from drawbar.lightning._model_checkpoint import decide_who_saves
 from drawbar.lightning._package import LateBoundBase, bind_base, import_lightning_class
 from drawbar.lightning._strategies.accelerator import configure_for_workers
+from drawbar.lightning._strategies.collectives import (
+    RecoverableCollectives,
+    recovers_in_place,
+)
 from drawbar.lightning._worker_launcher import WorkerLauncher
 from drawbar.torch import get_device
+from drawbar.torch.integration import find_training
 from drawbar.train import Checkpoint, RunConfig, ScalingConfig, get_context
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import Trainer
+    from torch import nn
 
 StateDict = dict[str, Any]
 
@@ -125,13 +135,32 @@ class RayStrategy(LauncherHook, CheckpointStrategyMixin, LateBoundBase, Parallel
         kind, count = self.root_device.type, get_context().get_local_world_size()
         self.parallel_devices = [torch.device(kind, index) for index in range(count)]
 
+    recovers_in_place = False
+    """True if the strategy works with `FailureConfig(recovery="in_place")`."""
+
     def configure_launcher(self) -> None:
-        """Start workers with `num_workers`; otherwise, check the process group of this worker."""
-        if self.launch_config is None:
+        """Start workers with `num_workers`; otherwise, check the process group of this worker.
+
+        Raises:
+            ValueError: The run recovers in place, and the strategy does not support it.
+        """
+        launch = self.launch_config
+        is_requested = (
+            recovers_in_place()
+            if launch is None
+            else launch.run_config.failure_config.recovery == "in_place"
+        )
+        if is_requested and not self.recovers_in_place:
+            raise ValueError(
+                f"{type(self).__name__} does not work with FailureConfig(recovery='in_place'), "
+                "because no other rank has the weights of a dead one. Use RayDDPStrategy(), or set "
+                "recovery='restart'."
+            )
+        if launch is None:
             self._check_process_group()
             self.set_launcher(WorkerLauncher())
         else:
-            self.set_launcher(RayLauncher(self.launch_config, self.process_group_options()))
+            self.set_launcher(RayLauncher(launch, self.process_group_options()))
 
     def attach_to_worker(self, trainer: Trainer, previous: Checkpoint | None) -> None:
         """Attach to the worker that received the Trainer from the driver.
@@ -230,8 +259,12 @@ def validate_context(name: str, *, in_worker: bool, launch: WorkerLaunchConfig |
         )
 
 
-class RayDDPStrategy(RayStrategy, DDPStrategy, base="strategies.DDPStrategy"):
+class RayDDPStrategy(
+    ModelSetupHook, RecoverableCollectives, RayStrategy, DDPStrategy, base="strategies.DDPStrategy"
+):
     """Lightning's `DDPStrategy` on the workers of a run.
+
+    It is the only strategy that works with `FailureConfig(recovery="in_place")`.
 
     Args:
         *args: Positional arguments of Lightning's `DDPStrategy`.
@@ -250,3 +283,36 @@ class RayDDPStrategy(RayStrategy, DDPStrategy, base="strategies.DDPStrategy"):
             trainer.fit(MyModule(), datamodule=MyDataModule())
         ```
     """
+
+    recovers_in_place = True
+
+    _in_place: InPlaceFit | None = None
+
+    def setup_environment(self) -> None:
+        """Connect to the other ranks if `fit` can recover from their death."""
+        super().setup_environment()
+        trainer = get_trainer(self.lightning_module)
+        training = find_training() if recovers_in_place() and trainer.state.fn == "fit" else None
+        self._in_place = None if training is None else InPlaceFit(trainer, training)
+
+    def wrap_model(self, model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Make a model data-parallel."""
+        return wrap(model) if self._in_place is None else self._in_place.wrap_model(model)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the model and the optimizers."""
+        super().setup(trainer)
+        if self._in_place is not None:
+            self._in_place.add_optimizers()
+
+    def on_train_start(self) -> None:
+        """Prepare for the first batch."""
+        super().on_train_start()
+        if self._in_place is not None:
+            self._in_place.start()
+
+    def teardown(self) -> None:
+        """Release the model."""
+        if self._in_place is not None:
+            self._in_place.end()
+        super().teardown()
