@@ -51,6 +51,15 @@ def test_group_activity_counts_collectives_and_groups() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_group_after_interrupted_destruction_has_same_name() -> None:
+    dist.distributed_c10d._update_default_pg(None)  # what destroys a group begins with it
+    _compat.forget_groups()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # public, not in its __all__
+    assert dist.group.WORLD is not None
+    assert dist.group.WORLD.group_name == "0"
+
+
+@pytest.mark.usefixtures("group")
 def test_abort_ends_default_group() -> None:
     if TORCH_VERSION >= (2, 6):  # with an older version, the group is destroyed
         assert hasattr(dist.distributed_c10d, "_abort_process_group")
