@@ -1,0 +1,128 @@
+"""Start the memory stores of a run in the process of its controller."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from drawbar._async_save.memory_store import OBSERVATION_KIND, RESTORE_GROUP, MemoryStore
+from drawbar._records.event_stream import Emit, Watcher
+from drawbar._records.events import AttemptStarted, CheckpointCommitted
+from drawbar._records.live_events import Event, Notice, ObservationReceived
+from drawbar.train._controller.run import OpenRun
+
+_MAX_RESTARTS = 3
+_NO_PEER = (
+    "CheckpointConfig(memory_replication=True) has no effect while all workers are on one node, "
+    "because there is no peer node."
+)
+_FAILED = (
+    "Rank {rank} has not copied a checkpoint to its peer node: {reason}. If its node is lost "
+    "before the next copy, the restart reads the storage. Further failures of this attempt are not "
+    "shown."
+)
+
+
+@dataclass(frozen=True)
+class MemoryStores:
+    """Memory stores of a run, for its ranks.
+
+    Attributes:
+        nodes: IDs of the nodes of the attempt. The peer of each one is the next one in the ring.
+        handles: Handles of the stores by node, also on nodes of earlier attempts.
+    """
+
+    nodes: tuple[str, ...]
+    handles: Mapping[str, Any]
+
+    def get_peer(self, node: str) -> Any | None:
+        """Return the store that receives copies from a node; None if there is no other node."""
+        # In-place recovery starts no rank on a node without others.
+        index = self.nodes.index(node)
+        peer = self.nodes[(index + 1) % len(self.nodes)]
+        return None if peer == node else self.handles[peer]
+
+
+class MemoryReplication:
+    """Watcher that starts a memory store on each node of a run, and shows failed copies.
+
+    Args:
+        runtime_env: Runtime environment of the workers.
+    """
+
+    def __init__(self, runtime_env: Mapping[str, object] | None) -> None:
+        remote: Any = ray.remote  # its stub does not know concurrency groups
+        self._actor_class = remote(concurrency_groups={RESTORE_GROUP: 1})(MemoryStore)
+        self._options: dict[str, object] = {"num_cpus": 0, "max_restarts": _MAX_RESTARTS}
+        if runtime_env:
+            self._options["runtime_env"] = dict(runtime_env)
+        self._handles: dict[str, Any] = {}
+        self._nodes: tuple[str, ...] = ()
+        self._attempt = 0
+        self._has_committed = False
+        self._has_warned = False
+
+    def watch(self, run: OpenRun, emit: Emit) -> Watcher:
+        """Use an open run."""
+        self._emit = emit
+        return self
+
+    def start_stores(self, nodes: Sequence[str]) -> ray.ObjectRef[MemoryStores] | None:
+        """Start the missing stores, and return a reference for all ranks of an attempt.
+
+        Args:
+            nodes: ID of the node of each worker, in the order of the ranks.
+
+        Returns:
+            Reference to the stores; None if there is only one node.
+        """
+        self._nodes = tuple(dict.fromkeys(nodes))
+        if len(self._nodes) == 1:
+            self._emit(Notice(_NO_PEER))
+            if not self._handles:
+                return None
+        for node in self._nodes:
+            if node not in self._handles:
+                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+                actor = self._actor_class.options(scheduling_strategy=strategy, **self._options)
+                self._handles[node] = actor.remote()
+        # One object, which each node fetches once.
+        return ray.put(MemoryStores(self._nodes, dict(self._handles)))
+
+    def on_event(self, event: Event) -> None:
+        """Show a failed copy, or free the memory of earlier attempts."""
+        match event:
+            case AttemptStarted():
+                self._attempt = event.attempt
+                self._has_committed = self._has_warned = False
+            case CheckpointCommitted() if not self._has_committed:
+                self._has_committed = True
+                self._drop_earlier_attempts()
+            case ObservationReceived(kind=kind) if kind == OBSERVATION_KIND:
+                if not self._has_warned:  # all ranks may have the same problem
+                    self._has_warned = True
+                    self._emit(Notice(_FAILED.format(**event.payload)))
+            case _:
+                pass
+
+    def _drop_earlier_attempts(self) -> None:
+        for node in self._handles.keys() - set(self._nodes):
+            _kill(self._handles.pop(node))
+        for handle in self._handles.values():
+            handle.drop.remote(self._attempt)
+
+    def close(self) -> None:
+        """End the stores."""
+        while self._handles:
+            _kill(self._handles.popitem()[1])
+
+
+def _kill(handle: Any) -> None:
+    with contextlib.suppress(RayError, ValueError):
+        ray.kill(handle)

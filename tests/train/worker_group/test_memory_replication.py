@@ -1,0 +1,273 @@
+"""Nodes are lost, and the restart reads the checkpoint from the memory of a peer node."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from drawbar import train
+from drawbar.train import (
+    CheckpointConfig,
+    DataParallelTrainer,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    runs,
+)
+from tests._ray_compat import start_nodes_without_time_limits, wait_for_nodes
+
+DriversFixture = Callable[..., Any]
+NUM_WORKERS = 2
+PART_BYTES = 20_000_003  # several chunks
+REPLICATION = CheckpointConfig(memory_replication=True)
+SHOWN = "shown: "
+
+
+def make_part(rank: int, step: int) -> bytes:
+    return random.Random(f"{rank} {step}").randbytes(PART_BYTES)
+
+
+def save_parts(config: dict[str, Any]) -> list[bool]:
+    """Save two checkpoints with a part of each rank, and wait to be killed.
+
+    After a restart, return whether each part has the saved content.
+    """
+    rank = train.get_context().get_world_rank()
+    checkpoint = train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as directory:
+            parts = [Path(directory, f"part_{other}").read_bytes() for other in range(NUM_WORKERS)]
+        return [part == make_part(other, 1) for other, part in enumerate(parts)]
+    for step in range(2):
+        save_part(rank, step)
+    wait_for_copy(rank, "0/1")
+    train.collective.barrier()
+    checkpoint = train.get_checkpoint()
+    assert checkpoint is not None
+    if config["is_overwritten"]:  # only memory has the content
+        Path(checkpoint.path, f"part_{rank}").write_bytes(bytes(PART_BYTES))
+    train.collective.barrier()
+    with open(config["pipe"], "a") as pipe:
+        print(rank, get_node(), file=pipe, flush=True)
+    threading.Event().wait()
+    return []
+
+
+def save_part(rank: int, step: int) -> None:
+    from drawbar.train.backend import MemoryFiles, report_async
+
+    def save(files: MemoryFiles) -> None:
+        with files.open(f"part_{rank}") as file:
+            file.write(make_part(rank, step))
+
+    report_async({"step": step}, save)
+    train.get_all_reported_checkpoints()  # waits for the commit
+
+
+def get_node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def wait_for_copy(rank: int, name: str) -> None:
+    """Wait until the peer has received the part of a rank."""
+    import ray
+
+    from drawbar.train._worker.active_session import current_session
+
+    stores = ray.get(current_session("wait_for_copy").assignment.memory_stores)
+    peer = stores.get_peer(get_node())
+    while True:
+        if f"part_{rank}" in ray.get(peer.list_files.remote(name)):
+            return
+
+
+@dataclass
+class Scenario:
+    """What happens to a run after its second checkpoint.
+
+    Attributes:
+        name: Name of the run.
+        lost_ranks: Ranks whose nodes are lost.
+        before: What happens before, with the memory stores of the cluster.
+        is_overwritten: Whether the files in the storage are overwritten with zeros.
+    """
+
+    name: str
+    lost_ranks: tuple[int, ...]
+    before: Callable[[list[psutil.Process]], None] = lambda stores: None
+    is_overwritten: bool = False
+
+
+def corrupt(stores: list[psutil.Process]) -> None:
+    """Change the first byte of each copy."""
+    for store in stores:
+        for link in Path(f"/proc/{store.pid}/fd").iterdir():
+            if os.readlink(link).startswith("/memfd:drawbar-replica"):
+                with link.open("r+b") as file:
+                    first = file.read(1)[0]
+                    file.seek(0)
+                    file.write(bytes([first ^ 1]))
+
+
+def kill(stores: list[psutil.Process]) -> None:
+    for store in stores:
+        store.send_signal(signal.SIGKILL)
+    psutil.wait_procs(stores)
+
+
+SCENARIOS = (
+    Scenario("node", (1,), is_overwritten=True),
+    Scenario("both_nodes", (0, 1)),
+    Scenario("corrupted_copy", (1,), corrupt),
+    Scenario("killed_store", (1,), kill),
+)
+
+
+class Stage:
+    """A Ray cluster of one-CPU nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self.folder = folder
+        start_nodes_without_time_limits()
+        options = {"include_dashboard": False, "no_monitor": True, "wait": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **options})
+        wait_for_nodes(self.cluster)
+        self.nodes = [self.cluster.add_node(wait=False, num_cpus=1) for _ in range(NUM_WORKERS)]
+        wait_for_nodes(self.cluster)
+        ray.init(address=self.cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+
+    def play(self, scenario: Scenario) -> None:
+        """Run a scenario, and print its sources and results."""
+        pipe = self.folder / f"{scenario.name} pipe"
+        os.mkfifo(pipe)
+        run = DataParallelTrainer(
+            save_parts,
+            train_loop_config={"pipe": str(pipe), "is_overwritten": scenario.is_overwritten},
+            scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
+            run_config=make_run_config(scenario, self.folder),
+        ).start()
+        with os.fdopen(os.open(pipe, os.O_RDWR)) as stream:  # does not end between two writers
+            nodes = dict(stream.readline().split() for _ in range(NUM_WORKERS))
+        scenario.before(self.find_stores())
+        for rank in scenario.lost_ranks:
+            self.replace(nodes[str(rank)])
+        values = run.wait().return_values
+        print(f"\n{SHOWN}{json.dumps([scenario.name, list_sources(run.path), values])}", flush=True)
+
+    def find_stores(self) -> list[psutil.Process]:
+        raylets = [node.all_processes["raylet"][0].process.pid for node in self.nodes]
+        children = [child for pid in raylets for child in psutil.Process(pid).children()]
+        return [child for child in children if child.name().startswith("ray::MemoryStor")]
+
+    def replace(self, node_id: str) -> None:
+        """Lose a node, and add another one."""
+        lost = next(node for node in self.nodes if node.node_id == node_id)
+        self.nodes.remove(lost)
+        self.cluster.remove_node(lost, allow_graceful=False)
+        self.nodes.append(self.cluster.add_node(wait=False, num_cpus=1))
+
+    def end(self) -> None:
+        import ray
+
+        assert not psutil.wait_procs(self.find_stores(), timeout=30)[1]
+        ray.shutdown()
+        self.cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
+        os._exit(0)  # Ray takes long to end a process whose cluster has ended
+
+
+def make_run_config(scenario: Scenario, folder: Path) -> RunConfig:
+    from fsspec.implementations.local import LocalFileSystem
+
+    return RunConfig(
+        name=scenario.name,
+        storage_path=str(folder),
+        # Of a local checkpoint, the driver also checks the content before a restart.
+        storage_filesystem=LocalFileSystem(auto_mkdir=True),
+        checkpoint_config=REPLICATION,
+        failure_config=FailureConfig(max_failures=1),
+    )
+
+
+def list_sources(path: str) -> list[tuple[int, str, str]]:
+    """Return rank, checkpoint, and source of each read."""
+    events: list[dict[str, Any]] = runs.find_run(path).list_events()
+    return sorted(
+        (event["rank"], event["name"], event["source"])
+        for event in events
+        if event["event"] == "checkpoint_read"
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Any, Any]]:
+    """Return sources and return values of each scenario."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def main() -> None:
+        stage = Stage(folder)
+        for scenario in SCENARIOS:
+            stage.play(scenario)
+        stage.end()
+
+    with drivers(main, RAY_ADDRESS="", RAY_gcs_server_port_wait_time_s="600") as driver:
+        out, err = driver.communicate()
+    assert driver.returncode == 0, err
+    lines = [line.removeprefix(SHOWN) for line in out.splitlines() if line.startswith(SHOWN)]
+    return {name: (sources, values) for name, sources, values in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "source"),
+    [
+        ("node", "peer"),
+        ("both_nodes", "storage"),
+        ("corrupted_copy", "storage"),
+        ("killed_store", "storage"),
+    ],
+)
+def test_memory_replication_restart_after_node_loss_reads(
+    outcomes: dict[str, tuple[Any, Any]], scenario: str, source: str
+) -> None:
+    sources, values = outcomes[scenario]
+    assert sources == [[rank, "checkpoint_000001", source] for rank in range(NUM_WORKERS)]
+    assert values == [[True] * NUM_WORKERS] * NUM_WORKERS
+
+
+def test_memory_replication_on_one_node_prints_notice(
+    ray_cluster: None, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DataParallelTrainer(
+        lambda: save_part(0, 0),
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=replace(run_config, checkpoint_config=REPLICATION),
+    ).fit()
+    assert "there is no peer node" in capsys.readouterr().err
+
+
+def test_memory_replication_without_ray_workers_raises(tmp_path: Path) -> None:
+    trainer = DataParallelTrainer(
+        lambda: None,
+        scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(storage_path=tmp_path, checkpoint_config=REPLICATION),
+    )
+    with pytest.raises(ValueError, match=r"memory_replication=True.*Ray actors.*num_workers=2"):
+        trainer.fit()
+    assert list(tmp_path.iterdir()) == []
