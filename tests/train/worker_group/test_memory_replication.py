@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
+import queue
 import random
 import signal
 import threading
@@ -39,27 +42,40 @@ def make_part(rank: int, step: int) -> bytes:
 
 
 def save_parts(config: dict[str, Any]) -> list[bool]:
-    """Save two checkpoints with a part of each rank, and wait to be killed.
+    """Save checkpoints with a part of each rank, and wait to be killed.
 
     After a restart, return whether each part has the saved content.
     """
+    import ray
+
     rank = train.get_context().get_world_rank()
     checkpoint = train.get_checkpoint()
     if checkpoint is not None:
+        step = int(checkpoint.path[-6:])
         with checkpoint.as_directory() as directory:
             parts = [Path(directory, f"part_{other}").read_bytes() for other in range(NUM_WORKERS)]
-        return [part == make_part(other, 1) for other, part in enumerate(parts)]
-    for step in range(2):
-        save_part(rank, step)
-    wait_for_copy(rank, "0/1")
-    train.collective.barrier()
+        return [part == make_part(other, step) for other, part in enumerate(parts)]
+    node = str(ray.get_runtime_context().get_node_id())
+
+    def send_node() -> None:
+        train.collective.barrier()
+        with open(config["pipe"], "a") as pipe:
+            print(rank, node, file=pipe)
+
+    save_part(rank, 0)
+    save_part(rank, 1)
+    wait_for_copy(node, rank, 1)
+    if config["kills_first"]:
+        send_node()
+        open(config["pipes"][rank]).close()  # waits until the stores have been killed
+        wait_for_copy(node, rank, None)
+        save_part(rank, 2)
+        wait_for_copy(node, rank, 2)
     checkpoint = train.get_checkpoint()
     assert checkpoint is not None
     if config["is_overwritten"]:  # only memory has the content
         Path(checkpoint.path, f"part_{rank}").write_bytes(bytes(PART_BYTES))
-    train.collective.barrier()
-    with open(config["pipe"], "a") as pipe:
-        print(rank, get_node(), file=pipe, flush=True)
+    send_node()
     threading.Event().wait()
     return []
 
@@ -75,23 +91,20 @@ def save_part(rank: int, step: int) -> None:
     train.get_all_reported_checkpoints()  # waits for the commit
 
 
-def get_node() -> str:
+def wait_for_copy(node: str, rank: int, step: int | None) -> None:
+    """Wait until the peer has the part of a rank, or only until the stores run again."""
     import ray
-
-    return str(ray.get_runtime_context().get_node_id())
-
-
-def wait_for_copy(rank: int, name: str) -> None:
-    """Wait until the peer has received the part of a rank."""
-    import ray
+    from ray.exceptions import RayActorError
 
     from drawbar.train._worker.active_session import current_session
 
     stores = ray.get(current_session("wait_for_copy").assignment.memory_stores)
-    peer = stores.get_peer(get_node())
     while True:
-        if f"part_{rank}" in ray.get(peer.list_files.remote(name)):
-            return
+        with contextlib.suppress(RayActorError):
+            ray.get(stores.handles[node].list_files.remote("0/0"))
+            files = ray.get(stores.get_peer(node).list_files.remote(f"0/{step}"))
+            if step is None or f"part_{rank}" in files:
+                return
 
 
 @dataclass
@@ -103,12 +116,14 @@ class Scenario:
         lost_ranks: Ranks whose nodes are lost.
         before: What happens before, with the memory stores of the cluster.
         is_overwritten: Whether the files in the storage are overwritten with zeros.
+        kills_first: Whether the stores are killed before the last checkpoint.
     """
 
     name: str
     lost_ranks: tuple[int, ...]
     before: Callable[[list[psutil.Process]], None] = lambda stores: None
     is_overwritten: bool = False
+    kills_first: bool = False
 
 
 def corrupt(stores: list[psutil.Process]) -> None:
@@ -133,6 +148,7 @@ SCENARIOS = (
     Scenario("both_nodes", (0, 1)),
     Scenario("corrupted_copy", (1,), corrupt),
     Scenario("killed_store", (1,), kill),
+    Scenario("restarted_store", (1,), is_overwritten=True, kills_first=True),
 )
 
 
@@ -154,16 +170,23 @@ class Stage:
 
     def play(self, scenario: Scenario) -> None:
         """Run a scenario, and print its sources and results."""
-        pipe = self.folder / f"{scenario.name} pipe"
-        os.mkfifo(pipe)
+        pipe, *pipes = (str(self.folder / f"{scenario.name} {end}") for end in ("driver", 0, 1))
+        for each in (pipe, *pipes):
+            os.mkfifo(each)
+        config = {"pipe": pipe, "pipes": pipes, "kills_first": scenario.kills_first}
         run = DataParallelTrainer(
             save_parts,
-            train_loop_config={"pipe": str(pipe), "is_overwritten": scenario.is_overwritten},
+            train_loop_config={**config, "is_overwritten": scenario.is_overwritten},
             scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
             run_config=make_run_config(scenario, self.folder),
         ).start()
         with os.fdopen(os.open(pipe, os.O_RDWR)) as stream:  # does not end between two writers
             nodes = dict(stream.readline().split() for _ in range(NUM_WORKERS))
+            if scenario.kills_first:
+                kill(self.find_stores())
+                for each in pipes:
+                    open(each, "w").close()
+                nodes = dict(stream.readline().split() for _ in range(NUM_WORKERS))
         scenario.before(self.find_stores())
         for rank in scenario.lost_ranks:
             self.replace(nodes[str(rank)])
@@ -241,14 +264,38 @@ def outcomes(
         ("both_nodes", "storage"),
         ("corrupted_copy", "storage"),
         ("killed_store", "storage"),
+        ("restarted_store", "peer"),
     ],
 )
 def test_memory_replication_restart_after_node_loss_reads(
     outcomes: dict[str, tuple[Any, Any]], scenario: str, source: str
 ) -> None:
     sources, values = outcomes[scenario]
-    assert sources == [[rank, "checkpoint_000001", source] for rank in range(NUM_WORKERS)]
+    name = "checkpoint_000002" if scenario == "restarted_store" else "checkpoint_000001"
+    assert sources == [[rank, name, source] for rank in range(NUM_WORKERS)]
     assert values == [[True] * NUM_WORKERS] * NUM_WORKERS
+
+
+def test_replicator_with_dead_store_reports_the_reason(ray_cluster: None) -> None:
+    import ray
+
+    from drawbar._async_save.memory_files import MemoryFiles
+    from drawbar._async_save.memory_replication import MemoryStores
+    from drawbar._async_save.memory_store import MemoryStore
+    from drawbar._async_save.replicator import Replicator
+
+    node = ray.get_runtime_context().get_node_id()
+    actor: Any = ray.remote(num_cpus=0)(MemoryStore).remote()
+    ray.kill(actor)
+    files, reasons = MemoryFiles(), queue.SimpleQueue[str]()
+    with files.open("state.pt") as file:
+        file.write(b"content")
+    files.truncate()
+    fcntl.flock(files.get_descriptors()["state.pt"], fcntl.LOCK_UN)  # as the writer process does
+    stores = ray.put(MemoryStores((node,), {node: actor}))
+    Replicator().submit(stores, reasons.put, "0/0", files.get_descriptors())
+    assert "process that keeps the copies" in reasons.get(timeout=300)
+    files.release()
 
 
 def test_memory_replication_on_one_node_prints_notice(
