@@ -43,8 +43,8 @@ class MemoryStores:
 
     def get_peer(self, node: str) -> Any | None:
         """Return the store that receives copies from a node; None if there is no other node."""
-        # In-place recovery starts no rank on a node without others.
-        index = self.nodes.index(node)
+        # Recovery in place may start a rank on a node without others, which is not in the ring.
+        index = self.nodes.index(node) if node in self.nodes else -1
         peer = self.nodes[(index + 1) % len(self.nodes)]
         return None if peer == node else self.handles[peer]
 

@@ -137,8 +137,9 @@ class _Copy:
         stores, node = ray.get(self._stores), ray.get_runtime_context().get_node_id()
         opened = {path: OpenFile.of(descriptor) for path, descriptor in self._files.items()}
         descriptions = {path: _describe_file(file) for path, file in opened.items()}
-        keep = stores.handles[node].keep.remote(self._name, descriptions, opened)
-        ray.get(keep, timeout=_CHUNK_TIMEOUT_S)
+        if node in stores.handles:
+            keep = stores.handles[node].keep.remote(self._name, descriptions, opened)
+            ray.get(keep, timeout=_CHUNK_TIMEOUT_S)
         peer = stores.get_peer(node)
         if peer is None:
             return
@@ -176,12 +177,12 @@ def request_from_stores(
 
     timeout = _OPEN_TIMEOUT_S + sum(file.size for file in files) / _MIN_BYTES_PER_S
     try:
-        all_stores = ray.get(stores, timeout=_OPEN_TIMEOUT_S)
-        node = ray.get_runtime_context().get_node_id()
-        others = [handle for other, handle in all_stores.handles.items() if other != node]
-        open_files = all_stores.handles[node].open_files.options(concurrency_group=RESTORE_GROUP)
-        found = ray.get(open_files.remote(name, list(files), others), timeout=timeout)
-    except RayError:  # a lost store is like one without files
+        others = dict(ray.get(stores, timeout=_OPEN_TIMEOUT_S).handles)
+        store = others.pop(ray.get_runtime_context().get_node_id())
+        open_files = store.open_files.options(concurrency_group=RESTORE_GROUP)
+        reply = open_files.remote(name, list(files), list(others.values()))
+        found = ray.get(reply, timeout=timeout)
+    except (RayError, KeyError):  # a lost store is like one without files
         return {}
     opened = {}
     for path, file in found.items():

@@ -46,8 +46,6 @@ def save_parts(config: dict[str, Any]) -> list[bool]:
 
     After a restart, return whether each part has the saved content.
     """
-    import ray
-
     rank = train.get_context().get_world_rank()
     checkpoint = train.get_checkpoint()
     if checkpoint is not None:
@@ -55,29 +53,67 @@ def save_parts(config: dict[str, Any]) -> list[bool]:
         with checkpoint.as_directory() as directory:
             parts = [Path(directory, f"part_{other}").read_bytes() for other in range(NUM_WORKERS)]
         return [part == make_part(other, step) for other, part in enumerate(parts)]
-    node = str(ray.get_runtime_context().get_node_id())
-
-    def send_node() -> None:
-        train.collective.barrier()
-        with open(config["pipe"], "a") as pipe:
-            print(rank, node, file=pipe)
-
     save_part(rank, 0)
     save_part(rank, 1)
-    wait_for_copy(node, rank, 1)
+    wait_for_copy(f"part_{rank}", "0/1")
     if config["kills_first"]:
-        send_node()
+        send_node(config)
         open(config["pipes"][rank]).close()  # waits until the stores have been killed
-        wait_for_copy(node, rank, None)
+        wait_for_copy()
         save_part(rank, 2)
-        wait_for_copy(node, rank, 2)
+        wait_for_copy(f"part_{rank}", "0/2")
+    end_save(config)
+    return []
+
+
+def save_dtensors(config: dict[str, Any]) -> list[bool]:
+    """Save DTensors, as `save_parts` does."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from drawbar.torch import load_state, save_async
+
+    rank = train.get_context().get_world_rank()
+    mesh = init_device_mesh("cpu", (NUM_WORKERS,))
+
+    def make_state(step: int) -> dict[str, Any]:
+        weights = torch.full((1000,), 10.0 * rank + step)
+        return {"weights": DTensor.from_local(weights, mesh, [Shard(0)]), "step": step}
+
+    state = load_state(lambda: make_state(0))
+    if state is not None:
+        expected = make_state(1)["weights"].to_local()
+        return [state["step"] == 1, torch.equal(state["weights"].to_local(), expected)]
+    for step in range(2):
+        save_async(make_state(step))
+        train.get_all_reported_checkpoints()
+    wait_for_copy(f"__{rank}_0.distcp", "0/1")
+    end_save(config)
+    return []
+
+
+def send_node(config: dict[str, Any]) -> None:
+    """Send the node of each rank to the driver when all ranks call this."""
+    import ray
+
+    train.collective.barrier()
+    with open(config["pipe"], "a") as pipe:
+        rank = train.get_context().get_world_rank()
+        print(rank, ray.get_runtime_context().get_node_id(), file=pipe)
+
+
+def end_save(config: dict[str, Any]) -> None:
+    """Wait to be killed. Before that, overwrite the stored files, if the scenario does so."""
     checkpoint = train.get_checkpoint()
     assert checkpoint is not None
-    if config["is_overwritten"]:  # only memory has the content
-        Path(checkpoint.path, f"part_{rank}").write_bytes(bytes(PART_BYTES))
-    send_node()
+    train.collective.barrier()
+    if config["is_overwritten"] and train.get_context().get_world_rank() == 0:
+        assert checkpoint.manifest is not None
+        for file in checkpoint.manifest.files:
+            Path(checkpoint.path, file.path).write_bytes(bytes(file.size))
+    send_node(config)
     threading.Event().wait()
-    return []
 
 
 def save_part(rank: int, step: int) -> None:
@@ -91,25 +127,26 @@ def save_part(rank: int, step: int) -> None:
     train.get_all_reported_checkpoints()  # waits for the commit
 
 
-def wait_for_copy(node: str, rank: int, step: int | None) -> None:
-    """Wait until the peer has the part of a rank, or only until the stores run again."""
+def wait_for_copy(path: str = "", name: str = "0/0") -> None:
+    """Wait until the peer has a file of this rank, or only until the stores run again."""
     import ray
     from ray.exceptions import RayActorError
 
     from drawbar.train._worker.active_session import current_session
 
     stores = ray.get(current_session("wait_for_copy").assignment.memory_stores)
+    node = ray.get_runtime_context().get_node_id()
     while True:
         with contextlib.suppress(RayActorError):
-            ray.get(stores.handles[node].list_files.remote("0/0"))
-            files = ray.get(stores.get_peer(node).list_files.remote(f"0/{step}"))
-            if step is None or f"part_{rank}" in files:
+            ray.get(stores.handles[node].list_files.remote(name))
+            files = ray.get(stores.get_peer(node).list_files.remote(name))
+            if not path or path in files:
                 return
 
 
 @dataclass
 class Scenario:
-    """What happens to a run after its second checkpoint.
+    """Run, and the failure after its second checkpoint.
 
     Attributes:
         name: Name of the run.
@@ -117,6 +154,7 @@ class Scenario:
         before: What happens before, with the memory stores of the cluster.
         is_overwritten: Whether the files in the storage are overwritten with zeros.
         kills_first: Whether the stores are killed before the last checkpoint.
+        function: Training function.
     """
 
     name: str
@@ -124,6 +162,7 @@ class Scenario:
     before: Callable[[list[psutil.Process]], None] = lambda stores: None
     is_overwritten: bool = False
     kills_first: bool = False
+    function: Callable[[dict[str, Any]], list[bool]] = save_parts
 
 
 def corrupt(stores: list[psutil.Process]) -> None:
@@ -149,6 +188,7 @@ SCENARIOS = (
     Scenario("corrupted_copy", (1,), corrupt),
     Scenario("killed_store", (1,), kill),
     Scenario("restarted_store", (1,), is_overwritten=True, kills_first=True),
+    Scenario("dtensors", (1,), is_overwritten=True, function=save_dtensors),
 )
 
 
@@ -170,12 +210,14 @@ class Stage:
 
     def play(self, scenario: Scenario) -> None:
         """Run a scenario, and print its sources and results."""
+        from drawbar.torch import TorchTrainer
+
         pipe, *pipes = (str(self.folder / f"{scenario.name} {end}") for end in ("driver", 0, 1))
         for each in (pipe, *pipes):
             os.mkfifo(each)
         config = {"pipe": pipe, "pipes": pipes, "kills_first": scenario.kills_first}
-        run = DataParallelTrainer(
-            save_parts,
+        run = TorchTrainer(
+            scenario.function,
             train_loop_config={**config, "is_overwritten": scenario.is_overwritten},
             scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
             run_config=make_run_config(scenario, self.folder),
@@ -265,6 +307,7 @@ def outcomes(
         ("corrupted_copy", "storage"),
         ("killed_store", "storage"),
         ("restarted_store", "peer"),
+        ("dtensors", "peer"),
     ],
 )
 def test_memory_replication_restart_after_node_loss_reads(
