@@ -30,23 +30,19 @@ _FAILED = (
 
 
 @dataclass(frozen=True)
-class MemoryStores:
-    """Memory stores of a run, for its ranks.
+class NodeStores:
+    """Memory stores, for the ranks on one node.
 
     Attributes:
-        nodes: IDs of the nodes of the attempt. The peer of each one is the next one in the ring.
-        handles: Handles of the stores by node, also on nodes of earlier attempts.
+        own: Handle of the store on the node.
+        peer: Handle of the store that receives copies from the node; None if there is no other one.
+        all_stores: Reference to the handles of all stores by node, also of earlier attempts. It is
+            in a list, because only the store needs the handles.
     """
 
-    nodes: tuple[str, ...]
-    handles: Mapping[str, Any]
-
-    def get_peer(self, node: str) -> Any | None:
-        """Return the store that receives copies from a node; None if there is no other node."""
-        # Recovery in place may start a rank on a node without others, which is not in the ring.
-        index = self.nodes.index(node) if node in self.nodes else -1
-        peer = self.nodes[(index + 1) % len(self.nodes)]
-        return None if peer == node else self.handles[peer]
+    own: Any
+    peer: Any | None
+    all_stores: Sequence[ray.ObjectRef[dict[str, Any]]]
 
 
 class MemoryReplication:
@@ -73,27 +69,38 @@ class MemoryReplication:
         self._emit = emit
         return self
 
-    def start_stores(self, nodes: Sequence[str]) -> ray.ObjectRef[MemoryStores] | None:
-        """Start the missing stores, and return a reference for all ranks of an attempt.
+    def start_stores(self, nodes: Sequence[str]) -> dict[str, ray.ObjectRef[NodeStores]]:
+        """Start the missing stores of an attempt.
 
         Args:
             nodes: ID of the node of each worker, in the order of the ranks.
 
         Returns:
-            Reference to the stores; None if there is only one node.
+            References for the ranks, by node; empty if there has been only one node. The objects
+            have the same size with any number of nodes.
         """
         self._nodes = tuple(dict.fromkeys(nodes))
         if len(self._nodes) == 1:
             self._emit(Notice(_NO_PEER))
             if not self._handles:
-                return None
+                return {}
         for node in self._nodes:
             if node not in self._handles:
                 strategy = NodeAffinitySchedulingStrategy(node, soft=False)
                 actor = self._actor_class.options(scheduling_strategy=strategy, **self._options)
                 self._handles[node] = actor.remote()
-        # One object, which each node fetches once.
-        return ray.put(MemoryStores(self._nodes, dict(self._handles)))
+        all_stores = [ray.put(dict(self._handles))]
+        peers = [*self._nodes[1:], self._nodes[0]]  # a ring
+        return {
+            node: ray.put(
+                NodeStores(
+                    self._handles[node],
+                    None if peer == node else self._handles[peer],
+                    all_stores,
+                )
+            )
+            for node, peer in zip(self._nodes, peers, strict=True)
+        }
 
     def on_event(self, event: Event) -> None:
         """Show a failed copy, or free the memory of earlier attempts."""

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +25,7 @@ from drawbar._storage.manifest import compute_checksum
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+    from ray import ObjectRef
 
 CHUNK_BYTES = 1 << 23
 CHUNKS_IN_FLIGHT = 3
@@ -192,14 +193,17 @@ class MemoryStore:
     # -- for the ranks on this node
 
     def open_files(
-        self, name: str, files: Sequence[FileEntry], others: Collection[Any]
+        self,
+        name: str,
+        files: Sequence[FileEntry],
+        all_stores: Sequence[ObjectRef[dict[str, Any]]] = (),
     ) -> dict[str, OpenFile]:
         """Copy missing files of a checkpoint to this node, and return all that the store has.
 
         Args:
             name: Name of the checkpoint.
             files: Files that the ranks of this node need.
-            others: Stores of the other nodes.
+            all_stores: Reference to the handles of all stores by node.
 
         Returns:
             Files with a valid checksum, by path.
@@ -208,7 +212,7 @@ class MemoryStore:
         missing = {file.path: file.size for file in files if file.path not in found}
         if missing and name not in self._unavailable:
             if sum(missing.values()) <= _MAX_MEMORY_FRACTION * read_available_memory():
-                self._copy_missing(name, missing, others)
+                self._copy_missing(name, missing, all_stores)
             found = self._find_valid(name, files)
             if len(found) < len(files):
                 self._unavailable.add(name)  # the other ranks of this node need not wait again
@@ -224,11 +228,21 @@ class MemoryStore:
             and complete[file.path].verify()
         }
 
-    def _copy_missing(self, name: str, missing: dict[str, int], others: Collection[Any]) -> None:
+    def _copy_missing(
+        self,
+        name: str,
+        missing: dict[str, int],
+        all_stores: Sequence[ObjectRef[dict[str, Any]]],
+    ) -> None:
         """Copy files from the stores that reply first. A store on a lost node may not reply."""
         import ray
 
-        replies = {store.list_files.remote(name): store for store in others}
+        replies = {
+            store.list_files.remote(name): store
+            for reference in all_stores
+            for node, store in ray.get(reference, timeout=_REPLY_TIMEOUT_S).items()
+            if node != ray.get_runtime_context().get_node_id()
+        }
         while missing and replies:
             ready, _ = ray.wait(list(replies), timeout=_REPLY_TIMEOUT_S)
             if not ready:

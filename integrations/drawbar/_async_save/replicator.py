@@ -28,7 +28,7 @@ from drawbar._storage.manifest import compute_checksum
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from drawbar._async_save.memory_replication import MemoryStores
+    from drawbar._async_save.memory_replication import NodeStores
 
 _CHUNK_TIMEOUT_S = 60.0
 _OPEN_TIMEOUT_S = 30.0
@@ -50,7 +50,7 @@ class Replicator:
 
     def submit(
         self,
-        stores: ObjectRef[MemoryStores],
+        stores: ObjectRef[NodeStores],
         notify: Callable[[str], None],
         name: str,
         descriptors: Mapping[str, int],
@@ -58,7 +58,7 @@ class Replicator:
         """Copy a checkpoint to the peer node in the background.
 
         Args:
-            stores: Reference to the stores of the attempt.
+            stores: Reference to the stores that this node uses.
             notify: Callback that receives the reason if a checkpoint is not copied.
             name: Name of the checkpoint, as in `make_copy_name`.
             descriptors: Memory of its files by path, which contains them until the checkpoint after
@@ -104,7 +104,7 @@ class _Copy:
 
     def __init__(
         self,
-        stores: ObjectRef[MemoryStores],
+        stores: ObjectRef[NodeStores],
         notify: Callable[[str], None],
         name: str,
         descriptors: Mapping[str, int],
@@ -134,20 +134,18 @@ class _Copy:
         """
         import ray
 
-        stores, node = ray.get(self._stores), ray.get_runtime_context().get_node_id()
+        stores = ray.get(self._stores)
         opened = {path: OpenFile.of(descriptor) for path, descriptor in self._files.items()}
         descriptions = {path: _describe_file(file) for path, file in opened.items()}
-        if node in stores.handles:
-            keep = stores.handles[node].keep.remote(self._name, descriptions, opened)
-            ray.get(keep, timeout=_CHUNK_TIMEOUT_S)
-        peer = stores.get_peer(node)
-        if peer is None:
+        keep = stores.own.keep.remote(self._name, descriptions, opened)
+        ray.get(keep, timeout=_CHUNK_TIMEOUT_S)
+        if stores.peer is None:
             return
         replies: deque[Any] = deque()
         for path, file in descriptions.items():
             for offset in iter_offsets(file.size):
                 data = read_chunk(self._files[path], offset)
-                replies.append(peer.write.remote(self._name, path, file, offset, data))
+                replies.append(stores.peer.write.remote(self._name, path, file, offset, data))
                 if len(replies) == CHUNKS_IN_FLIGHT:
                     ray.get(replies.popleft(), timeout=_CHUNK_TIMEOUT_S)
         ray.get(list(replies), timeout=_CHUNK_TIMEOUT_S)
@@ -163,12 +161,12 @@ def _describe_file(file: OpenFile) -> StoredFile:
 
 
 def request_from_stores(
-    stores: ObjectRef[MemoryStores], name: str, files: Sequence[FileEntry]
+    stores: ObjectRef[NodeStores], name: str, files: Sequence[FileEntry]
 ) -> dict[str, tuple[int, int]]:
     """Return the descriptors and sizes of files that the store of this node provides, by path.
 
     Args:
-        stores: Reference to the stores of the attempt.
+        stores: Reference to the stores that this node uses.
         name: Name of the checkpoint, as in `make_copy_name`.
         files: Files of the checkpoint.
     """
@@ -177,12 +175,11 @@ def request_from_stores(
 
     timeout = _OPEN_TIMEOUT_S + sum(file.size for file in files) / _MIN_BYTES_PER_S
     try:
-        others = dict(ray.get(stores, timeout=_OPEN_TIMEOUT_S).handles)
-        store = others.pop(ray.get_runtime_context().get_node_id())
-        open_files = store.open_files.options(concurrency_group=RESTORE_GROUP)
-        reply = open_files.remote(name, list(files), list(others.values()))
+        node_stores = ray.get(stores, timeout=_OPEN_TIMEOUT_S)
+        open_files = node_stores.own.open_files.options(concurrency_group=RESTORE_GROUP)
+        reply = open_files.remote(name, list(files), node_stores.all_stores)
         found = ray.get(reply, timeout=timeout)
-    except (RayError, KeyError):  # a lost store is like one without files
+    except RayError:  # a lost store is like one without files
         return {}
     opened = {}
     for path, file in found.items():

@@ -26,7 +26,7 @@ def write(store: MemoryStore, name: str, content: bytes, path: str = "a/state.pt
 def open_files(store: MemoryStore, name: str, *sizes: int) -> list[bytes]:
     """Return the content of the files of these sizes that the store has."""
     files = [FileEntry(path, size) for path, size in zip(("a/state.pt", "b"), sizes, strict=False)]
-    return [read(file) for _, file in sorted(store.open_files(name, files, []).items())]
+    return [read(file) for _, file in sorted(store.open_files(name, files).items())]
 
 
 def read(file: OpenFile) -> bytes:

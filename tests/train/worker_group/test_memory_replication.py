@@ -135,11 +135,10 @@ def wait_for_copy(path: str = "", name: str = "0/0") -> None:
     from drawbar.train._worker.active_session import current_session
 
     stores = ray.get(current_session("wait_for_copy").assignment.memory_stores)
-    node = ray.get_runtime_context().get_node_id()
     while True:
         with contextlib.suppress(RayActorError):
-            ray.get(stores.handles[node].list_files.remote(name))
-            files = ray.get(stores.get_peer(node).list_files.remote(name))
+            ray.get(stores.own.list_files.remote(name))
+            files = ray.get(stores.peer.list_files.remote(name))
             if not path or path in files:
                 return
 
@@ -216,7 +215,8 @@ class Stage:
         for each in (pipe, *pipes):
             os.mkfifo(each)
         config = {"pipe": pipe, "pipes": pipes, "kills_first": scenario.kills_first}
-        run = TorchTrainer(
+        trainer = TorchTrainer if scenario.function is save_dtensors else DataParallelTrainer
+        run = trainer(
             scenario.function,
             train_loop_config={**config, "is_overwritten": scenario.is_overwritten},
             scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
@@ -323,11 +323,10 @@ def test_replicator_with_dead_store_reports_the_reason(ray_cluster: None) -> Non
     import ray
 
     from drawbar._async_save.memory_files import MemoryFiles
-    from drawbar._async_save.memory_replication import MemoryStores
+    from drawbar._async_save.memory_replication import NodeStores
     from drawbar._async_save.memory_store import MemoryStore
     from drawbar._async_save.replicator import Replicator
 
-    node = ray.get_runtime_context().get_node_id()
     actor: Any = ray.remote(num_cpus=0)(MemoryStore).remote()
     ray.kill(actor)
     files, reasons = MemoryFiles(), queue.SimpleQueue[str]()
@@ -335,7 +334,7 @@ def test_replicator_with_dead_store_reports_the_reason(ray_cluster: None) -> Non
         file.write(b"content")
     files.truncate()
     fcntl.flock(files.get_descriptors()["state.pt"], fcntl.LOCK_UN)  # as the writer process does
-    stores = ray.put(MemoryStores((node,), {node: actor}))
+    stores = ray.put(NodeStores(actor, actor, []))
     Replicator().submit(stores, reasons.put, "0/0", files.get_descriptors())
     assert "process that keeps the copies" in reasons.get(timeout=300)
     files.release()

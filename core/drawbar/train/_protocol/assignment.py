@@ -50,7 +50,7 @@ class WorkerAssignment:
 
     `first_attempt` is the first attempt of this start of the run. `node_pids` are the processes of
     the run on its node, and `open_shards` returns its shards of the run's `DataSource`, if any.
-    `memory_stores` is a reference to the Ray actors that keep copies of checkpoints, if any.
+    `memory_stores` is a reference to the `NodeStores` of its node, if any.
     """
 
     spec: WorkerSpec

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -45,7 +45,7 @@ from drawbar.train._worker_group.worker_group import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
-StartStores = Callable[[Sequence[str]], object]
+StartStores = Callable[[Sequence[str]], Mapping[str, object]]
 
 SHUTDOWN_S = 2.0
 STACK_SECONDS = 2.0
@@ -62,7 +62,7 @@ class RayWorkerGroup:
         pool: Processes of the workers.
         train_loop: Training function that every rank runs.
         start_stores: Starts the memory stores on the nodes of an attempt; receives the ID of the
-            node of each rank, and returns a reference for the ranks.
+            node of each rank, and returns references for the ranks by node.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RayWorkerGroup:
     ) -> None:
         self._pool = pool
         self._start_stores = start_stores
-        self._memory_stores: object = None
+        self._memory_stores: Mapping[str, object] = {}
         self._train_loop = [train_loop]  # until stop(); Ray does not track references in lists
         self._ranks: dict[int, ActorSlot] = {}
         self._attempt = -1
@@ -124,7 +124,8 @@ class RayWorkerGroup:
         # A stream instead of calls of the driver: messages keep their order, and the end of the
         # stream reports the death of the process.
         run = slot.actor.run.options(num_returns="streaming")
-        assignment = dataclasses.replace(assignment, memory_stores=self._memory_stores)
+        stores = self._memory_stores.get(slot.info.result().node_id)
+        assignment = dataclasses.replace(assignment, memory_stores=stores)
         if assignment.open_shards is not None:
             # Ray would unpickle it before the worker has the environment of the driver.
             shards = serialize(assignment.open_shards)
