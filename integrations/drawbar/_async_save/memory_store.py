@@ -77,7 +77,9 @@ class _MemoryFile:
         self.fd = os.memfd_create("drawbar-replica") if fd is None else fd
         weakref.finalize(self, os.close, self.fd)
         if fd is None and file.size:
-            os.posix_fallocate(self.fd, 0, file.size)  # raises an error if there is no memory
+            if not has_memory(file.size):
+                raise OSError(errno.ENOMEM, f"this node has no memory for {file.size} bytes")
+            os.posix_fallocate(self.fd, 0, file.size)
 
     @property
     def is_complete(self) -> bool:
@@ -211,7 +213,7 @@ class MemoryStore:
         found = self._find_valid(name, files)
         missing = {file.path: file.size for file in files if file.path not in found}
         if missing and name not in self._unavailable:
-            if sum(missing.values()) <= _MAX_MEMORY_FRACTION * read_available_memory():
+            if has_memory(sum(missing.values())):
                 self._copy_missing(name, missing, all_stores)
             found = self._find_valid(name, files)
             if len(found) < len(files):
@@ -298,8 +300,8 @@ def read_chunk(descriptor: int, offset: int) -> PickleBuffer:
     return PickleBuffer(os.pread(descriptor, CHUNK_BYTES, offset))
 
 
-def read_available_memory() -> int:
-    """Return the bytes of memory that new files on this node may use."""
+def has_memory(size: int) -> bool:
+    """Return whether new files of this size need at most half of the free memory of this node."""
     meminfo = Path("/proc/meminfo").read_text()
     available = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
     with contextlib.suppress(OSError, ValueError, IndexError):  # without a limit of a cgroup (v2)
@@ -308,4 +310,4 @@ def read_available_memory() -> int:
         used = int((cgroup / "memory.current").read_text())
         cached = (cgroup / "memory.stat").read_text().partition("inactive_file ")[2].split()[0]
         available = min(available, limit - used + int(cached))
-    return available
+    return size <= _MAX_MEMORY_FRACTION * available

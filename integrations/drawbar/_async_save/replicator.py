@@ -64,7 +64,11 @@ class Replicator:
             descriptors: Memory of its files by path, which contains them until the checkpoint after
                 the next one.
         """
-        copy = _Copy(stores, notify, name, descriptors)
+        try:
+            copy = _Copy(stores, notify, name, descriptors)
+        except OSError as error:  # too many open files
+            notify(_describe(error))
+            return
         with self._lock:
             skipped, self._next = self._next, copy
         if skipped is not None:
@@ -112,10 +116,13 @@ class _Copy:
         self._stores = stores
         self.notify = notify
         self._name = name
-        self._files = {
-            path: os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
-            for path, descriptor in descriptors.items()
-        }
+        self._files: dict[str, int] = {}
+        try:
+            for path, descriptor in descriptors.items():
+                self._files[path] = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+        except OSError:
+            self.close()
+            raise
 
     def try_lock(self) -> bool:
         """Keep the rank from overwriting the files; return False if it does so already."""

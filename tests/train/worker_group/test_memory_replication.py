@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
-import queue
 import random
 import signal
 import threading
@@ -148,7 +146,6 @@ class Scenario:
     """Run, and the failure after its second checkpoint.
 
     Attributes:
-        name: Name of the run.
         lost_ranks: Ranks whose nodes are lost.
         before: What happens before, with the memory stores of the cluster.
         is_overwritten: Whether the files in the storage are overwritten with zeros.
@@ -156,7 +153,6 @@ class Scenario:
         function: Training function.
     """
 
-    name: str
     lost_ranks: tuple[int, ...]
     before: Callable[[list[psutil.Process]], None] = lambda stores: None
     is_overwritten: bool = False
@@ -181,14 +177,14 @@ def kill(stores: list[psutil.Process]) -> None:
     psutil.wait_procs(stores)
 
 
-SCENARIOS = (
-    Scenario("node", (1,), is_overwritten=True),
-    Scenario("both_nodes", (0, 1)),
-    Scenario("corrupted_copy", (1,), corrupt),
-    Scenario("killed_store", (1,), kill),
-    Scenario("restarted_store", (1,), is_overwritten=True, kills_first=True),
-    Scenario("dtensors", (1,), is_overwritten=True, function=save_dtensors),
-)
+SCENARIOS = {
+    "node": Scenario((1,), is_overwritten=True),
+    "both_nodes": Scenario((0, 1)),
+    "corrupted_copy": Scenario((1,), corrupt),
+    "killed_store": Scenario((1,), kill),
+    "restarted_store": Scenario((1,), is_overwritten=True, kills_first=True),
+    "dtensors": Scenario((1,), is_overwritten=True, function=save_dtensors),
+}
 
 
 class Stage:
@@ -211,7 +207,7 @@ class Stage:
         """Run a scenario, and print its sources and results."""
         from drawbar.torch import TorchTrainer
 
-        pipe, *pipes = (str(self.folder / f"{scenario.name} {end}") for end in ("driver", 0, 1))
+        pipe, *pipes = (str(self.folder / f"pipe {end}") for end in ("driver", 0, 1))
         for each in (pipe, *pipes):
             os.mkfifo(each)
         config = {"pipe": pipe, "pipes": pipes, "kills_first": scenario.kills_first}
@@ -220,7 +216,7 @@ class Stage:
             scenario.function,
             train_loop_config={**config, "is_overwritten": scenario.is_overwritten},
             scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
-            run_config=make_run_config(scenario, self.folder),
+            run_config=make_run_config(self.folder),
         ).start()
         with os.fdopen(os.open(pipe, os.O_RDWR)) as stream:  # does not end between two writers
             nodes = dict(stream.readline().split() for _ in range(NUM_WORKERS))
@@ -233,12 +229,12 @@ class Stage:
         for rank in scenario.lost_ranks:
             self.replace(nodes[str(rank)])
         values = run.wait().return_values
-        print(f"\n{SHOWN}{json.dumps([scenario.name, list_sources(run.path), values])}", flush=True)
+        print(f"\n{SHOWN}{json.dumps([list_sources(run.path), values])}", flush=True)
 
     def find_stores(self) -> list[psutil.Process]:
         raylets = [node.all_processes["raylet"][0].process.pid for node in self.nodes]
         children = [child for pid in raylets for child in psutil.Process(pid).children()]
-        return [child for child in children if child.name().startswith("ray::MemoryStor")]
+        return [child for child in children if is_store(child)]
 
     def replace(self, node_id: str) -> None:
         """Lose a node, and add another one."""
@@ -256,11 +252,18 @@ class Stage:
         os._exit(0)  # Ray takes long to end a process whose cluster has ended
 
 
-def make_run_config(scenario: Scenario, folder: Path) -> RunConfig:
+def is_store(process: psutil.Process) -> bool:
+    try:
+        return process.name().startswith("ray::MemoryStor")
+    except psutil.NoSuchProcess:
+        return False
+
+
+def make_run_config(folder: Path) -> RunConfig:
     from fsspec.implementations.local import LocalFileSystem
 
     return RunConfig(
-        name=scenario.name,
+        name="run",
         storage_path=str(folder),
         # Of a local checkpoint, the driver also checks the content before a restart.
         storage_filesystem=LocalFileSystem(auto_mkdir=True),
@@ -279,65 +282,33 @@ def list_sources(path: str) -> list[tuple[int, str, str]]:
     )
 
 
-@pytest.fixture(scope="module")
-def outcomes(
-    drivers: DriversFixture, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Any, Any]]:
-    """Return sources and return values of each scenario."""
-    folder = tmp_path_factory.mktemp("runs")
-
-    def main() -> None:
-        stage = Stage(folder)
-        for scenario in SCENARIOS:
-            stage.play(scenario)
-        stage.end()
-
-    with drivers(main, RAY_ADDRESS="", RAY_gcs_server_port_wait_time_s="600") as driver:
-        out, err = driver.communicate()
-    assert driver.returncode == 0, err
-    lines = [line.removeprefix(SHOWN) for line in out.splitlines() if line.startswith(SHOWN)]
-    return {name: (sources, values) for name, sources, values in map(json.loads, lines)}
-
-
 @pytest.mark.parametrize(
-    ("scenario", "source"),
+    ("name", "source"),
     [
         ("node", "peer"),
         ("both_nodes", "storage"),
         ("corrupted_copy", "storage"),
         ("killed_store", "storage"),
         ("restarted_store", "peer"),
-        ("dtensors", "peer"),
+        pytest.param("dtensors", "peer", marks=pytest.mark.nightly),
     ],
 )
 def test_memory_replication_restart_after_node_loss_reads(
-    outcomes: dict[str, tuple[Any, Any]], scenario: str, source: str
+    drivers: DriversFixture, tmp_path: Path, name: str, source: str
 ) -> None:
-    sources, values = outcomes[scenario]
-    name = "checkpoint_000002" if scenario == "restarted_store" else "checkpoint_000001"
-    assert sources == [[rank, name, source] for rank in range(NUM_WORKERS)]
+    def main() -> None:
+        stage = Stage(tmp_path)
+        stage.play(SCENARIOS[name])
+        stage.end()
+
+    with drivers(main, RAY_ADDRESS="", RAY_gcs_server_port_wait_time_s="600") as driver:
+        out, err = driver.communicate()
+    assert driver.returncode == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith(SHOWN)]
+    sources, values = json.loads(line.removeprefix(SHOWN))
+    checkpoint = "checkpoint_000002" if name == "restarted_store" else "checkpoint_000001"
+    assert sources == [[rank, checkpoint, source] for rank in range(NUM_WORKERS)]
     assert values == [[True] * NUM_WORKERS] * NUM_WORKERS
-
-
-def test_replicator_with_dead_store_reports_the_reason(ray_cluster: None) -> None:
-    import ray
-
-    from drawbar._async_save.memory_files import MemoryFiles
-    from drawbar._async_save.memory_replication import NodeStores
-    from drawbar._async_save.memory_store import MemoryStore
-    from drawbar._async_save.replicator import Replicator
-
-    actor: Any = ray.remote(num_cpus=0)(MemoryStore).remote()
-    ray.kill(actor)
-    files, reasons = MemoryFiles(), queue.SimpleQueue[str]()
-    with files.open("state.pt") as file:
-        file.write(b"content")
-    files.truncate()
-    fcntl.flock(files.get_descriptors()["state.pt"], fcntl.LOCK_UN)  # as the writer process does
-    stores = ray.put(NodeStores(actor, actor, []))
-    Replicator().submit(stores, reasons.put, "0/0", files.get_descriptors())
-    assert "process that keeps the copies" in reasons.get(timeout=300)
-    files.release()
 
 
 def test_memory_replication_on_one_node_prints_notice(
