@@ -61,8 +61,8 @@ class MemoryReplication:
         self._handles: dict[str, Any] = {}
         self._nodes: tuple[str, ...] = ()
         self._attempt = 0
-        self._has_committed = False
         self._has_warned = False
+        self._should_drop = False
 
     def watch(self, run: OpenRun, emit: Emit) -> Watcher:
         """Use an open run."""
@@ -80,6 +80,7 @@ class MemoryReplication:
             have the same size with any number of nodes.
         """
         self._nodes = tuple(dict.fromkeys(nodes))
+        self._should_drop = True  # not before: an earlier attempt may commit its last checkpoint
         if len(self._nodes) == 1:
             self._emit(Notice(_NO_PEER))
             if not self._handles:
@@ -107,9 +108,9 @@ class MemoryReplication:
         match event:
             case AttemptStarted():
                 self._attempt = event.attempt
-                self._has_committed = self._has_warned = False
-            case CheckpointCommitted() if not self._has_committed:
-                self._has_committed = True
+                self._has_warned = self._should_drop = False
+            case CheckpointCommitted() if self._should_drop:
+                self._should_drop = False
                 self._drop_earlier_attempts()
             case ObservationReceived(kind=kind) if kind == OBSERVATION_KIND:
                 if not self._has_warned:  # all ranks may have the same problem

@@ -285,6 +285,7 @@ class RayWorkerGroup:
         # Ray keeps an object as long as a reference to it exists, and a `RunHandle` may outlive the
         # run.
         self._train_loop.clear()
+        self._memory_stores = {}
 
     def kill(self) -> None:
         """Kill all processes and release the placement."""
