@@ -254,7 +254,7 @@ class Stage:
 
 def is_store(process: psutil.Process) -> bool:
     try:
-        return process.name().startswith("ray::MemoryStor")
+        return bool(process.name().startswith("ray::MemoryStor"))
     except psutil.NoSuchProcess:
         return False
 
