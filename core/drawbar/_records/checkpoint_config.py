@@ -33,6 +33,10 @@ class CheckpointConfig(fields.ConfigRepr):
         durable: Whether committed checkpoints also survive a power loss. Each file and directory is
             then flushed with fsync before the commit. Without it, a committed checkpoint survives
             the death of any process.
+        memory_replication: Whether each node copies the checkpoints of `save_async` to the memory
+            of another node of the run. A restart after the loss of a node then reads them from
+            there, and not from the storage. Needs workers that are Ray actors. The copies need
+            memory for two checkpoints of the ranks on one node.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -53,6 +57,7 @@ class CheckpointConfig(fields.ConfigRepr):
     checkpoint_score_order: ScoreOrder = "max"
     _: KW_ONLY
     durable: bool = False
+    memory_replication: bool = False
 
 
 def parse_checkpoint_config(config: Mapping[str, object]) -> CheckpointConfig:

@@ -256,7 +256,7 @@ class CheckpointDeleted(JournalEntry, frozen=True, kw_only=True, tag="checkpoint
 
 
 class CheckpointRead(JournalEntry, frozen=True, kw_only=True, tag="checkpoint_read"):
-    """A rank reads the resume checkpoint; `source` is "memory" or "storage"."""
+    """A rank reads the resume checkpoint; `source` is "memory", "peer", or "storage"."""
 
     attempt: int
     rank: int

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from drawbar.train._worker.report_checks import BackgroundWrite
 _OPTIONS = ("-I", "-S", "-E")
 _END_TIMEOUT_S = 1.0
 _MAX_REPLY_BYTES = 1 << 16
+
+Replicate = Callable[[str, Mapping[str, int]], None]
+"""Copies a checkpoint to another node: receives its name, and descriptors of its files by path."""
 
 
 class BackgroundWriter:
@@ -55,12 +59,15 @@ class BackgroundWriter:
         self._files[0].clear()
         return self._files[0]
 
-    def submit(self, directory: Path, attempt: int) -> BackgroundWrite:
+    def submit(
+        self, directory: Path, attempt: int, replicate: Replicate | None = None
+    ) -> BackgroundWrite:
         """Start to write all files of the next checkpoint to a directory.
 
         Args:
             directory: The directory.
             attempt: Number of the attempt.
+            replicate: Called when the files are written, before the memory is used again.
         """
         self._files[0].truncate()
         files, descriptors = self._files[0].list_files(), self._files[0].get_descriptors()
@@ -68,7 +75,7 @@ class BackgroundWriter:
         report_index = Future[int]()
         # A reference to this object until the end: its end frees the memory.
         done = self._thread.submit(
-            self._write, directory, files, descriptors, attempt, report_index
+            self._write, directory, files, descriptors, attempt, report_index, replicate
         )
         return BackgroundWrite(files, done, report_index)
 
@@ -79,6 +86,7 @@ class BackgroundWriter:
         descriptors: dict[str, int],
         attempt: int,
         report_index: Future[int],
+        replicate: Replicate | None,
     ) -> None:
         """Write the files.
 
@@ -94,6 +102,8 @@ class BackgroundWriter:
         except CancelledError:  # the checkpoint was not reported
             return
         self._process.set_complete(directory, name)
+        if replicate is not None:
+            replicate(name, descriptors)
 
 
 class _WriterProcess:

@@ -17,17 +17,20 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar._async_save.writer_process import MAX_REQUEST_BYTES, is_same_user
-from drawbar._storage.contents import check_relative_path
+from drawbar._storage.contents import FileEntry, check_relative_path
 from drawbar._storage.download_cache import get_user_temp_directory
 from drawbar._storage.files import remove_tree
 from drawbar._storage.manifest import Manifest, read_manifest
 from drawbar._storage.storage_path import StoragePath
+
+RequestFiles = Callable[[str, Sequence[FileEntry]], dict[str, tuple[int, int]]]
+"""Returns the descriptors and sizes of files of a copy that another node has had, by path."""
 
 _TIMEOUT_S = 5.0
 _MAX_WAITING_READERS = 128
@@ -188,21 +191,29 @@ class _Restore:
 
     run_id: str
     on_read: Callable[[str], None]
+    request_from_peers: RequestFiles | None
 
 
 _restores: dict[str, _Restore] = {}  # by path of the checkpoint
 
 
 @contextmanager
-def read_from_memory(path: str, run_id: str, on_read: Callable[[str], None]) -> Iterator[None]:
+def read_from_memory(
+    path: str,
+    run_id: str,
+    on_read: Callable[[str], None],
+    request_from_peers: RequestFiles | None = None,
+) -> Iterator[None]:
     """Let this process read a checkpoint from memory while the block runs.
 
     Args:
         path: Path of the checkpoint.
         run_id: ID of the run.
-        on_read: Called with the source of the files whenever they are read: "memory" or "storage".
+        on_read: Called with the source of the files whenever they are read: "memory" of this node,
+            "peer" if some are from another node, or "storage".
+        request_from_peers: Requests files that no writer of this node has.
     """
-    _restores[path] = restore = _Restore(run_id, on_read)
+    _restores[path] = restore = _Restore(run_id, on_read, request_from_peers)
     try:
         yield
     finally:
@@ -225,23 +236,28 @@ def open_memory_copy(path: StoragePath) -> Iterator[Path | None]:
     if restore is None:
         yield None
         return
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(_open_copy(path, restore.run_id))
-        restore.on_read("storage" if directory is None else "memory")
+    with _open_copy(path, restore) as (source, directory):
+        restore.on_read(source)
         yield directory
 
 
 @contextmanager
-def _open_copy(path: StoragePath, run_id: str) -> Iterator[Path | None]:
-    has_writers = bool(_find_addresses(_make_prefix(run_id)))
-    manifest = read_manifest(path) if has_writers else None
+def _open_copy(path: StoragePath, restore: _Restore) -> Iterator[tuple[str, Path | None]]:
+    run_id, request_from_peers = restore.run_id, restore.request_from_peers
+    can_have_copy = bool(request_from_peers or _find_addresses(_make_prefix(run_id)))
+    manifest = read_manifest(path) if can_have_copy else None
     if manifest is None or manifest.run_id != run_id:
-        yield None
+        yield "storage", None
         return
-    files = _writers.request_files(run_id, make_copy_name(manifest.attempt, manifest.index))
+    name, source = make_copy_name(manifest.attempt, manifest.index), "memory"
+    files = _writers.request_files(run_id, name)
     try:
+        if request_from_peers is not None and not _has_all_files(manifest, files):
+            missing = [file for file in manifest.files if file.path not in files]
+            files |= request_from_peers(name, missing)
+            source = "peer"
         if not _has_all_files(manifest, files):
-            yield None
+            yield "storage", None
             return
         directory = _make_directory()
         try:
@@ -249,7 +265,7 @@ def _open_copy(path: StoragePath, run_id: str) -> Iterator[Path | None]:
                 link = directory / file.path
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(f"/proc/{os.getpid()}/fd/{files[file.path][0]}")
-            yield directory
+            yield source, directory
         finally:
             remove_tree(directory)
     finally:

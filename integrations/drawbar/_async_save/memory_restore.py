@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from drawbar._async_save.memory_copies import RunAnchor, open_memory_copy, read_from_memory
+from drawbar._async_save.replicator import request_from_stores
 from drawbar._records.live_events import Event
 from drawbar._storage.local_copies import use_copies
 from drawbar.train._protocol.assignment import WorkerAssignment
@@ -32,8 +34,10 @@ def resume_from_memory(
     def on_read(source: str) -> None:
         send(Observation(kind="checkpoint_read", payload={"name": name, "source": source}))
 
+    stores = assignment.memory_stores
+    request_from_peers = None if stores is None else partial(request_from_stores, stores)
     with (
-        read_from_memory(checkpoint.path, assignment.run_id, on_read),
+        read_from_memory(checkpoint.path, assignment.run_id, on_read, request_from_peers),
         use_copies(open_memory_copy),
     ):
         yield

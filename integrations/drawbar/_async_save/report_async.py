@@ -6,15 +6,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from functools import partial
 from typing import cast
 
-from drawbar._async_save.background_writer import BackgroundWriter
+from drawbar._async_save.background_writer import BackgroundWriter, Replicate
 from drawbar._async_save.memory_files import MemoryFiles
+from drawbar._async_save.memory_store import OBSERVATION_KIND
+from drawbar._async_save.replicator import Replicator
 from drawbar._base.metrics import normalize
 from drawbar.train._config.checkpoint_modes import CheckpointUploadMode
 from drawbar.train._config.validation_config import ValidationTaskConfig
+from drawbar.train._protocol.messages import Observation
 from drawbar.train._worker.active_session import current_session
 from drawbar.train._worker.report_checks import BackgroundWrite, UploadOptions
+from drawbar.train._worker.session import Session
 
 
 def report_async(
@@ -62,7 +67,7 @@ def report_async(
         session.cache[BackgroundWriter] = writer  # all attempts of this process use it
     with session.checkpoint_dir() as directory:
         save(writer.clear_files())
-        write = writer.submit(directory, assignment.attempt)
+        write = writer.submit(directory, assignment.attempt, _make_replicate(session))
         options = UploadOptions(None, CheckpointUploadMode.ASYNC, None, None, write)
         try:
             session.report_checkpoint(metrics, directory, options, validation)
@@ -73,3 +78,16 @@ def report_async(
         write.report_index.cancel()  # has no effect if the checkpoint was reported
         writes.append(write)
     return time.monotonic() - start
+
+
+def _make_replicate(session: Session) -> Replicate | None:
+    """Return the function that copies checkpoints of this attempt; None without stores."""
+    stores, rank = session.assignment.memory_stores, session.assignment.ranks.world_rank
+    if stores is None:
+        return None
+
+    def notify(reason: str) -> None:
+        payload = {"rank": rank, "reason": reason}
+        session.send(Observation(kind=OBSERVATION_KIND, payload=payload, is_activity=False))
+
+    return partial(session.get_local(Replicator).submit, stores, notify)

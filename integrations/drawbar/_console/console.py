@@ -129,6 +129,9 @@ class Console:
                         self._display.on_commit()
                 case events.CheckpointRead(source="memory"):
                     self._print(logging.INFO, f"Rank {event.rank} reads {event.name} from memory.")
+                case events.CheckpointRead(source="peer"):
+                    text = f"Rank {event.rank} reads {event.name} from the memory of a peer node."
+                    self._print(logging.INFO, text)
                 case events.CheckpointDeleted():
                     self._line_status.checkpoints.pop(event.name, None)
                 case events.CheckpointValidated():

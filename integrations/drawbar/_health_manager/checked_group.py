@@ -18,7 +18,7 @@ from drawbar._process.worker_failure import FailureKind, WorkerFailure
 from drawbar.train._protocol.assignment import WorkerAssignment
 from drawbar.train._protocol.messages import RankFailed
 from drawbar.train._worker_group.actor_pool import ActorPool
-from drawbar.train._worker_group.ray_group import RayWorkerGroup
+from drawbar.train._worker_group.ray_group import RayWorkerGroup, StartStores
 from drawbar.train._worker_group.worker_group import AttemptEnd, OnMessages, OnWaiting
 
 
@@ -29,12 +29,17 @@ class CheckedWorkerGroup(RayWorkerGroup):
         pool: Processes of the workers.
         train_loop: Training function that every rank runs.
         health: Health checks of the run.
+        start_stores: As in `RayWorkerGroup`.
     """
 
     def __init__(
-        self, pool: ActorPool, train_loop: ray.ObjectRef[Serialized], health: HealthManager
+        self,
+        pool: ActorPool,
+        train_loop: ray.ObjectRef[Serialized],
+        health: HealthManager,
+        start_stores: StartStores | None = None,
     ) -> None:
-        super().__init__(pool, train_loop)
+        super().__init__(pool, train_loop, start_stores)
         self._health = health
         self._workers: list[WorkerInfo] = []
         self._has_evicted = False

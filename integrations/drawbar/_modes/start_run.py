@@ -18,6 +18,7 @@ from drawbar.train._worker_group.validator import Validator
 from drawbar.train._worker_group.worker_group import SubmitCall, WorkerGroup
 
 if TYPE_CHECKING:
+    from drawbar._async_save.memory_replication import MemoryReplication
     from drawbar._health_manager.health_manager import HealthManager
 
 
@@ -53,6 +54,12 @@ def start_controller(
         raise ValueError(
             "RunConfig.health_config needs workers that are Ray actors. Set "
             "ScalingConfig(num_workers=1) or more, without torchrun, or remove health_config."
+        )
+    if not is_on_ray and spec.run_config.checkpoint_config.memory_replication:
+        raise ValueError(
+            "CheckpointConfig(memory_replication=True) needs workers that are Ray actors on "
+            "several nodes, which copy checkpoints to each other. Set ScalingConfig(num_workers=2) "
+            "or more, without torchrun, or memory_replication=False."
         )
     if not is_on_ray and spec.run_config.failure_config.recovery == "in_place":
         setting, _ = name_in_place_setting(spec)
@@ -147,11 +154,11 @@ def start_ray_run(
     parent_placement = Placement.from_current_group(spec.scaling_config)
     fork_server = make_fork_server_spec(spec)
 
-    health = _make_health_manager(spec)
-    if health is not None:
-        if watchers is None:
-            watchers = make_watchers(spec.run_config, is_on_ray=True)
-        watchers = [*watchers, health.watch]
+    health, replication = _make_health_manager(spec), _make_memory_replication(spec)
+    start_stores = None if replication is None else replication.start_stores
+    if watchers is None:
+        watchers = make_watchers(spec.run_config, is_on_ray=True)
+    watchers = [*watchers, *(each.watch for each in (health, replication) if each is not None)]
 
     def make_worker_group(path: str, submit_call: SubmitCall) -> WorkerGroup:
         runtime_env = spec.run_config.worker_runtime_env
@@ -168,8 +175,8 @@ def start_ray_run(
         if health is not None:
             from drawbar._health_manager.checked_group import CheckedWorkerGroup
 
-            return CheckedWorkerGroup(pool, train_loop, health)
-        return RayWorkerGroup(pool, train_loop)
+            return CheckedWorkerGroup(pool, train_loop, health, start_stores)
+        return RayWorkerGroup(pool, train_loop, start_stores)
 
     return start_controller(
         spec,
@@ -187,3 +194,11 @@ def _make_health_manager(spec: RunSpec) -> HealthManager | None:
     from drawbar._health_manager.health_manager import HealthManager  # few runs need it
 
     return HealthManager(spec.run_config, spec.scaling_config)
+
+
+def _make_memory_replication(spec: RunSpec) -> MemoryReplication | None:
+    if not spec.run_config.checkpoint_config.memory_replication:
+        return None
+    from drawbar._async_save.memory_replication import MemoryReplication  # few runs need it
+
+    return MemoryReplication(spec.run_config.worker_runtime_env)

@@ -69,6 +69,7 @@ WRONG_TYPES: list[tuple[type, str, Any, str]] = [
     (CheckpointConfig, "num_to_keep", "all", "must be an int, found 'all'"),
     (CheckpointConfig, "checkpoint_score_attribute", 1, "must be a str or None, found 1"),
     (CheckpointConfig, "durable", 1, "must be a bool, found 1"),
+    (CheckpointConfig, "memory_replication", 2, "must be a bool, found 2"),
     (LoggingConfig, "log_level", 20, "must be a str, found 20"),
     (RunConfig, "name", 5, "must be a str, found 5"),
     (RunConfig, "storage_path", 5, "must be .*, found 5 \\(int\\)"),

@@ -50,6 +50,7 @@ class WorkerAssignment:
 
     `first_attempt` is the first attempt of this start of the run. `node_pids` are the processes of
     the run on its node, and `open_shards` returns its shards of the run's `DataSource`, if any.
+    `memory_stores` is a reference to the `NodeStores` of its node, if any.
     """
 
     spec: WorkerSpec
@@ -67,6 +68,7 @@ class WorkerAssignment:
     is_recovered_in_place: bool = False
     replaced: RanksLost | None = None  # the death after which this process replaces a worker
     num_received_reports: int = 0  # number of the next report of the dead process
+    memory_stores: Any = None
 
     @property
     def log_path(self) -> Path:

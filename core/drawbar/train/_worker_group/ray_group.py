@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -45,6 +45,8 @@ from drawbar.train._worker_group.worker_group import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
+StartStores = Callable[[Sequence[str]], Mapping[str, object]]
+
 SHUTDOWN_S = 2.0
 STACK_SECONDS = 2.0
 RESERVED_START_S = 20.0
@@ -59,10 +61,19 @@ class RayWorkerGroup:
     Args:
         pool: Processes of the workers.
         train_loop: Training function that every rank runs.
+        start_stores: Starts the memory stores on the nodes of an attempt; receives the ID of the
+            node of each rank, and returns references for the ranks by node.
     """
 
-    def __init__(self, pool: ActorPool, train_loop: ray.ObjectRef[Serialized]) -> None:
+    def __init__(
+        self,
+        pool: ActorPool,
+        train_loop: ray.ObjectRef[Serialized],
+        start_stores: StartStores | None = None,
+    ) -> None:
         self._pool = pool
+        self._start_stores = start_stores
+        self._memory_stores: Mapping[str, object] = {}
         self._train_loop = [train_loop]  # until stop(); Ray does not track references in lists
         self._ranks: dict[int, ActorSlot] = {}
         self._attempt = -1
@@ -83,7 +94,10 @@ class RayWorkerGroup:
         self._ranks = {
             ranks.world_rank: slot for slot, ranks in zip(slots, ranks_by_slot, strict=True)
         }
-        return rank_workers(workers)
+        ranked = rank_workers(workers)
+        if self._start_stores is not None:
+            self._memory_stores = self._start_stores([worker.node_id for worker, _ in ranked])
+        return ranked
 
     @property
     def num_idle_workers(self) -> int:
@@ -110,6 +124,8 @@ class RayWorkerGroup:
         # A stream instead of calls of the driver: messages keep their order, and the end of the
         # stream reports the death of the process.
         run = slot.actor.run.options(num_returns="streaming")
+        stores = self._memory_stores.get(slot.info.result().node_id)
+        assignment = dataclasses.replace(assignment, memory_stores=stores)
         if assignment.open_shards is not None:
             # Ray would unpickle it before the worker has the environment of the driver.
             shards = serialize(assignment.open_shards)
@@ -269,6 +285,7 @@ class RayWorkerGroup:
         # Ray keeps an object as long as a reference to it exists, and a `RunHandle` may outlive the
         # run.
         self._train_loop.clear()
+        self._memory_stores = {}
 
     def kill(self) -> None:
         """Kill all processes and release the placement."""
