@@ -44,19 +44,25 @@ class ImportedModules:
         environment or `sys.path`, its imports may depend on that, so only the modules that were
         imported before it are returned.
         """
-        has_changed = _read_settings() != self._settings
-        names = self._first if has_changed else select_preloadable(sys.modules.copy())
-        return ModulesImported(names=names, sys_path=self._sys_path)
+        old, new = self._settings, _read_settings()
+        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        names = self._first if changed else select_preloadable(sys.modules.copy())
+        return ModulesImported(
+            names=names,
+            sys_path=self._sys_path,
+            by_function=len(names) > len(self._first),
+            changed_settings=tuple(changed),
+        )
 
 
-def _read_settings() -> tuple[dict[str, str], list[str]]:
-    """Return the settings that an import may depend on."""
-    environment = {
+def _read_settings() -> dict[str, object]:
+    """Return the settings that an import may depend on: variables, and the import path."""
+    environment: dict[str, object] = {
         name: value
         for name, value in os.environ.items()
         if name not in _NAMES and not name.startswith(_PREFIXES)
     }
-    return environment, list(sys.path)
+    return {**environment, "sys.path": list(sys.path)}
 
 
 class ModulesImported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -65,10 +71,15 @@ class ModulesImported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Attributes:
         names: Their names, in the order of the imports.
         sys_path: Import path of the worker.
+        by_function: Whether the function has imported some of them.
+        changed_settings: Variables that the function has changed, and "sys.path" if it has changed
+            it. Then the modules are those that were imported before it.
     """
 
     names: tuple[str, ...]
     sys_path: tuple[str, ...]
+    by_function: bool = False
+    changed_settings: tuple[str, ...] = ()
 
 
 class WorkerFork(Protocol):
@@ -77,6 +88,11 @@ class WorkerFork(Protocol):
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of the modules."""
+        ...
+
+    @property
+    def learned(self) -> ModulesImported | None:
+        """Message of an earlier worker that has the modules, None if they are of another source."""
         ...
 
     @property

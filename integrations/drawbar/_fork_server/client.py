@@ -88,7 +88,7 @@ def _fork_worker(spec: dict[str, Any], arguments: list[str]) -> tuple[socket.soc
         "command": spec["command"],
     }
     for _ in range(_ATTEMPTS):
-        connection = _connect(path, server, environment)
+        connection = _connect(path, server, environment, spec["owner"])
         pid = request_fork(connection, request, (0, 1, 2), _wait_for_reply)
         if pid is not None:
             return connection, pid, os.pidfd_open(pid)
@@ -128,7 +128,9 @@ def _get_socket_path(identity: dict[str, Any]) -> str:
     return path
 
 
-def _connect(path: str, server: dict[str, Any], environment: dict[str, str]) -> socket.socket:
+def _connect(
+    path: str, server: dict[str, Any], environment: dict[str, str], owner: Sequence[object]
+) -> socket.socket:
     """Connect to the server, and start it first if there is none."""
     connection = socket.socket(socket.AF_UNIX)
     directory = os.path.dirname(path)
@@ -136,7 +138,7 @@ def _connect(path: str, server: dict[str, Any], environment: dict[str, str]) -> 
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _try_connect(connection, path):
-            _remove_files_of_killed_servers(directory)
+            _leave_other_servers(directory, owner)
             _start_server(path, server, environment)
             connection.connect(path)
     finally:
@@ -152,12 +154,21 @@ def _try_connect(connection: socket.socket, path: str) -> bool:
     return True
 
 
-def _remove_files_of_killed_servers(directory: str) -> None:
+def _leave_other_servers(directory: str, owner: Sequence[object]) -> None:
+    """Let servers end soon that only this driver has used, and remove the files of killed ones.
+
+    Otherwise a driver whose runs have different variables would have a server for each of them.
+    """
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
         if name.startswith("fork-") and name.endswith(".sock"):
             with socket.socket(socket.AF_UNIX) as connection:
                 if _try_connect(connection, path):
+                    notice = json.dumps({"left_by": owner}).encode()
+                    try:  # noqa: SIM105  # the import of contextlib would take longer
+                        connection.sendall(b"\n" + notice + b"\n")
+                    except OSError:
+                        pass  # it has ended meanwhile
                     continue
             for file in (path, f"{path}.log"):
                 if os.path.exists(file):

@@ -9,7 +9,7 @@ import shlex
 import sys
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from drawbar._base import ray_compat as _ray_compat
@@ -50,6 +50,11 @@ def is_fork_command(py_executable: object) -> bool:
     return isinstance(py_executable, str) and client.__file__ in py_executable
 
 
+def _remove_ray_folder(sys_path: Iterable[str]) -> tuple[str, ...]:
+    """Remove a folder that Ray adds to the import path of each process that imports it."""
+    return tuple(path for path in sys_path if os.path.basename(path) != "thirdparty_files")
+
+
 @dataclass(frozen=True)
 class ForkServerSpec:
     """Modules of the fork servers of a run, and the import path and environment for them.
@@ -59,12 +64,15 @@ class ForkServerSpec:
         sys_path: Import path of the driver, or of an earlier worker.
         environment: Variables of the driver that the modules may read when they are imported.
         key: Key of the modules that the workers import. None if the user has set the modules.
+        learned: Message of an earlier worker that has the modules; None if they are of the user or
+            of the backend.
     """
 
     modules: tuple[str, ...]
     sys_path: tuple[str, ...]
     environment: Mapping[str, str]
     key: LearningKey | None = None
+    learned: ModulesImported | None = None
 
     @classmethod
     def create(
@@ -77,7 +85,7 @@ class ForkServerSpec:
         """
         return cls(
             tuple(modules),
-            tuple(os.path.abspath(path) for path in sys_path),
+            _remove_ray_folder(map(os.path.abspath, sys_path)),
             {
                 name: value
                 for name, value in environment.items()
@@ -97,7 +105,8 @@ class ForkServerSpec:
         """Return a spec with the modules that a worker has imported, and keep them for later."""
         assert self.key is not None
         _learned[self.key] = modules
-        return replace(self, modules=modules.names, sys_path=modules.sys_path)
+        sys_path = _remove_ray_folder(modules.sys_path)
+        return replace(self, modules=modules.names, sys_path=sys_path, learned=modules)
 
     def make_command(self) -> str:
         """Return the shell command to which Ray appends the worker's arguments, for one worker."""

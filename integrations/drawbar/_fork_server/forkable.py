@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.machinery
 import os
+import site
 import sys
 import threading
 from collections.abc import Iterable
@@ -36,7 +37,9 @@ class ImportedFiles:
 
     def __init__(self, others: Iterable[str] = ()) -> None:
         modules = [(name, _get_file(module)) for name, module in sys.modules.items()]
-        files = {*others, *(file for _, file in modules if file)}
+        # A new package, or a new line of the import path, changes the folder of all packages.
+        folders = [*site.getsitepackages(), site.getusersitepackages()]
+        files = {*others, *folders, *(file for _, file in modules if file)}
         self._versions = {file: _get_version(file) for file in files}
         # Modules that another finder has found, for example of an editable package, are not here.
         self._found = {

@@ -10,9 +10,12 @@ single thread and serves one request after the other:
     <- {"error": "..."}    the modules cannot be used for forks
     <- {}                  an imported file has changed: connect again
 
+    -> newline without descriptors
+    -> {"left_by": "..."}  this driver uses another server now
+
 It ends when the drivers on this node that used it have ended, when the node's raylet has ended,
-when it has had no worker for 10 minutes, and when a file that it has imported has changed. Workers
-outlive it.
+when it has had no worker for 10 minutes, or for 1 minute after all drivers have left it, and when a
+file that it has imported has changed. Workers outlive it.
 
 It imports Ray, but never connects. Ray reads its variables (the job, the raylet, the token) when it
 is imported, so the server has the same variables as the workers. It starts no threads before it
@@ -49,6 +52,7 @@ else:  # this file runs by path
 _LISTENER = 3
 _MAX_DESCRIPTORS = 8
 _IDLE_S = 600.0
+_LEFT_IDLE_S = 60.0
 # The worker's sentinel reads the exit status of a process that its parent has not collected yet.
 _REAP_DELAY_S = 3.0
 _REQUEST_TIMEOUT_S = 10.0
@@ -57,7 +61,9 @@ _REQUEST_TIMEOUT_S = 10.0
 class Request:
     """Request to fork a worker: a connection, its message, and descriptors.
 
-    Descriptors after the standard streams are the first arguments of the worker's script.
+    Descriptors after the standard streams are the first arguments of the worker's script. If
+    `left_by` is not None, it is the notice of a driver that uses another server, and has no
+    other attributes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -71,6 +77,10 @@ class Request:
         with connection.makefile("rb") as stream:
             message = json.loads(stream.readline())
         connection.settimeout(None)
+        self.left_by = tuple(message["left_by"]) if "left_by" in message else None
+        if self.left_by is not None:
+            connection.close()
+            return
         self.connection = connection
         script, *arguments = message["arguments"]
         self.arguments: list[str] = [script, *map(str, self.descriptors), *arguments]
@@ -122,6 +132,7 @@ class ForkServer:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._owners: dict[int, int] = {}  # pidfds by process ID
         self._has_had_owner = False
+        self._drivers = set[tuple[object, ...]]()  # that have not left
         self._used_commands: set[str] = set()
         self._workers: dict[int, Worker] = {}  # by process ID
         self._ended: deque[tuple[float, int]] = deque()  # time and ID of processes to collect
@@ -156,7 +167,9 @@ class ForkServer:
         """Return how long this server may have no workers, in seconds."""
         # The client that has started the server connects before its imports, unless it was killed.
         is_used = self._has_had_owner or not self._path
-        return _IDLE_S if is_used and not self._error else _REAP_DELAY_S
+        if not is_used or self._error:
+            return _REAP_DELAY_S
+        return _IDLE_S if self._drivers or not self._path else _LEFT_IDLE_S
 
     def _close(self) -> None:
         """Remove the socket, so that the next client starts a new server."""
@@ -177,6 +190,10 @@ class ForkServer:
             request = Request(connection)
         except (OSError, ValueError, KeyError):
             return None
+        if request.left_by is not None:
+            self._drivers.discard(request.left_by)
+            return None
+        self._drivers.add(request.owner)
         self._add_owner(request)
         if self._error:
             _reply(connection, {"error": self._error})
@@ -295,13 +312,16 @@ def main(path: str, modules: list[str], worker_modules: list[str], sys_path: lis
         del sys.path[0]  # the directory of this file
     original_path = list(sys.path)
     sys.path[:] = [*sys_path, *(entry for entry in original_path if entry not in sys_path)]
+    path_before = list(sys.path)
     original = {**os.environ, **forkable.SERVER_VARIABLES}
     error = forkable.import_modules(modules, worker_modules)
     changed = os.environ.items() - original.items()
+    added = [entry for entry in sys.path if entry not in path_before]  # by the imports
     request = serve_until_forked(_LISTENER, path, error)
     request.environment.update(changed)
     os.setpgid(0, 0)  # Ray's kill of one worker must not reach another process
     code = become_worker(request, original_path)
+    sys.path[:0] = added
     exec(code, vars(sys.modules["__main__"]))
 
 

@@ -86,7 +86,7 @@ def test_worker_has_modules_arguments_environment_and_directory(commands: Comman
     script = """
         import os, sys, preloaded
         assert __name__ == "__main__" and sys.argv == [__file__, "--x=1", "b c"]
-        assert sys.path[0] == os.path.dirname(__file__)
+        assert sys.path[1] == os.path.dirname(__file__)  # Ray inserts its own folder
         assert os.environ["ONLY_HERE"] == "1" and os.getcwd() == "/"
         assert preloaded.PID == os.getppid() and os.getpgrp() == os.getpid()
         print(input(), end="")
@@ -164,6 +164,15 @@ def test_server_ends_with_its_last_driver(
     os.kill(server, 0)
     drivers[1].kill()
     wait_until_gone([server])
+
+
+@pytest.mark.nightly  # it takes a minute
+def test_server_ends_after_its_driver_has_started_another_one(
+    commands: Commands, wait_until_gone: WaitUntilGone
+) -> None:
+    first, other = (int(commands.run(PRINT_SERVER, module)) for module in ("numpy", "json"))
+    wait_until_gone([first], seconds=180)
+    assert int(commands.run(PRINT_SERVER, "json")) == other
 
 
 def test_server_ends_if_its_driver_has_ended_before_the_first_worker(

@@ -232,6 +232,41 @@ def test_restart_and_later_run_preload_what_the_function_imported(
     assert runs == [[kept, forked], [forked, forked]]
 
 
+def test_variable_that_only_a_later_run_sets_is_not_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function(config: dict[str, Any]) -> tuple[bool, str]:
+        os.environ.update(config)
+        import pandas as pd
+
+        train.report({})
+        collective.barrier()  # the driver knows what rank 0 has imported and changed
+        return find_server() != 0, str(pd.get_option("mode.copy_on_write"))
+
+    changed = {"PANDAS_COPY_ON_WRITE": "warn"}
+    outcomes = [
+        fit(function, RunConfig(name=str(run), storage_path=tmp_path), config, num_workers=1)
+        for run, config in enumerate([{}, {}, changed, changed, changed])
+    ]
+    values = [outcome.return_values[0] for outcome in outcomes if outcome.return_values]
+    assert [is_forked for is_forked, _ in values] == [False, True, True, False, True]
+    assert [option for _, option in values[3:]] == ["warn", "warn"]  # those of fresh workers
+    [warning] = [each.getMessage() for each in caplog.records if each.name == "drawbar.train"]
+    assert "has changed PANDAS_COPY_ON_WRITE, but did not do so in an earlier run" in warning
+
+
+def test_import_path_of_forked_worker_equals_that_of_fresh_worker(tmp_path: Path) -> None:
+    def function(config: dict[str, Any]) -> list[str]:
+        return sys.path
+
+    paths = []
+    for preload in ([], [MODULE]):
+        run = RunConfig(storage_path=tmp_path)
+        result = fit(function, run, num_workers=1, forkserver_preload=preload)
+        paths += result.return_values or []
+    assert paths[0] == paths[1]
+
+
 def test_second_run_of_a_notebook_cell_is_forked(tmp_path: Path) -> None:
     cell = """
 def train_func(config):

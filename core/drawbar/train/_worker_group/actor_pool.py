@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,15 @@ SPARE_DELAY_S = 5.0
 
 
 T = TypeVar("T")
+
+_logger = logging.getLogger("drawbar.train")
+
+_MAY_BE_STALE = (
+    "The training function has changed %s, but did not do so in an earlier run. The workers of "
+    "this run were forked from a process with the modules that the earlier run has imported. "
+    "Modules that read these settings when they are imported may have the old values. To let all "
+    "workers import for themselves, set RunConfig(forkserver_preload=[])."
+)
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -201,7 +211,15 @@ class ActorPool:
         `RunConfig.forkserver_preload` is set, or if forks are not possible.
         """
         spec = self._fork_server
-        if spec is None or spec.key is None or set(modules.names) <= set(spec.modules):
+        if spec is None or spec.key is None:
+            return
+        learned, changed = spec.learned, ", ".join(modules.changed_settings)
+        if learned is not None and bool(learned.changed_settings) != bool(changed):
+            if learned.by_function:
+                _logger.warning(_MAY_BE_STALE, changed)
+                self._stop_forking(f"the training function changes {changed}", modules)
+            return
+        if set(modules.names) <= set(spec.modules):
             return
         self._fork_server = spec.learn(modules)
         nodes = {slot.worker.node_id for slot in self.list_ready() if slot.worker}
@@ -225,10 +243,13 @@ class ActorPool:
             _kill(spare)
             self._start_spares()
 
-    def _stop_forking(self, error: str) -> None:
+    def _stop_forking(self, error: str, modules: ModulesImported | None = None) -> None:
         """Start later processes without the fork server, and do not wait for it again."""
         if self._fork_server is not None and self._fork_server.key is not None:
-            self._fork_server.learn(ModulesImported(names=(), sys_path=()))
+            changed = () if modules is None else modules.changed_settings
+            self._fork_server.learn(
+                ModulesImported(names=(), sys_path=(), changed_settings=changed)
+            )
         self._fork_server, self.fork_error = None, error
 
     def start_spares(self) -> None:
