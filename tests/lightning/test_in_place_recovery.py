@@ -141,6 +141,9 @@ class Net(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.die_at("checkpoint")
 
+    def on_fit_start(self) -> None:
+        self.die_at("fit_start")
+
     def on_fit_end(self) -> None:
         self.die_at("fit_end")
 
@@ -449,6 +452,7 @@ def test_in_place_recovery_that_is_impossible_resumes_from_checkpoint_and_recove
             "calls torch.distributed itself",
             marks=pytest.mark.nightly,
         ),
+        (Net, Kill(1, 0, "fit_start"), "has not begun its first step"),
         (Net, Kill(1, EPOCHS * STEPS, "fit_end"), "has returned from its function"),
     ],
 )

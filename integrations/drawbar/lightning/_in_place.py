@@ -100,12 +100,14 @@ class InPlaceFit:
         unhook_batches(self._trainer)
 
     def _before_batch(self) -> bool:
-        if not self._training.is_joining:
-            self._capture(is_after_batch=False)
-            return False
-        is_after_batch = []
-        self._training.join(lambda state: is_after_batch.append(self._load(state)))
-        return is_after_batch[0]
+        """Return whether the state of another rank begins after the batch."""
+        if self._training.is_joining:
+            is_after_batch = []
+            self._training.join(lambda state: is_after_batch.append(self._load(state)))
+            if is_after_batch[0]:
+                return True
+        self._capture(is_after_batch=False)
+        return False
 
     def _before_other_code(self) -> None:
         self._capture(is_after_batch=True)

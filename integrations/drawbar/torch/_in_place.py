@@ -53,6 +53,8 @@ T = TypeVar("T")
 
 _UNSUPPORTED = ("find_unused_parameters", "process_group", "static_graph", "device_mesh")
 
+_NO_STEP = "the training has not begun its first step"
+
 _NEEDS_OF_PLAIN_LOOP = (
     "In-place recovery needs one backward pass per step, loaders of prepare_data_loader() that "
     "resume within an epoch, and, if a rank dies before the first step of an epoch, code between "
@@ -366,6 +368,10 @@ class InPlaceTraining:
 
     def _recover_between_steps(self) -> None:
         """Recover while the training function waits in a function of `drawbar.train`."""
+        if self._last_step is None:
+            # The new process would wait in the next call, which this rank does not reach.
+            self._recovery.decline(_NO_STEP)
+            raise CannotRecoverError(_NO_STEP)
         begun = time.monotonic()
         self._recover(CannotRecoverError("no group was formed"))
         self._recovery.finish(time.monotonic() - begun)
