@@ -26,6 +26,7 @@ from drawbar.train._controller import recovery
 from tests._ray_compat import start_nodes_without_time_limits
 
 TORCH_MODULES = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "drawbar.torch"]
+BOOSTING_MODULES = ["xgboost", "lightgbm", "sklearn.utils", "pandas", "drawbar.train"]
 TRANSFORMERS_MODULES = [
     *TORCH_MODULES,
     *("transformers.trainer", "drawbar.transformers", "drawbar.accelerate", "drawbar.lightning"),
@@ -47,7 +48,9 @@ def pytest_configure() -> None:
     # Otherwise each Ray starts a worker process per core that most tests do not use.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Each test has another function, so a fork server with its imports would serve few workers.
-    os.environ.setdefault("DRAWBAR_FORKSERVER_PRELOAD", "")
+    # Workers of all tests are forked from one server without frameworks, which saves a fifth of
+    # the CPU time. tests/train/driver and tests/train/worker start workers without it.
+    os.environ.setdefault("DRAWBAR_FORKSERVER_PRELOAD", "drawbar.train")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -126,6 +129,22 @@ def preload_transformers() -> Iterator[None]:
     """As `preload_torch`, with Transformers, Accelerate, and Lightning."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", ",".join(TRANSFORMERS_MODULES))
+        yield
+
+
+@pytest.fixture(scope="module")
+def preload_boosting() -> Iterator[None]:
+    """As `preload_torch`, with XGBoost and LightGBM."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", ",".join(BOOSTING_MODULES))
+        yield
+
+
+@pytest.fixture(scope="module")
+def start_without_fork_server() -> Iterator[None]:
+    """Let each worker import its modules itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", "")
         yield
 
 

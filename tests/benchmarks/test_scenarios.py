@@ -39,6 +39,7 @@ def test_no_byte_of_a_checkpoint_is_written_twice() -> None:
 
 
 @pytest.mark.alone  # measures idleness
+@pytest.mark.nightly
 def test_waiting_takes_no_cpu() -> None:
     assert measure("waiting", seconds=3)["used"][0] < 0.2  # far more if anything polled
 

@@ -401,6 +401,7 @@ def test_check_consistency_compares_versions_and_clocks() -> None:
     assert problems[1].value == "9.00 s behind"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 def test_check_node_pairs_of_two_processes() -> None:
     pair = {name: ray.remote(NodeProbe).options(num_cpus=0).remote() for name in ("a", "b")}

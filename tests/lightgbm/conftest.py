@@ -183,3 +183,8 @@ def ndcg_at_3() -> Callable[..., float]:
         return float(booster.best_score["all"]["ndcg@3"])
 
     return ndcg
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_workers(preload_boosting: None) -> None:
+    """Use the fork server in all modules."""

@@ -103,6 +103,7 @@ def run(path: Path, name: str, num_workers: int, max_steps: int) -> Result:
     ).fit()
 
 
+@pytest.mark.nightly
 def test_global_batch_size_keeps_loss_curve_with_other_numbers_of_workers(tmp_path: Path) -> None:
     run(tmp_path, "four", 4, 2 * EPOCH_STEPS)
     rows: Rows = []

@@ -329,7 +329,7 @@ DEATHS = {
         Kill(0, STEPS + 3, "backward"),
     ],
 }
-IN_EACH_TEST_RUN = ("batch_end", "epoch_end", "one_by_one")
+IN_EACH_TEST_RUN = ("batch_end", "epoch_end")
 
 
 @pytest.mark.parametrize(
@@ -366,6 +366,7 @@ def test_in_place_recovery_of_trainer_in_driver_equals_undisturbed_run(
     assert_close(dict(module.state_dict()), undisturbed.result.return_values[0]["weights"])
 
 
+@pytest.mark.nightly
 def test_in_place_recovery_during_gradient_accumulation_equals_undisturbed_run(
     tmp_path: Path,
 ) -> None:
@@ -453,7 +454,12 @@ def test_in_place_recovery_that_is_impossible_resumes_from_checkpoint_and_recove
             marks=pytest.mark.nightly,
         ),
         (Net, Kill(1, 0, "fit_start"), "has not begun its first step"),
-        (Net, Kill(1, EPOCHS * STEPS, "fit_end"), "has returned from its function"),
+        pytest.param(
+            Net,
+            Kill(1, EPOCHS * STEPS, "fit_end"),
+            "has returned from its function",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_in_place_recovery_that_is_impossible_restarts_the_run(

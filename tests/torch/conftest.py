@@ -27,4 +27,4 @@ def fit(run_config: RunConfig) -> Callable[..., Result]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_workers(preload_torch: None) -> None:
-    """Use the fork server in all modules; `tests/train` starts workers without it."""
+    """Use the fork server in all modules."""

@@ -69,3 +69,8 @@ def fit_in_threads(tmp_path: Path) -> FitInThreads:
         return XGBoostTrainer.get_model(result.checkpoint), result
 
     return train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_workers(preload_boosting: None) -> None:
+    """Use the fork server in all modules."""

@@ -104,7 +104,7 @@ def abort_default_group() -> None:
 
 
 def forget_groups() -> None:
-    """Remove what is left of groups, so that the next default group is as in a new process.
+    """Remove the registered groups, so that the next default group is as in a new process.
 
     An interrupt can end `init_process_group()` and `destroy_process_group()` at any line. Then
     torch may have no default group, but still the name of a group, and raises an error for the next

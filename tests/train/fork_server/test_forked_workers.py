@@ -68,6 +68,7 @@ def test_start_restart_and_later_run_use_one_server(
     assert "before the report" in (tmp_path / "second" / "logs" / "rank_1.log").read_text()
 
 
+@pytest.mark.nightly
 def test_forked_worker_starts_without_the_setup_script_of_ray(drivers: Any, tmp_path: Path) -> None:
     # Python imports `sitecustomize` after it has executed the lines of `.pth` files.
     started = tmp_path / "started"
@@ -250,7 +251,7 @@ def test_variable_that_only_a_later_run_sets_is_not_ignored(
     ]
     values = [outcome.return_values[0] for outcome in outcomes if outcome.return_values]
     assert [is_forked for is_forked, _ in values] == [False, True, True, False, True]
-    assert [option for _, option in values[3:]] == ["warn", "warn"]  # those of fresh workers
+    assert [option for _, option in values[3:]] == ["warn", "warn"]  # as in fresh workers
     [warning] = [each.getMessage() for each in caplog.records if each.name == "drawbar.train"]
     assert "has changed PANDAS_COPY_ON_WRITE, but did not do so in an earlier run" in warning
 
@@ -286,6 +287,7 @@ def train_func(config):
     assert ["_fork_server/server.py" in parent for parent in parents] == [False, True]
 
 
+@pytest.mark.nightly
 def test_unsafe_import_of_the_function_is_shown_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,7 @@ def test_ctrl_c_or_sigterm_saves_if_function_can(
     assert runs.find_run(tmp_path / "run").status == "stopped"
 
 
+@pytest.mark.nightly
 def test_ctrl_c_stops_function_that_calls_should_checkpoint_no_more(
     run_config: RunConfig, tmp_path: Path, drivers: Drivers, pipe: Pipe
 ) -> None:

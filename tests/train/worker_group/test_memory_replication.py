@@ -286,10 +286,10 @@ def list_sources(path: str) -> list[tuple[int, str, str]]:
     ("name", "source"),
     [
         ("node", "peer"),
-        ("both_nodes", "storage"),
-        ("corrupted_copy", "storage"),
-        ("killed_store", "storage"),
-        ("restarted_store", "peer"),
+        pytest.param("both_nodes", "storage", marks=pytest.mark.nightly),
+        pytest.param("corrupted_copy", "storage", marks=pytest.mark.nightly),
+        pytest.param("killed_store", "storage", marks=pytest.mark.nightly),
+        pytest.param("restarted_store", "peer", marks=pytest.mark.nightly),
         pytest.param("dtensors", "peer", marks=pytest.mark.nightly),
     ],
 )
