@@ -149,6 +149,15 @@ def test_memory_copy_with_other_size_or_attempt_is_not_used(
     assert run.read(path) == ("storage", b"")
 
 
+def test_memory_copies_survive_a_checkpoint_without_files(run: Run, tmp_path: Path) -> None:
+    path = run.save(0, b"first")
+    run.writer.clear_files()
+    write = run.writer.submit(tmp_path, attempt=0)
+    write.report_index.set_result(1)
+    write.done.result()
+    assert run.read(path) == ("memory", b"first")
+
+
 def test_memory_copy_of_unreported_checkpoint_is_not_used(run: Run) -> None:
     assert run.read(run.save(0, b"first", is_reported=False)) == ("storage", b"")
 
