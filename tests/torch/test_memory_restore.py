@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -111,8 +112,10 @@ def test_run_and_copy_of_its_directory_do_not_read_each_others_memory(
     for pipe in pipes:
         os.mkfifo(pipe)
 
-    def make_trainer(function: Callable[[], object], name: str) -> TorchTrainer:
-        config = with_restart(replace(run_config, name=name))
+    def make_trainer(
+        function: Callable[[], object], name: str, resume: str = "must"
+    ) -> TorchTrainer:
+        config = with_restart(replace(run_config, name=name, resume=resume))
         return TorchTrainer(
             function, scaling_config=train.ScalingConfig(num_workers=1), run_config=config
         )
@@ -135,7 +138,7 @@ def test_run_and_copy_of_its_directory_do_not_read_each_others_memory(
         open(pipes[1], "w").close()
         open(pipes[2]).close()
 
-    make_trainer(function, "run").fit()
+    make_trainer(function, "run", "auto").fit()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = make_trainer(train_in_copy, "copy").start()
     open(pipes[0]).close()
@@ -247,6 +250,23 @@ def test_restart_after_death_of_writer_reads_storage(
         return step
 
     result = fit(function, 1, run_config=with_restart(run_config))
+    assert result.return_value == 0
+    assert list_reads(result) == [(1, 0, "checkpoint_000000", "storage")]
+
+
+def test_run_in_this_process_frees_memory_at_its_end(fit: Fit, run_config: RunConfig) -> None:
+    def function() -> int:
+        step = load_step()
+        save(0 if step is None else step + 1)
+        return -1 if step is None else step
+
+    gc.disable()  # the memory must not depend on it
+    try:
+        fit(function)
+        assert not [each for each in find_writers() if each.ppid() == os.getpid()]
+        result = fit(function)
+    finally:
+        gc.enable()
     assert result.return_value == 0
     assert list_reads(result) == [(1, 0, "checkpoint_000000", "storage")]
 

@@ -297,7 +297,7 @@ def _open_copy(path: StoragePath, restore: _Restore) -> Iterator[tuple[str, Path
 
 
 _open_files: list[int] = []
-"""Descriptors of files that are not read by their paths any more, but may be mapped."""
+"""Descriptors of files in directories that have been removed. The files may still be mapped."""
 
 _open_files_lock = threading.Lock()
 

@@ -36,7 +36,9 @@ def report_async(
 
     Args:
         metrics: See `drawbar.train.report()`.
-        save: Function that saves the checkpoint to files in shared memory.
+        save: Function that saves the checkpoint to files in shared memory. Ranks may save a file of
+            the same path only with the same content, because a restart from memory reads any of
+            them.
         validation: See `drawbar.train.report()`.
 
     Returns:
