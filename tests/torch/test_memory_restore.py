@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from drawbar import train
-from drawbar.torch import load_state, save_async
+from drawbar.torch import TorchTrainer, load_state, save_async
 from drawbar.train import FailureConfig, Result, RunConfig, WorkerGroupError, runs
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
@@ -78,6 +80,74 @@ def _no_new_writers() -> Iterator[None]:
     yield
     new = [process for process in find_writers() if process.pid not in before]
     assert not psutil.wait_procs(new, timeout=30)[1]  # less than `KEEP_S`
+
+
+def test_tensor_mapped_from_memory_keeps_its_values_during_later_saves(
+    ray_cluster: None, fit: Fit, run_config: RunConfig, patient_restarts: None
+) -> None:
+    def function() -> str:
+        checkpoint = train.get_checkpoint()
+        if checkpoint is None:
+            save(0)
+            if train.get_context().get_world_rank() == 1:
+                kill_this_process()
+            train.collective.barrier()
+        assert checkpoint is not None
+        with checkpoint.as_directory() as directory:
+            weights = torch.load(Path(directory, "state.pt"), mmap=True)["weights"]
+        for step in range(1, 4):
+            save(step)
+        assert torch.equal(weights, make_state(0)["weights"])
+        return str(directory)
+
+    result = fit(function, 2, run_config=with_restart(run_config))
+    assert "memory" in result.return_value
+    assert {source for *_, source in list_reads(result)} == {"memory"}
+
+
+def test_run_and_copy_of_its_directory_do_not_read_each_others_memory(
+    ray_cluster: None, run_config: RunConfig, tmp_path: Path
+) -> None:
+    pipes = [str(tmp_path / name) for name in ("copy_saved", "run_saved", "end")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+
+    def make_trainer(
+        function: Callable[[], object], name: str, resume: str = "must"
+    ) -> TorchTrainer:
+        config = with_restart(replace(run_config, name=name, resume=resume))
+        return TorchTrainer(
+            function, scaling_config=train.ScalingConfig(num_workers=1), run_config=config
+        )
+
+    def function() -> None:
+        save(0)
+
+    def train_in_copy() -> int:
+        step = load_step()
+        assert step is not None
+        if step == 0:
+            save(1)
+            open(pipes[0], "w").close()
+            open(pipes[1]).close()
+            kill_this_process()
+        return step
+
+    def train_in_run() -> None:
+        save(2)
+        open(pipes[1], "w").close()
+        open(pipes[2]).close()
+
+    make_trainer(function, "run", "auto").fit()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copy = make_trainer(train_in_copy, "copy").start()
+    open(pipes[0]).close()
+    run = make_trainer(train_in_run, "run").start()
+    result = copy.wait()
+    open(pipes[2], "w").close()
+    run.wait()
+    assert result.return_value == 1
+    assert list_reads(result)[-1] == (2, 0, "checkpoint_000001", "memory")
 
 
 @pytest.mark.parametrize("killed_rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
@@ -180,6 +250,23 @@ def test_restart_after_death_of_writer_reads_storage(
         return step
 
     result = fit(function, 1, run_config=with_restart(run_config))
+    assert result.return_value == 0
+    assert list_reads(result) == [(1, 0, "checkpoint_000000", "storage")]
+
+
+def test_run_in_this_process_frees_memory_at_its_end(fit: Fit, run_config: RunConfig) -> None:
+    def function() -> int:
+        step = load_step()
+        save(0 if step is None else step + 1)
+        return -1 if step is None else step
+
+    gc.disable()  # the memory must not depend on it
+    try:
+        fit(function)
+        assert not [each for each in find_writers() if each.ppid() == os.getpid()]
+        result = fit(function)
+    finally:
+        gc.enable()
     assert result.return_value == 0
     assert list_reads(result) == [(1, 0, "checkpoint_000000", "storage")]
 

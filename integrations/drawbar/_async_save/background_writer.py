@@ -40,14 +40,14 @@ class BackgroundWriter:
     killed, it keeps the last checkpoints for a while (see `memory_copies.py`).
 
     Args:
-        run_id: ID of the run.
+        run_key: Identifier of the run, as in `make_run_key`.
         rank: Rank of this process.
     """
 
-    def __init__(self, run_id: str, rank: int) -> None:
+    def __init__(self, run_key: str, rank: int) -> None:
         # The first one has the next checkpoint, the second one the checkpoint before.
         self._files = [MemoryFiles(), MemoryFiles()]
-        self._process = _WriterProcess(run_id, rank)
+        self._process = _WriterProcess(run_key, rank)
         self._thread = DaemonThreadPool(1, "drawbar-writer")
         weakref.finalize(self, _end, self._files, self._process, self._thread)
 
@@ -109,8 +109,8 @@ class BackgroundWriter:
 class _WriterProcess:
     """Connection to the process, which is started when it is needed."""
 
-    def __init__(self, run_id: str, rank: int) -> None:
-        self._run_id = run_id
+    def __init__(self, run_key: str, rank: int) -> None:
+        self._run_key = run_key
         self._rank = rank
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -160,8 +160,8 @@ class _WriterProcess:
             # Without the variable by which the sentinel of a killed rank finds its processes.
             env = {key: value for key, value in os.environ.items() if key != WORKER_MARKER_VARIABLE}
             script = os.path.abspath(writer_process.__file__)
-            with child, listen(self._run_id, self._rank) as listener:
-                descriptors = [listener.fileno(), *(owners := open_owners(self._run_id))]
+            with child, listen(self._run_key, self._rank) as listener:
+                descriptors = [listener.fileno(), *(owners := open_owners(self._run_key))]
                 self._process = subprocess.Popen(
                     [sys.executable, *_OPTIONS, script, *map(str, descriptors)],
                     stdin=child.fileno(),

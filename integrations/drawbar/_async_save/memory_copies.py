@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -22,19 +23,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from drawbar._async_save.memory_files import MEMORY_FILE_PREFIX
 from drawbar._async_save.writer_process import MAX_REQUEST_BYTES, is_same_user
 from drawbar._storage.contents import FileEntry, check_relative_path
 from drawbar._storage.download_cache import get_user_temp_directory
 from drawbar._storage.files import remove_tree
 from drawbar._storage.manifest import Manifest, read_manifest
+from drawbar._storage.run_directory import RunDirectory
 from drawbar._storage.storage_path import StoragePath
 
 RequestFiles = Callable[[str, Sequence[FileEntry]], dict[str, tuple[int, int]]]
 """Returns the descriptors and sizes of files of a copy that another node has had, by path."""
 
+_MODE_OF_RANK = "rw-s"
+"""Mode of the mapping with which a rank writes. Readers must not write to the file."""
+
 _TIMEOUT_S = 5.0
 _MAX_WAITING_READERS = 128
 _MAX_WRITERS = 4096
+
+
+def make_run_key(run_id: str, directory: RunDirectory) -> str:
+    """Return the identifier of a run by which its processes find each other.
+
+    The ID of a run is not enough: a copy of a run directory has it, too, and numbers its attempts
+    and reports in the same way.
+
+    Args:
+        run_id: ID of the run.
+        directory: Directory of the run.
+    """
+    return f"{run_id}-{hashlib.sha256(os.fsencode(directory.uri)).hexdigest()[:16]}"
 
 
 def make_copy_name(attempt: int, report_index: int) -> str:
@@ -42,14 +61,14 @@ def make_copy_name(attempt: int, report_index: int) -> str:
     return f"{attempt}/{report_index}"
 
 
-def listen(run_id: str, rank: int) -> socket.socket:
+def listen(run_key: str, rank: int) -> socket.socket:
     """Return the socket of a new writer, and end the writer of an earlier process of this rank.
 
     Args:
-        run_id: ID of the run.
+        run_key: Identifier of the run, as in `make_run_key`.
         rank: Rank of this process.
     """
-    prefix = _make_prefix(run_id)
+    prefix = _make_prefix(run_key)
     _release(f"{prefix}{rank}-")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{prefix}{rank}-{os.getpid()}-{next(_numbers)}")
@@ -66,13 +85,13 @@ class RunAnchor:
     The writers on this node have connections to it, and so they detect its end.
 
     Args:
-        run_id: ID of the run.
+        run_key: Identifier of the run, as in `make_run_key`.
     """
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_key: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._listener.bind(_make_anchor_address(run_id))
+            self._listener.bind(_make_anchor_address(run_key))
             self._listener.listen(_MAX_WRITERS)
         except OSError:  # not Linux: there are no writers
             self.close()
@@ -82,19 +101,19 @@ class RunAnchor:
         self._listener.close()
 
 
-def _make_anchor_address(run_id: str) -> str:
-    return f"\0drawbar-run-{run_id}"
+def _make_anchor_address(run_key: str) -> str:
+    return f"\0drawbar-run-{run_key}"
 
 
-def open_owners(run_id: str) -> list[int]:
+def open_owners(run_key: str) -> list[int]:
     """Return descriptors that are readable when the raylet or the controlling process has ended.
 
     Args:
-        run_id: ID of the run.
+        run_key: Identifier of the run, as in `make_run_key`.
     """
     owners = []
     with contextlib.suppress(OSError):  # it is on another node
-        owners.append(_connect(_make_anchor_address(run_id)).detach())
+        owners.append(_connect(_make_anchor_address(run_key)).detach())
     with contextlib.suppress(AttributeError, KeyError, OSError):  # without Ray, or old Linux
         owners.append(os.pidfd_open(int(os.environ["RAY_RAYLET_PID"])))
     return owners
@@ -106,8 +125,8 @@ def _release(prefix: str) -> None:
             connection.send(b'{"release": true}')
 
 
-def _make_prefix(run_id: str) -> str:
-    return f"drawbar-writer-{run_id}-"
+def _make_prefix(run_key: str) -> str:
+    return f"drawbar-writer-{run_key}-"
 
 
 def _find_addresses(prefix: str) -> list[str]:
@@ -140,11 +159,11 @@ class _WriterConnections:
         self._connections: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
 
-    def request_files(self, run_id: str, name: str) -> dict[str, tuple[int, int]]:
+    def request_files(self, run_key: str, name: str) -> dict[str, tuple[int, int]]:
         """Return the descriptors and the sizes of the files that writers have, by path."""
         files: dict[str, tuple[int, int]] = {}
         with self._lock:
-            for address in _find_addresses(_make_prefix(run_id)):
+            for address in _find_addresses(_make_prefix(run_key)):
                 # A writer that does not reply is like one that was killed.
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     self._request_files(address, name, files)
@@ -190,6 +209,7 @@ class _Restore:
     """Checkpoint from which this process resumes, and its run."""
 
     run_id: str
+    run_key: str
     on_read: Callable[[str], None]
     request_from_peers: RequestFiles | None
 
@@ -201,6 +221,7 @@ _restores: dict[str, _Restore] = {}  # by path of the checkpoint
 def read_from_memory(
     path: str,
     run_id: str,
+    run_key: str,
     on_read: Callable[[str], None],
     request_from_peers: RequestFiles | None = None,
 ) -> Iterator[None]:
@@ -209,11 +230,12 @@ def read_from_memory(
     Args:
         path: Path of the checkpoint.
         run_id: ID of the run.
+        run_key: Identifier of the run, as in `make_run_key`.
         on_read: Called with the source of the files whenever they are read: "memory" of this node,
             "peer" if some are from another node, or "storage".
         request_from_peers: Requests files that no writer of this node has.
     """
-    _restores[path] = restore = _Restore(run_id, on_read, request_from_peers)
+    _restores[path] = restore = _Restore(run_id, run_key, on_read, request_from_peers)
     try:
         yield
     finally:
@@ -243,14 +265,14 @@ def open_memory_copy(path: StoragePath) -> Iterator[Path | None]:
 
 @contextmanager
 def _open_copy(path: StoragePath, restore: _Restore) -> Iterator[tuple[str, Path | None]]:
-    run_id, request_from_peers = restore.run_id, restore.request_from_peers
-    can_have_copy = bool(request_from_peers or _find_addresses(_make_prefix(run_id)))
+    run_key, request_from_peers = restore.run_key, restore.request_from_peers
+    can_have_copy = bool(request_from_peers or _find_addresses(_make_prefix(run_key)))
     manifest = read_manifest(path) if can_have_copy else None
-    if manifest is None or manifest.run_id != run_id:
+    if manifest is None or manifest.run_id != restore.run_id:
         yield "storage", None
         return
     name, source = make_copy_name(manifest.attempt, manifest.index), "memory"
-    files = _writers.request_files(run_id, name)
+    files = _writers.request_files(run_key, name)
     try:
         if request_from_peers is not None and not _has_all_files(manifest, files):
             missing = [file for file in manifest.files if file.path not in files]
@@ -269,8 +291,38 @@ def _open_copy(path: StoragePath, restore: _Restore) -> Iterator[tuple[str, Path
         finally:
             remove_tree(directory)
     finally:
-        for descriptor, _ in files.values():
-            os.close(descriptor)
+        with _open_files_lock:
+            _open_files.extend(descriptor for descriptor, _ in files.values())
+        close_unmapped_files()
+
+
+_open_files: list[int] = []
+"""Descriptors of files in directories that have been removed. The files may still be mapped."""
+
+_open_files_lock = threading.Lock()
+
+
+def close_unmapped_files() -> None:
+    """Close the files that no code of this process has mapped, as `torch.load(mmap=True)` does.
+
+    While a file is open, its lock keeps its rank from overwriting the content.
+    """
+    with _open_files_lock:
+        mapped = _read_mapped_inodes() if _open_files else set()
+        for descriptor in list(_open_files):
+            if os.fstat(descriptor).st_ino not in mapped:
+                _open_files.remove(descriptor)
+                os.close(descriptor)
+
+
+def _read_mapped_inodes() -> set[int]:
+    """Return the inodes of the files in memory that readers in this process have mapped."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {
+        int(inode)
+        for _, mode, _, _, inode, *path in lines
+        if path and path[0].startswith(MEMORY_FILE_PREFIX) and mode != _MODE_OF_RANK
+    }
 
 
 def _has_all_files(manifest: Manifest, files: dict[str, tuple[int, int]]) -> bool:

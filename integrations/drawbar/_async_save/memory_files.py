@@ -15,6 +15,9 @@ from drawbar._storage.contents import FileEntry, check_relative_path
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+MEMORY_FILE_PREFIX = "/memfd:drawbar-"
+"""Beginning of the paths of files in memory in `/proc/self/maps`."""
+
 _MIN_MAPPED_BYTES = 1 << 20
 
 

@@ -7,7 +7,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from drawbar._async_save.memory_copies import RunAnchor, open_memory_copy, read_from_memory
+from drawbar._async_save.memory_copies import (
+    RunAnchor,
+    make_run_key,
+    open_memory_copy,
+    read_from_memory,
+)
 from drawbar._async_save.replicator import request_from_stores
 from drawbar._records.live_events import Event
 from drawbar._storage.local_copies import use_copies
@@ -29,7 +34,8 @@ def resume_from_memory(
     if checkpoint is None:
         yield
         return
-    name = Path(checkpoint.path).name
+    name, run_id = Path(checkpoint.path).name, assignment.run_id
+    run_key = make_run_key(run_id, assignment.run_directory)
 
     def on_read(source: str) -> None:
         send(Observation(kind="checkpoint_read", payload={"name": name, "source": source}))
@@ -37,7 +43,7 @@ def resume_from_memory(
     stores = assignment.memory_stores
     request_from_peers = None if stores is None else partial(request_from_stores, stores)
     with (
-        read_from_memory(checkpoint.path, assignment.run_id, on_read, request_from_peers),
+        read_from_memory(checkpoint.path, run_id, run_key, on_read, request_from_peers),
         use_copies(open_memory_copy),
     ):
         yield
@@ -49,11 +55,11 @@ class CopyReleaser:
     The copies on other nodes are released by their ranks, or expire.
 
     Args:
-        run_id: ID of the run.
+        run_key: Identifier of the run, as in `make_run_key`.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._anchor = RunAnchor(run_id)
+    def __init__(self, run_key: str) -> None:
+        self._anchor = RunAnchor(run_key)
 
     def on_event(self, event: Event) -> None:
         """Ignore the event."""

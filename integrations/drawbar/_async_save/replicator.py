@@ -163,6 +163,22 @@ class _Copy:
             os.close(self._files.popitem()[1])
 
 
+def _lock(descriptor: int) -> int:
+    """Keep a rank from overwriting a file, and return its descriptor.
+
+    The store, which has a lock, releases it with the next commit.
+
+    Raises:
+        BlockingIOError: The rank is overwriting it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _describe_file(file: OpenFile) -> StoredFile:
     return StoredFile(file.size, compute_checksum(Path(f"/proc/self/fd/{file.descriptor}")))
 
@@ -191,5 +207,5 @@ def request_from_stores(
     opened = {}
     for path, file in found.items():
         with contextlib.suppress(OSError):  # the store has freed it meanwhile
-            opened[path] = open_shared(file), file.size
+            opened[path] = _lock(open_shared(file)), file.size
     return opened

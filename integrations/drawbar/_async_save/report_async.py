@@ -10,6 +10,7 @@ from functools import partial
 from typing import cast
 
 from drawbar._async_save.background_writer import BackgroundWriter, Replicate
+from drawbar._async_save.memory_copies import close_unmapped_files, make_run_key
 from drawbar._async_save.memory_files import MemoryFiles
 from drawbar._async_save.memory_store import OBSERVATION_KIND
 from drawbar._async_save.replicator import Replicator
@@ -35,7 +36,9 @@ def report_async(
 
     Args:
         metrics: See `drawbar.train.report()`.
-        save: Function that saves the checkpoint to files in shared memory.
+        save: Function that saves the checkpoint to files in shared memory. Ranks may save a file of
+            the same path only with the same content, because a restart from memory reads any of
+            them.
         validation: See `drawbar.train.report()`.
 
     Returns:
@@ -60,10 +63,12 @@ def report_async(
     with session.timer.measure("checkpoint_blocked"):
         while writes:
             writes.popleft().done.result()
+    close_unmapped_files()  # before the memory of the next checkpoint is selected
     assignment = session.assignment
     writer = cast("BackgroundWriter | None", session.cache.get(BackgroundWriter))
     if writer is None:
-        writer = BackgroundWriter(assignment.run_id, assignment.ranks.world_rank)
+        run_key = make_run_key(assignment.run_id, assignment.run_directory)
+        writer = BackgroundWriter(run_key, assignment.ranks.world_rank)
         session.cache[BackgroundWriter] = writer  # all attempts of this process use it
     with session.checkpoint_dir() as directory:
         save(writer.clear_files())

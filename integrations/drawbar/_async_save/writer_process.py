@@ -146,6 +146,8 @@ class Writer:
         return {} if is_written else None
 
     def _set_complete(self, checkpoint: str, name: str) -> None:
+        if checkpoint not in self._files:
+            return  # it has no files, or an earlier process has written them and was killed
         # An older checkpoint of this name was not committed.
         self._complete[name] = checkpoint
         for memory, _ in self._files[checkpoint].values():

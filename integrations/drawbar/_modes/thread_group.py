@@ -176,6 +176,8 @@ class ThreadWorkerGroup(FixedProcesses, InProcessExecution):
     async def stop(self) -> None:
         """Interrupt running functions, which would wait forever for a failed controller."""
         await self.end_attempt(AttemptEnd(grace=STOP_SECONDS))
+        for runner in self._runners:
+            runner.end_run()
 
     def kill(self) -> None:
         """Kill the programs of running functions. Threads cannot be killed."""

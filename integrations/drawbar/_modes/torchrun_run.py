@@ -252,6 +252,7 @@ class TorchrunRun(RunView):
                 self._hook_threads.submit(self._execute, command)
             case EndRun(outcome):
                 self._outcome = cloudpickle.loads(outcome)
+                self._runner.end_run()
             case RunOpened():
                 pass  # only the first command, which `connect_to_rank_zero` handles
             case _:

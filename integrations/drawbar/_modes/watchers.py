@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from drawbar._async_save.memory_copies import make_run_key
 from drawbar._async_save.memory_restore import CopyReleaser, resume_from_memory
 from drawbar._console.console import Console
 from drawbar._observe.metrics_publisher import MetricsPublisher
@@ -50,7 +51,7 @@ def make_remote_watchers(
 def _make_observers(*, is_on_ray: bool) -> list[MakeWatcher]:
     return [
         partial(MetricsPublisher, is_on_ray=is_on_ray),
-        lambda run, emit: CopyReleaser(run.run_id),
+        lambda run, emit: CopyReleaser(make_run_key(run.run_id, run.directory)),
         # Last: it emits events about others, which the watchers before it receive in order.
         lambda run, emit: ObservationRecorder(run.directory, emit),
     ]

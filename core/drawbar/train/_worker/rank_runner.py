@@ -112,6 +112,13 @@ class RankRunner:
         finally:
             on_end(final_message)
 
+    def end_run(self) -> None:
+        """Free the objects that all attempts of this process have shared.
+
+        Call it at the end of a run if the process outlives it.
+        """
+        self._cache.clear()
+
     def handle_command(self, command: Command, attempt: int | None = None) -> None:
         """Handle a command of the controller. Never blocks.
 
