@@ -15,7 +15,12 @@ import deepspeed
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.plugins.environments import (  # type: ignore[attr-defined]  # public
     LightningEnvironment,
 )
@@ -172,6 +177,15 @@ def test_model_checkpoint_has_last_saved_step() -> None:
     assert "_last_global_step_saved" in vars(callback)
     _compat.mark_step_as_saved(callback, 3)
     assert vars(callback)["_last_global_step_saved"] == 3
+
+
+def test_model_checkpoint_has_saving_state() -> None:
+    state = _compat.read_saving_state(ModelCheckpoint())
+    names = {"_last_global_step_saved", "_last_checkpoint_saved"}
+    assert names <= state.keys() <= names | {"_defer_save_until_validation"}
+    assert _compat.read_saving_state(EarlyStopping("loss")) == {}
+    if hasattr(ModelCheckpoint, "on_train_end"):
+        assert "not self._last_checkpoint_saved" in inspect.getsource(ModelCheckpoint.on_train_end)
 
 
 @pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy, ModelParallelStrategy])

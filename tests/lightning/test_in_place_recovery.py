@@ -6,6 +6,7 @@ and the names of its hooks to a file, and kills itself once at each of the reque
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -29,7 +30,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
-from drawbar.lightning import DrawbarLogger, RayDDPStrategy, RayFSDPStrategy
+from drawbar.lightning import (
+    DrawbarLogger,
+    RayDDPStrategy,
+    RayFSDPStrategy,
+    RayTrainReportCallback,
+)
 from drawbar.torch import TorchTrainer
 from drawbar.train import FailureConfig, Result, RunConfig, ScalingConfig, get_context, runs
 
@@ -219,6 +225,12 @@ class Outcome:
         ends = [each for records in self.records for each in records if "samples" in each]
         return Counter(sample for each in ends for sample in each["samples"])
 
+    @property
+    def reports(self) -> list[list[int]]:
+        """Optimizer steps of the reports, by rank."""
+        frame = self.result.metrics_dataframe
+        return [frame[frame["rank"] == rank]["step"].tolist() for rank in range(NUM_WORKERS)]
+
     def get_events(self, kind: str) -> list[dict[str, Any]]:
         events = runs.find_run(self.result.path).list_events()
         return [each for each in events if each["event"] == kind]
@@ -370,12 +382,63 @@ def test_in_place_recovery_of_trainer_in_driver_equals_undisturbed_run(
 def test_in_place_recovery_during_gradient_accumulation_equals_undisturbed_run(
     tmp_path: Path,
 ) -> None:
-    options = {"accumulate_grad_batches": 2, "loader_workers": 1}
+    reports = RayTrainReportCallback(every_n_train_steps=1, save_checkpoints=False)
+    options: Any = {
+        "accumulate_grad_batches": 2,
+        "loader_workers": 1,
+        "callbacks": [reports],
+        "logger": False,
+    }
     undisturbed = run(tmp_path / "undisturbed", **options)
     kills = [Kill(1, 2, "batch_1"), Kill(2, 5, "batch_2")]
     outcome = run(tmp_path / "disturbed", *kills, **options)
     assert len(outcome.get_events("recovered_in_place")) == len(kills)
     assert_close(outcome.result.return_values[0], undisturbed.result.return_values[0])
+    for values, expected in zip(outcome.reports, undisturbed.reports, strict=True):
+        assert values == expected
+
+
+def test_in_place_recovery_saves_the_same_checkpoints_on_all_ranks(tmp_path: Path) -> None:
+    callbacks = [
+        # It saves after the validation of its step.
+        ModelCheckpoint(
+            monitor="val_loss", every_n_train_steps=STEPS, save_top_k=-1, filename="steps-{step}"
+        ),
+        # It saves nothing in the last epoch, nor at the end of `fit`.
+        ModelCheckpoint(every_n_epochs=2, save_top_k=-1, save_last=True, filename="epochs-{step}"),
+    ]
+    undisturbed = run(tmp_path / "undisturbed", callbacks=callbacks)
+    kills = [Kill(1, STEPS, "batch_end"), Kill(2, 2 * STEPS + 1, "forward")]
+    outcome = run(tmp_path / "disturbed", *kills, callbacks=callbacks)
+    assert len(outcome.get_events("recovered_in_place")) == len(kills)
+    committed, expected = (
+        [event["name"] for event in each.get_events("checkpoint")]
+        for each in (outcome, undisturbed)
+    )
+    assert committed == expected
+
+
+class NetWithMomentum(Net):
+    """Module with a momentum encoder, which is updated in the forward pass."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.momentum_net = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        for average, param in zip(
+            self.momentum_net.parameters(), self.net.parameters(), strict=True
+        ):
+            average.data = 0.9 * average.data + 0.1 * param.data
+        return super().training_step(batch, index)
+
+
+def test_in_place_recovery_of_momentum_encoder_equals_undisturbed_run(tmp_path: Path) -> None:
+    undisturbed = run(tmp_path / "undisturbed", make_module=NetWithMomentum)
+    kill = Kill(0, STEPS + 1, "backward")
+    outcome = run(tmp_path / "disturbed", kill, make_module=NetWithMomentum)
+    assert [event["ranks"] for event in outcome.get_events("recovered_in_place")] == [[0]]
+    check_equal(outcome, undisturbed)
 
 
 class NetWithBarrier(Net):
@@ -412,7 +475,7 @@ class NetThatChangesWeights(Net):
         pytest.param(
             NetThatChangesWeights,
             Kill(2, STEPS, "validation"),
-            "code after the batch has changed",
+            "code after the batch, or before its backward pass, has",
             marks=pytest.mark.nightly,
         ),
     ],

@@ -88,3 +88,16 @@ def test_exact_state_of_stream_has_no_shuffle_buffer() -> None:
     assert [_compat.has_exact_state(each) for each in exact] == [True] * 5
     assert [_compat.has_exact_state(each) for each in inexact] == [False] * 3
     assert not _compat.has_exact_state(object())
+
+
+def test_version_of_tensor_counts_changes_in_place() -> None:
+    tensor = torch.zeros(2, requires_grad=True)
+    versions = [_compat.get_version(tensor)]
+    with torch.no_grad():
+        tensor[0] = 1
+        versions.append(_compat.get_version(tensor))
+        tensor.detach().add_(1)
+        versions.append(_compat.get_version(tensor))
+        tensor.data.add_(1)
+        versions.append(_compat.get_version(tensor))
+    assert versions == [0, 1, 2, 2]

@@ -427,6 +427,19 @@ def change_weights_between_epochs(config: dict[str, Any]) -> None:
             param.data *= 0.8
 
 
+def change_weights_in_forward_pass(config: dict[str, Any]) -> None:
+    training = Training(config)
+
+    @torch.no_grad()
+    def shrink(model: nn.Module, inputs: object) -> None:
+        for param in model.parameters():
+            param *= 0.9
+
+    training.model.register_forward_pre_hook(shrink)
+    for _ in training.iter_losses():
+        pass
+
+
 def die_in_upload(config: dict[str, Any]) -> None:
     training = Training(config)
 
@@ -503,6 +516,11 @@ def test_in_place_recovery_applies_timeout_of_torch_config(
             marks=pytest.mark.nightly,
         ),
         (change_weights_between_epochs, [Kill(1, STEPS, "epoch")], "that changes no weights"),
+        (
+            change_weights_in_forward_pass,
+            [Kill(1, 4, "forward")],
+            "does not change trained weights",
+        ),
         pytest.param(
             die_in_upload,
             [Kill(0, STEPS, "upload")],

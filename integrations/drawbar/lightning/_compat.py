@@ -229,9 +229,18 @@ def reads_batches_in_module(trainer: object) -> bool:
     return type(fetcher).__name__ == "_DataLoaderIterDataFetcher"
 
 
-def get_saved_step(model_checkpoint: object) -> int | None:
-    """Return the value of `mark_step_as_saved`; None for other callbacks."""
-    return getattr(model_checkpoint, "_last_global_step_saved", None)
+_SAVING_STATE = (
+    *("_last_global_step_saved", "_last_checkpoint_saved"),
+    "_defer_save_until_validation",  # as of Lightning 2.6
+)
+
+
+def read_saving_state(callback: object) -> dict[str, Any]:
+    """Return what `state_dict()` of a `ModelCheckpoint` omits; nothing for other callbacks.
+
+    The next step at which it saves depends on it. Set the values as attributes.
+    """
+    return {name: vars(callback)[name] for name in _SAVING_STATE if name in vars(callback)}
 
 
 _BATCH_HOOKS = ("advance", "on_advance_end", "_broadcast_sigterm_tensor")

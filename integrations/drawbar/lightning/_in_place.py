@@ -24,13 +24,12 @@ from drawbar.lightning._compat import (
     create_validation_loaders,
     find_metrics,
     get_ddp_arguments,
-    get_saved_step,
     hook_batches,
     load_fit_state,
     load_metric_states,
-    mark_step_as_saved,
     read_fit_state,
     read_metric_states,
+    read_saving_state,
     reads_batches_in_module,
     restart_train_loaders,
     unhook_batches,
@@ -38,13 +37,15 @@ from drawbar.lightning._compat import (
 )
 from drawbar.lightning._data_position import find_resumable_batches
 from drawbar.lightning._package import import_lightning_class
+from drawbar.lightning._report_callback import RayTrainReportCallback
+from drawbar.lightning._save_on_request import SaveOnRequest
 from drawbar.torch.integration import CannotRecoverError, EpochPosition, InPlaceTraining
 from drawbar.train import collective
 
 _NEEDS = (
     "A rank of Lightning has it before a batch, in a validation, and at the end of an epoch, but "
-    "not between an optimizer step and the end of its batch, and not if code after the batch has "
-    "changed weights"
+    "not between an optimizer step and the end of its batch, and not if code after the batch, or "
+    "before its backward pass, has changed weights"
 )
 
 _UNSUPPORTED_CALLBACKS = {
@@ -129,7 +130,7 @@ class InPlaceFit:
             "position": batches.record(),
             "schedulers": _describe_schedulers(trainer),
             "callbacks": [
-                (each.state_key, copy.deepcopy(each.state_dict()), get_saved_step(each))
+                (each.state_key, copy.deepcopy(each.state_dict()), _read_other_state(each))
                 for each in trainer.callbacks
             ],
         }
@@ -145,13 +146,12 @@ class InPlaceFit:
         load_metric_states(self._metrics, state["torchmetrics"])
         load_fit_state(trainer, state["fit"])
         vars(trainer).update(state["trainer"])
-        for callback, (_, callback_state, saved_step) in zip(
+        for callback, (_, callback_state, other_state) in zip(
             trainer.callbacks, state["callbacks"], strict=True
         ):
             if callback_state:
                 callback.load_state_dict(callback_state)
-            if saved_step is not None:
-                mark_step_as_saved(callback, saved_step)
+            vars(callback).update(other_state)
         (batches,) = find_resumable_batches(trainer)
         batches.continue_at(EpochPosition(**state["position"]))
         restart_train_loaders(trainer)
@@ -161,6 +161,16 @@ class InPlaceFit:
 def _gather(tensor: Tensor, group: object = None) -> list[Tensor]:
     """Gather a state of torchmetrics, also if its shape differs between ranks."""
     return collective.all_gather(tensor)
+
+
+def _read_other_state(callback: Any) -> dict[str, Any]:
+    """Return attributes of a callback that `state_dict()` omits, and that decide when it saves.
+
+    All ranks must save at the same steps.
+    """
+    if isinstance(callback, RayTrainReportCallback | SaveOnRequest):
+        return {"latest_step": callback.latest_step}
+    return read_saving_state(callback)
 
 
 def _describe_schedulers(trainer: Any) -> list[tuple[str, str, int]]:

@@ -88,11 +88,11 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         self.save_checkpoints = save_checkpoints
         self.checkpoint_upload_mode = checkpoint_upload_mode
         self.validation = validation
-        self._reported_step = 0
+        self.latest_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not report the step from which training resumes: its checkpoint exists."""
-        self._reported_step = trainer.global_step
+        self.latest_step = trainer.global_step
 
     def on_train_batch_end(
         self,
@@ -108,7 +108,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         if self.every_n_train_steps is None or step % self.every_n_train_steps:
             return
         ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        is_accumulating = step == self._reported_step  # no optimizer step in this batch
+        is_accumulating = step == self.latest_step  # no optimizer step in this batch
         if not is_accumulating and not (
             ends_epoch and self._should_report_epoch(trainer.current_epoch)
         ):
@@ -135,7 +135,7 @@ class RayTrainReportCallback(LateBoundBase, Callback, base="callbacks.Callback")
         return self.every_n_epochs is not None and (epoch + 1) % self.every_n_epochs == 0
 
     def _report(self, trainer: Trainer) -> None:
-        self._reported_step = trainer.global_step
+        self.latest_step = trainer.global_step
         if not self.save_checkpoints:
             train.report(logged_metrics(trainer))
             return

@@ -26,11 +26,11 @@ class SaveOnRequest(LateBoundBase, Callback, base="callbacks.Callback"):
     """
 
     def __init__(self) -> None:
-        self._step = 0
+        self.latest_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the step from which training starts."""
-        self._step = trainer.global_step
+        self.latest_step = trainer.global_step
 
     def on_train_batch_end(
         self,
@@ -42,9 +42,9 @@ class SaveOnRequest(LateBoundBase, Callback, base="callbacks.Callback"):
     ) -> None:
         """Save if a checkpoint is requested and this batch has ended an optimizer step."""
         should_save = train.should_checkpoint()  # in each batch: all ranks call it equally often
-        previous, self._step = self._step, trainer.global_step
+        previous, self.latest_step = self.latest_step, trainer.global_step
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if should_save and self._step != previous and not is_last:
+        if should_save and self.latest_step != previous and not is_last:
             _save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

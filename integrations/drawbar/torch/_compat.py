@@ -183,3 +183,13 @@ def disable_deepspeed_shm() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def get_version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place. Changes of `tensor.data` do not count.
+
+    Example:
+        >>> get_version(torch.zeros(1).add_(1))
+        1
+    """
+    return int(tensor._version)

@@ -57,8 +57,8 @@ _NO_STEP = "the training has not begun its first step"
 
 _NEEDS_OF_PLAIN_LOOP = (
     "In-place recovery needs one backward pass per step, loaders of prepare_data_loader() that "
-    "resume within an epoch, and, if a rank dies before the first step of an epoch, code between "
-    "the epochs that changes no weights"
+    "resume within an epoch, a forward pass that does not change trained weights, and, if a rank "
+    "dies before the first step of an epoch, code between the epochs that changes no weights"
 )
 
 
@@ -432,8 +432,13 @@ class InPlaceTraining:
             and step.num_reductions == self._num_reductions
             and self._num_steps == 0
             and all(map(_has_exact_position, self._loaders))
-            # A new process runs the code between two epochs, and would change the state again.
-            and (self._checksum is None or self._checksum == self._objects.compute_checksum())
+            # A new process would change the weights again: in the code between two epochs, or in
+            # the forward pass.
+            and (
+                self._objects.has_captured_weights()
+                if self._checksum is None
+                else self._checksum == self._objects.compute_checksum()
+            )
         )
         states = group.gather([count, int(self._has_averages), int(can_send)])
         latest = max(state[0] for state in states)

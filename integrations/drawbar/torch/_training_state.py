@@ -7,7 +7,7 @@ import io
 import random
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from drawbar.torch._loader_registry import TrackedLoader
 from drawbar.torch._tensors import iter_tensors
+from drawbar.torch._weight_marks import Key, WeightMarks
 
 
 class CannotRecoverError(RuntimeError):
@@ -61,7 +62,8 @@ class LoaderRecord:
 class StepState:
     """State of a rank when a step was complete, without the weights.
 
-    The weights and the state of the optimizers do not change before the next step.
+    The other weights and the state of the optimizers do not change before the next step. If weights
+    do, the state is not sent.
 
     Attributes:
         num_reductions: Number of backward passes whose gradients were averaged.
@@ -73,6 +75,7 @@ class StepState:
             change before the next step.
         random_states: States of the generators of Python, NumPy, and PyTorch.
         buffers: Buffers by model.
+        frozen: Parameters without gradients that change nevertheless.
         loop_state: State of the loop of a framework.
     """
 
@@ -84,6 +87,7 @@ class StepState:
     followers: list[tuple[str, dict[str, Any]]]
     random_states: tuple[Any, Any, torch.Tensor]
     buffers: list[dict[str, torch.Tensor]]
+    frozen: dict[Key, torch.Tensor]
     loop_state: Any = None
 
 
@@ -99,6 +103,7 @@ class TrainedObjects:
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._followers: list[tuple[str, weakref.ref[Any]]] | None = None
+        self._marks = WeightMarks()
 
     def _find_followers(self) -> list[tuple[str, Any]]:
         """Return objects that the user's code updates after each step, with their names.
@@ -141,17 +146,27 @@ class TrainedObjects:
             has_stepped: Whether an optimizer has made a step, so that all followers exist.
             progress: Fields of `StepState` about the progress of the rank.
         """
-        followers = self._find_followers() if has_stepped or self._followers else []
+        found = self._find_followers() if has_stepped or self._followers else []
+        followers = [(name, each.state_dict()) for name, each in found]
         return StepState(
             **progress,
             settings=self.get_settings(),
-            followers=[(name, each.state_dict()) for name, each in followers],
+            followers=followers,
             random_states=(random.getstate(), np.random.get_state(), torch.get_rng_state()),
             buffers=[
                 {name: buffer.clone() for name, buffer in model.named_buffers()}
                 for model in self.models
             ],
+            frozen=self._marks.capture(self.models, _list_averages(found)),
         )
+
+    def has_captured_weights(self) -> bool:
+        """Return whether weights and averages have not changed since `capture`.
+
+        Those that `capture` has copied may have changed.
+        """
+        found = self._find_followers() if self._followers else []
+        return self._marks.is_unchanged(self.models, _list_averages(found))
 
     def compute_checksum(self) -> int:
         """Return a checksum of all tensors that `capture` does not copy."""
@@ -202,6 +217,9 @@ class TrainedObjects:
             ):
                 model.load_state_dict(weights)
                 _copy_buffers(model, buffers)
+            with torch.no_grad():
+                for (number, name), value in step.frozen.items():
+                    self.models[number].get_parameter(name).copy_(value)
             for optimizer, saved, settings in zip(
                 self.optimizers, state["optimizers"], step.settings, strict=True
             ):
@@ -210,7 +228,7 @@ class TrainedObjects:
                 optimizer.load_state_dict(saved)
             for (_, follower), (_, saved) in zip(followers, step.followers, strict=True):
                 follower.load_state_dict(saved)
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (AttributeError, RuntimeError, ValueError, KeyError) as error:
             raise CannotRecoverError(
                 f"the new process has other or ambiguous models or schedulers: {error}"
             ) from error
@@ -218,6 +236,10 @@ class TrainedObjects:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
+
+
+def _list_averages(followers: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+    return [each.state_dict() for _, each in followers if isinstance(each, AveragedModel)]
 
 
 def _copy_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
