@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import psutil
@@ -113,7 +113,7 @@ def test_run_and_copy_of_its_directory_do_not_read_each_others_memory(
         os.mkfifo(pipe)
 
     def make_trainer(
-        function: Callable[[], object], name: str, resume: str = "must"
+        function: Callable[[], object], name: str, resume: Literal["auto", "must"] = "must"
     ) -> TorchTrainer:
         config = with_restart(replace(run_config, name=name, resume=resume))
         return TorchTrainer(
