@@ -154,17 +154,21 @@ def stop_on_signals(
     stop_after_sigterm: Callable[[], object],
     stop_after_ctrl_c: Callable[[], object],
     can_save: Callable[[], bool],
+    wait_until_ended: Callable[[], object],
     *,
     is_detached: bool,
 ) -> Iterator[Callable[[], bool]]:
     """Stop the run at SIGTERM, and at Ctrl-C while a function in this thread can save.
 
-    A detached run continues. A second signal has the previous effect.
+    A detached run continues. A second signal has the previous effect. If a signal has arrived, the
+    context ends when the run has ended.
 
     Args:
         stop_after_sigterm: Stops the run.
         stop_after_ctrl_c: Stops the run, and prints that.
         can_save: Returns whether a function in this thread saves on request.
+        wait_until_ended: Returns when the run has ended. A signal may arrive when the caller has
+            decided to leave the context.
         is_detached: Whether the run continues when this process ends.
 
     Yields:
@@ -177,14 +181,16 @@ def stop_on_signals(
         yield lambda: False
         return
     with (
-        _stop_on_sigterm(stop_after_sigterm) as has_sigterm,
-        _stop_on_ctrl_c(stop_after_ctrl_c, can_save) as has_ctrl_c,
+        _stop_on_sigterm(stop_after_sigterm, wait_until_ended) as has_sigterm,
+        _stop_on_ctrl_c(stop_after_ctrl_c, can_save, wait_until_ended) as has_ctrl_c,
     ):
         yield lambda: has_sigterm() or has_ctrl_c()
 
 
 @contextlib.contextmanager
-def _stop_on_sigterm(stop: Callable[[], object]) -> Iterator[Callable[[], bool]]:
+def _stop_on_sigterm(
+    stop: Callable[[], object], wait_until_ended: Callable[[], object]
+) -> Iterator[Callable[[], bool]]:
     """Stop the run when this process receives SIGTERM, and exit when it has ended.
 
     Schedulers send SIGTERM before they kill a job. A handler of the user is kept; Ray's is not,
@@ -208,12 +214,15 @@ def _stop_on_sigterm(stop: Callable[[], object]) -> Iterator[Callable[[], bool]]
         reader.close()
         handler.close()
         if handler.has_arrived:
+            wait_until_ended()
             sys.exit(SIGTERM_EXIT_CODE)
 
 
 @contextlib.contextmanager
 def _stop_on_ctrl_c(
-    stop: Callable[[], object], can_save: Callable[[], bool]
+    stop: Callable[[], object],
+    can_save: Callable[[], bool],
+    wait_until_ended: Callable[[], object],
 ) -> Iterator[Callable[[], bool]]:
     """Stop the run at Ctrl-C, if a function in this thread can save before it ends.
 
@@ -228,6 +237,8 @@ def _stop_on_ctrl_c(
         yield lambda: handler.has_arrived
     finally:
         handler.close()
+        if handler.has_arrived:
+            wait_until_ended()
 
 
 def _is_main_thread() -> bool:

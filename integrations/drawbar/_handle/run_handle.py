@@ -217,13 +217,16 @@ class RunHandle:
             )
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         interrupts = handled = 0
-        has_ended_function = False
+        has_ended_function = is_late = False
         run = self._run
-        stop = partial(run.stop, save=None)
         with (
             diagnose_on_signal(run.diagnose),
             stop_on_signals(
-                stop, self._stop_after_ctrl_c, can_save_on_request, is_detached=run.is_detached
+                partial(run.stop, save=None),
+                self._stop_after_ctrl_c,
+                can_save_on_request,
+                self._wait_until_ended,
+                is_detached=run.is_detached,
             ) as has_signal,
         ):
             while True:
@@ -243,7 +246,8 @@ class RunHandle:
                         break
                     # The timeout does not apply while the run is being stopped.
                     if time.monotonic() >= deadline and not has_signal():
-                        raise TimeoutError(self._describe_timeout(seconds))
+                        is_late = True
+                        break
                 except KeyboardInterrupt as error:
                     if self._run.is_detached:
                         raise make_user_abort(self._describe_detach()) from None
@@ -254,7 +258,13 @@ class RunHandle:
                 f"stopped by Ctrl-C; the run is in {self.path}. "
                 + describe_resume(self._run.directory)
             )
+        if is_late:
+            raise TimeoutError(self._describe_timeout(seconds))
         return self._run.get_outcome().get_result()
+
+    def _wait_until_ended(self) -> None:
+        while not self._run.join(JOIN_INTERVAL_S):
+            pass
 
     def _stop_after_ctrl_c(self, *, has_ended_function: bool = False) -> None:
         # A function that Ctrl-C has ended cannot save, and other ranks cannot save without it.

@@ -6,8 +6,8 @@ and averages of weights are exceptions: some modules update them in the forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -24,13 +24,14 @@ Key = tuple[int, str]
 class WeightMarks:
     """Marks of the weights at the time of the latest `capture`.
 
-    A mark of a parameter without gradients contains some of its elements, because a change of
-    `param.data` does not change the version of the parameter.
+    A mark of a parameter without gradients, or of an average, contains some of its elements: a
+    change of `param.data` does not change the version of the parameter.
     """
 
     def __init__(self) -> None:
-        self._frozen: dict[Key, object] = {}
-        self._others: list[object] = []
+        self._sampler_of_frozen, self._sampler_of_averages = _Sampler(), _Sampler()
+        self._frozen: dict[Hashable, object] = {}
+        self._others: object = None
         self._changing: set[Key] = set()
 
     def capture(self, models: Iterable[nn.Module], averages: object) -> dict[Key, torch.Tensor]:
@@ -43,11 +44,11 @@ class WeightMarks:
             averages: States of averages of weights.
         """
         trained, frozen = _split(models)
-        previous, self._frozen = self._frozen, _mark_each(frozen)
+        previous, self._frozen = self._frozen, self._sampler_of_frozen.mark(frozen)
         self._changing |= {
-            key for key, mark in self._frozen.items() if previous.get(key, mark) != mark
+            key for key in frozen if previous.get(key, self._frozen[key]) != self._frozen[key]
         }
-        self._others = _mark_others(trained, averages)
+        self._others = self._mark_others(trained, averages)
         return {
             key: param.detach().clone() for key, param in frozen.items() if key in self._changing
         }
@@ -55,12 +56,44 @@ class WeightMarks:
     def is_unchanged(self, models: Iterable[nn.Module], averages: object) -> bool:
         """Return whether all weights are as in the latest `capture`, apart from its copies."""
         trained, frozen = _split(models)
-        marks = _mark_each(frozen)
-        return self._others == _mark_others(trained, averages) and all(
+        marks = self._sampler_of_frozen.mark(frozen)
+        return self._others == self._mark_others(trained, averages) and all(
             marks.get(key) == mark
             for key, mark in self._frozen.items()
             if key not in self._changing
         )
+
+    def _mark_others(self, trained: Iterable[nn.Parameter], averages: object) -> object:
+        places = [(get_version(param), param.data_ptr()) for param in trained]
+        return places, self._sampler_of_averages.mark(dict(enumerate(iter_tensors(averages))))
+
+
+class _Sampler:
+    """Marks tensors by their version and some of their elements.
+
+    It keeps views of these elements, so that one operation reads them for all tensors of a dtype.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[Hashable, tuple[int, torch.Tensor]] = {}
+
+    def mark(self, tensors: Mapping[Hashable, torch.Tensor]) -> dict[Hashable, object]:
+        """Return the mark of each tensor, by its key."""
+        groups: dict[torch.dtype, list[Hashable]] = defaultdict(list)
+        for key, tensor in tensors.items():
+            address, _ = self._views.get(key, (None, None))
+            if address != tensor.data_ptr():
+                self._views[key] = tensor.data_ptr(), _view_sample(tensor)
+            groups[tensor.dtype].append(key)
+        marks: dict[Hashable, object] = {}
+        for keys in groups.values():
+            views = [self._views[key][1] for key in keys]
+            data = torch.cat(views).view(torch.uint8).numpy().tobytes()
+            start = 0
+            for key, view in zip(keys, views, strict=True):
+                marks[key] = get_version(tensors[key]), data[start : start + view.nbytes]
+                start += view.nbytes
+        return marks
 
 
 def _split(
@@ -78,16 +111,8 @@ def _split(
     return trained, frozen
 
 
-def _mark_each(params: Mapping[Key, nn.Parameter]) -> dict[Key, object]:
-    return {key: _mark(param) for key, param in params.items()}
-
-
-def _mark_others(trained: Iterable[nn.Parameter], averages: object) -> list[object]:
-    places: list[Any] = [(get_version(param), param.data_ptr()) for param in trained]
-    return places + [_mark(tensor) for tensor in iter_tensors(averages)]
-
-
-def _mark(tensor: torch.Tensor) -> object:
-    values = tensor.detach().reshape(-1)
-    sample = values[:: max(1, len(values) // _NUM_SAMPLES)].cpu().contiguous()
-    return get_version(tensor), sample.view(torch.uint8).numpy().tobytes()
+def _view_sample(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach()
+    # A flat view is impossible if the elements are not contiguous. A row is then enough.
+    flat = values.view(-1) if values.is_contiguous() else values[(0,) * (values.dim() - 1)]
+    return flat[:: max(1, len(flat) // _NUM_SAMPLES)]

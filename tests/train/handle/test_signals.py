@@ -128,6 +128,8 @@ def test_ctrl_c_in_debugger_interrupts_function_that_can_save(tmp_path: Path) ->
         fit(function, tmp_path)
 
 
+fail = pytest.fail
+
 SAVES_AFTER_TIMEOUT = """
 import os, signal, sys, threading
 from drawbar import train
@@ -183,6 +185,42 @@ while True:
 
 def test_sigterm_during_wait_with_timeout_saves(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVES_AFTER_TIMEOUT]
+    script = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert script.returncode == 128 + signal.SIGTERM, script.stderr
+    assert (tmp_path / "run" / "checkpoint_000000" / "file").read_text() == "saved"
+
+
+SAVES_AFTER_END_OF_WAIT = """
+import os, signal, sys, threading
+from drawbar import train
+
+def function():
+    while not train.should_checkpoint():
+        threading.Event().wait(0.01)
+    with train.checkpoint_dir() as path:
+        (path / "file").write_text("saved")
+        train.report({}, checkpoint=path)
+    threading.Event().wait()
+
+def send(frame, event, argument):
+    # wait() has decided to raise TimeoutError, and restores the handlers.
+    code = frame.f_code
+    if event == "call" and code.co_name == "close" and "signals" in code.co_filename:
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+run = train.DataParallelTrainer(
+    function,
+    scaling_config=train.ScalingConfig(num_workers=0),
+    run_config=train.RunConfig(name="run", storage_path="."),
+).start()
+sys.setprofile(send)
+run.wait(timeout=0.1)
+"""
+
+
+def test_sigterm_at_end_of_wait_with_timeout_saves(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVES_AFTER_END_OF_WAIT]
     script = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert script.returncode == 128 + signal.SIGTERM, script.stderr
     assert (tmp_path / "run" / "checkpoint_000000" / "file").read_text() == "saved"
@@ -272,7 +310,7 @@ def wakeup_fd() -> Iterator[socket.socket]:
 
 
 def test_stop_on_signals_forwards_numbers_to_wakeup_fd_of_user(wakeup_fd: socket.socket) -> None:
-    with stop_on_signals(pytest.fail, pytest.fail, lambda: False, is_detached=False):
+    with stop_on_signals(fail, fail, lambda: False, fail, is_detached=False):
         previous = signal.signal(signal.SIGUSR2, lambda number, frame: None)
         os.kill(os.getpid(), signal.SIGUSR2)
         assert wakeup_fd.recv(1) == bytes([signal.SIGUSR2])
@@ -283,7 +321,9 @@ def test_stop_on_signals_keeps_wakeup_fd_that_is_set_meanwhile() -> None:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     with reader, writer:
-        with stop_on_signals(pytest.fail, pytest.fail, lambda: False, is_detached=False):
+        with stop_on_signals(
+            pytest.fail, pytest.fail, lambda: False, pytest.fail, is_detached=False
+        ):
             signal.set_wakeup_fd(writer.fileno())
         assert signal.set_wakeup_fd(-1) == writer.fileno()
 
@@ -298,7 +338,7 @@ def default_sigterm() -> Iterator[None]:
 
 @pytest.mark.usefixtures("default_sigterm")
 def test_stop_on_signals_in_forked_child_has_no_effect() -> None:
-    with stop_on_signals(pytest.fail, pytest.fail, lambda: True, is_detached=False) as has_signal:
+    with stop_on_signals(fail, fail, lambda: True, fail, is_detached=False) as has_signal:
         pid = os.fork()
         if pid == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -312,7 +352,9 @@ def test_stop_on_signals_keeps_handlers_of_user() -> None:
     handler = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     received: list[int] = []
     try:
-        with stop_on_signals(pytest.fail, pytest.fail, lambda: True, is_detached=False):
+        with stop_on_signals(
+            pytest.fail, pytest.fail, lambda: True, pytest.fail, is_detached=False
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
     finally:
