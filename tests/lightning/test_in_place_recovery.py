@@ -435,8 +435,7 @@ class NetWithMomentum(Net):
 
 def test_in_place_recovery_of_momentum_encoder_equals_undisturbed_run(tmp_path: Path) -> None:
     undisturbed = run(tmp_path / "undisturbed", make_module=NetWithMomentum)
-    kill = Kill(0, STEPS + 1, "backward")
-    outcome = run(tmp_path / "disturbed", kill, make_module=NetWithMomentum)
+    outcome = run(tmp_path, Kill(0, STEPS + 1, "backward"), make_module=NetWithMomentum)
     assert [event["ranks"] for event in outcome.get_events("recovered_in_place")] == [[0]]
     check_equal(outcome, undisturbed)
 
@@ -511,16 +510,16 @@ def test_in_place_recovery_that_is_impossible_resumes_from_checkpoint_and_recove
     ("make_module", "kill", "notice"),
     [
         pytest.param(
-            NetWithOwnCollective,
-            Kill(1, STEPS + 3, "forward"),
-            "calls torch.distributed itself",
+            *(
+                NetWithOwnCollective,
+                Kill(1, STEPS + 3, "forward"),
+                "calls torch.distributed itself",
+            ),
             marks=pytest.mark.nightly,
         ),
         (Net, Kill(1, 0, "fit_start"), "has not begun its first step"),
         pytest.param(
-            Net,
-            Kill(1, EPOCHS * STEPS, "fit_end"),
-            "has returned from its function",
+            *(Net, Kill(1, EPOCHS * STEPS, "fit_end"), "has returned from its function"),
             marks=pytest.mark.nightly,
         ),
     ],
@@ -559,16 +558,14 @@ def fit_with_unsupported_settings(config: dict[str, Any]) -> list[str]:
         "sampler": DataLoader(range(9), sampler=[1, 2, 3]),  # type: ignore[arg-type]  # has len()
         "two": [make_loader(9, True), make_loader(9, True)],
     }
-    options: list[dict[str, Any]] = [
-        {"reload_dataloaders_every_n_epochs": 1},
-        {"val_check_interval": "00:00:01:00"},
-        {"callbacks": [StochasticWeightAveraging(0.1)]},
-        {"callbacks": [LearningRateFinder()]},
-        {"strategy": RayDDPStrategy(find_unused_parameters=True)},
-    ]
+    reload: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
+    options = [reload, {"val_check_interval": "00:00:01:00"}]
+    callbacks = StochasticWeightAveraging(0.1), LearningRateFinder()
+    options += [{"callbacks": [each]} for each in callbacks]
+    options += [{"strategy": RayDDPStrategy(find_unused_parameters=True)}]
     fits: list[Any] = [(Net, {"val_check_interval": 1.0}, each) for each in loaders.values()]
     fits += [(Net, each, make_loader(9, True)) for each in options]
-    fits += [(ManualNet, {}, make_loader(9, True))]
+    fits.append((ManualNet, {}, make_loader(9, True)))
     errors = []
     for make_module, arguments, loader in fits:
         trainer = make_trainer(**{"callbacks": [], **arguments})
@@ -598,8 +595,6 @@ def test_in_place_recovery_with_unsupported_settings_raises(tmp_path: Path) -> N
 
 
 def test_in_place_recovery_with_sharded_model_raises_before_start() -> None:
+    strategy = RayFSDPStrategy(num_workers=2, run_config=RunConfig(failure_config=IN_PLACE))
     with pytest.raises(ValueError, match=r"RayFSDPStrategy does not .* Use RayDDPStrategy\(\), or"):
-        pl.Trainer(
-            accelerator="cpu",
-            strategy=RayFSDPStrategy(num_workers=2, run_config=RunConfig(failure_config=IN_PLACE)),
-        )
+        pl.Trainer(accelerator="cpu", strategy=strategy)
