@@ -7,7 +7,8 @@ and averages of weights are exceptions: some modules update them in the forward 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ class WeightMarks:
 
     def __init__(self) -> None:
         self._sampler_of_frozen, self._sampler_of_averages = _Sampler(), _Sampler()
-        self._frozen: dict[Hashable, object] = {}
+        self._frozen: dict[Any, object] = {}
         self._others: object = None
         self._changing: set[Key] = set()
 
@@ -75,17 +76,17 @@ class _Sampler:
     """
 
     def __init__(self) -> None:
-        self._views: dict[Hashable, tuple[int, torch.Tensor]] = {}
+        self._views: dict[Any, tuple[int, torch.Tensor]] = {}
 
-    def mark(self, tensors: Mapping[Hashable, torch.Tensor]) -> dict[Hashable, object]:
+    def mark(self, tensors: Mapping[Any, torch.Tensor]) -> dict[Any, object]:
         """Return the mark of each tensor, by its key."""
-        groups: dict[torch.dtype, list[Hashable]] = defaultdict(list)
+        groups: dict[torch.dtype, list[Any]] = defaultdict(list)
         for key, tensor in tensors.items():
             address, _ = self._views.get(key, (None, None))
             if address != tensor.data_ptr():
                 self._views[key] = tensor.data_ptr(), _view_sample(tensor)
             groups[tensor.dtype].append(key)
-        marks: dict[Hashable, object] = {}
+        marks: dict[Any, object] = {}
         for keys in groups.values():
             views = [self._views[key][1] for key in keys]
             data = torch.cat(views).view(torch.uint8).numpy().tobytes()
