@@ -116,35 +116,39 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@contextlib.contextmanager
+def _preload(*modules: str) -> Iterator[None]:
+    """Fork workers from a process that has imported these modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", ",".join(modules))
+        yield
+
+
 @pytest.fixture(scope="module")
 def preload_torch() -> Iterator[None]:
     """Fork workers from a process that has imported torch, which takes seconds in each worker."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", ",".join(TORCH_MODULES))
+    with _preload(*TORCH_MODULES):
         yield
 
 
 @pytest.fixture(scope="module")
 def preload_transformers() -> Iterator[None]:
     """As `preload_torch`, with Transformers, Accelerate, and Lightning."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", ",".join(TRANSFORMERS_MODULES))
+    with _preload(*TRANSFORMERS_MODULES):
         yield
 
 
 @pytest.fixture(scope="module")
 def preload_boosting() -> Iterator[None]:
     """As `preload_torch`, with XGBoost and LightGBM."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", ",".join(BOOSTING_MODULES))
+    with _preload(*BOOSTING_MODULES):
         yield
 
 
 @pytest.fixture(scope="module")
 def start_without_fork_server() -> Iterator[None]:
     """Let each worker import its modules itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAWBAR_FORKSERVER_PRELOAD", "")
+    with _preload():
         yield
 
 

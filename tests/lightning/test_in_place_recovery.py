@@ -6,7 +6,6 @@ and the names of its hooks to a file, and kills itself once at each of the reque
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
@@ -418,28 +417,6 @@ def test_in_place_recovery_saves_the_same_checkpoints_on_all_ranks(tmp_path: Pat
     assert committed == expected
 
 
-class NetWithMomentum(Net):
-    """Module with a momentum encoder, which is updated in the forward pass."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
-        self.momentum_net = copy.deepcopy(self.net).requires_grad_(False)
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        for average, param in zip(
-            self.momentum_net.parameters(), self.net.parameters(), strict=True
-        ):
-            average.data = 0.9 * average.data + 0.1 * param.data
-        return super().training_step(batch, index)
-
-
-def test_in_place_recovery_of_momentum_encoder_equals_undisturbed_run(tmp_path: Path) -> None:
-    undisturbed = run(tmp_path / "undisturbed", make_module=NetWithMomentum)
-    outcome = run(tmp_path, Kill(0, STEPS + 1, "backward"), make_module=NetWithMomentum)
-    assert [event["ranks"] for event in outcome.get_events("recovered_in_place")] == [[0]]
-    check_equal(outcome, undisturbed)
-
-
 class NetWithBarrier(Net):
     """Module whose ranks wait for each other between a step and the end of its batch."""
 
@@ -558,11 +535,13 @@ def fit_with_unsupported_settings(config: dict[str, Any]) -> list[str]:
         "sampler": DataLoader(range(9), sampler=[1, 2, 3]),  # type: ignore[arg-type]  # has len()
         "two": [make_loader(9, True), make_loader(9, True)],
     }
-    reload: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
-    options = [reload, {"val_check_interval": "00:00:01:00"}]
-    callbacks = StochasticWeightAveraging(0.1), LearningRateFinder()
-    options += [{"callbacks": [each]} for each in callbacks]
-    options += [{"strategy": RayDDPStrategy(find_unused_parameters=True)}]
+    options: list[dict[str, Any]] = [
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"val_check_interval": "00:00:01:00"},
+        {"callbacks": [StochasticWeightAveraging(0.1)]},
+        {"callbacks": [LearningRateFinder()]},
+        {"strategy": RayDDPStrategy(find_unused_parameters=True)},
+    ]
     fits: list[Any] = [(Net, {"val_check_interval": 1.0}, each) for each in loaders.values()]
     fits += [(Net, each, make_loader(9, True)) for each in options]
     fits.append((ManualNet, {}, make_loader(9, True)))

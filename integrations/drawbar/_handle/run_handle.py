@@ -210,12 +210,12 @@ class RunHandle:
             raise without_internal_frames(use_exit_code(error))  # noqa: B904  # the same error
 
     def _wait(self, timeout: float | timedelta | None) -> Result:
-        seconds = None
+        seconds = math.inf
         if timeout is not None:
             seconds = parse_duration(
                 "timeout", timeout, none_meaning="waits without limit", can_be_zero=True
             )
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         interrupts = handled = 0
         has_ended_function = is_late = False
         run = self._run
@@ -283,7 +283,7 @@ class RunHandle:
                 flush=True,
             )
 
-    def _describe_timeout(self, seconds: float | None) -> str:
+    def _describe_timeout(self, seconds: float) -> str:
         description = f"after {seconds:g} s run {self.name!r} in {self.path} has not ended"
         return f"{description}; {self._run.unresponsive_reason or 'it continues'}"
 

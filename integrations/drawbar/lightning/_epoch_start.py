@@ -25,16 +25,35 @@ def resume_within_epoch(trainer: Any) -> None:
         if isinstance(each, scheduler):
             factor = each.get_accumulate_grad_batches(trainer.current_epoch)
             trainer.accumulate_grad_batches = factor
-    owners = (*trainer.callbacks, trainer.lightning_module)
-    skipped = [each for each in owners if _has_own_hook(each)]
-    if skipped and trainer.is_global_zero:
-        names = ", ".join(f"{type(each).__name__}.{_HOOK}" for each in skipped)
+    names = _list_own_hooks(trainer)
+    if names and trainer.is_global_zero:
         warnings.warn(
             f"fit() resumes within epoch {trainer.current_epoch}. Lightning does not call {names} "
             "again in this epoch. Set the same values in on_train_start, or save checkpoints at "
             "the end of epochs only.",
             stacklevel=2,
         )
+
+
+def warn_of_first_epoch(trainer: Any) -> None:
+    """Warn of hooks that a new process has called for epoch 0, and not for the current epoch.
+
+    Args:
+        trainer: Trainer of a process that has received the state of another rank.
+    """
+    names = _list_own_hooks(trainer)
+    if names and trainer.current_epoch > 0:
+        warnings.warn(
+            f"A new process continues within epoch {trainer.current_epoch}, but has called {names} "
+            "for epoch 0. Set values that depend on the epoch in on_train_batch_start, or store "
+            "them in buffers of the module or in state_dict() of the callback.",
+            stacklevel=2,
+        )
+
+
+def _list_own_hooks(trainer: Any) -> str:
+    owners = (*trainer.callbacks, trainer.lightning_module)
+    return ", ".join(f"{type(each).__name__}.{_HOOK}" for each in owners if _has_own_hook(each))
 
 
 def _has_own_hook(owner: object) -> bool:

@@ -18,6 +18,7 @@ import copy
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drawbar.lightning._compat import (
     averages_models,
@@ -36,6 +37,7 @@ from drawbar.lightning._compat import (
     validates_by_time,
 )
 from drawbar.lightning._data_position import find_resumable_batches
+from drawbar.lightning._epoch_start import warn_of_first_epoch
 from drawbar.lightning._package import import_lightning_class
 from drawbar.lightning._report_callback import RayTrainReportCallback
 from drawbar.lightning._save_on_request import SaveOnRequest
@@ -129,6 +131,7 @@ class InPlaceFit:
             },
             "position": batches.record(),
             "schedulers": _describe_schedulers(trainer),
+            "own_states": [copy.deepcopy(each.state_dict()) for each in _list_stateful(trainer)],
             "callbacks": [
                 (each.state_key, copy.deepcopy(each.state_dict()), _read_other_state(each))
                 for each in trainer.callbacks
@@ -143,6 +146,9 @@ class InPlaceFit:
             raise CannotRecoverError("the new process has other callbacks")
         if state["schedulers"] != _describe_schedulers(trainer):
             raise CannotRecoverError("the new process has other schedulers")
+        for each, values in zip(_list_stateful(trainer), state["own_states"], strict=True):
+            if values:
+                each.load_state_dict(values)
         load_metric_states(self._metrics, state["torchmetrics"])
         load_fit_state(trainer, state["fit"])
         vars(trainer).update(state["trainer"])
@@ -155,6 +161,7 @@ class InPlaceFit:
         (batches,) = find_resumable_batches(trainer)
         batches.continue_at(EpochPosition(**state["position"]))
         restart_train_loaders(trainer)
+        warn_of_first_epoch(trainer)
         return bool(state["is_after_batch"])
 
 
@@ -178,6 +185,13 @@ def _describe_schedulers(trainer: Any) -> list[tuple[str, str, int]]:
         (type(each.scheduler).__name__, each.interval, each.frequency)
         for each in trainer.lr_scheduler_configs
     ]
+
+
+def _list_stateful(trainer: Any) -> list[Any]:
+    """Return the data module, if any, and the schedulers that do not belong to torch."""
+    schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+    own = [each for each in schedulers if not isinstance(each, LRScheduler | ReduceLROnPlateau)]
+    return own if trainer.datamodule is None else [trainer.datamodule, *own]
 
 
 def check_settings(trainer: Any) -> None:

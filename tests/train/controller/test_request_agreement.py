@@ -149,6 +149,23 @@ def test_new_process_of_a_rank_receives_the_request_that_was_agreed() -> None:
     assert [agreement.is_served_by(index) for index in (1, 2)] == [False, True]
 
 
+def test_new_process_of_a_rank_receives_request_during_its_start_once() -> None:
+    sent: list[tuple[list[int], Command]] = []
+    agreement = RequestAgreement(2, lambda ranks, command: sent.append((list(ranks), command)))
+    for rank in range(2):
+        agreement.on_started(rank)
+    agreement.on_lost(1)
+    agreement.request()
+    agreement.on_started(1)
+    announced = RequestAnnounced(request_id=1)
+    assert sent == [([0], announced), ([1], announced)]
+    agreement.on_seen(0, RequestSeen(request_id=1, call=4), next_report=2)
+    assert agreement.is_pending
+    agreement.on_seen(1, RequestSeen(request_id=1, call=1), next_report=0)
+    assert isinstance(sent[-1][1], RequestAgreed)
+    assert (sent[-1][0], sent[-1][1].call) == ([0, 1], 4)
+
+
 def save(step: int, *, is_rank_zero: bool) -> None:
     with train.checkpoint_dir() as path:
         if is_rank_zero:

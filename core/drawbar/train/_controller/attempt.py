@@ -360,6 +360,7 @@ class Attempt:
         if self._in_place is None:
             self.fail(AttemptFailure("worker", deaths={rank: death}))
             return
+        self.requests.on_lost(rank)
         progress = self.progress.ranks[rank]
         is_in_checkpoint = self._checkpoints.is_waiting_for(rank) or bool(
             progress.pending_offers or progress.awaited_report or progress.awaited_checkpoints

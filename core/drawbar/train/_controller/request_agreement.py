@@ -99,6 +99,10 @@ class RequestAgreement:
         if self._announced is not None:
             self._broadcast([rank], RequestAnnounced(request_id=self._request_id))
 
+    def on_lost(self, rank: int) -> None:
+        """Record the death of a rank that is replaced. Its new process receives requests later."""
+        self._started.discard(rank)
+
     def on_seen(self, rank: int, message: RequestSeen, next_report: int) -> None:
         """Record the reply of a rank, and the index of its next report."""
         if rank in self._running and message.request_id == self._request_id:
