@@ -433,7 +433,7 @@ def change_weights_in_forward_pass(config: dict[str, Any]) -> None:
     @torch.no_grad()
     def shrink(model: nn.Module, inputs: object) -> None:
         for param in model.parameters():
-            param *= 0.9
+            param.mul_(0.9)
 
     training.model.register_forward_pre_hook(shrink)
     for _ in training.iter_losses():
